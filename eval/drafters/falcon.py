@@ -1,0 +1,279 @@
+"""Draft a static tree with a Falcon head, K depths per pass.
+
+The first pass of a draft reads what the target has just committed, with its true features, and its
+last K positions give the first K depths. Further passes read drafted blocks: the tokens chosen and
+the features predicted, continuing LSTM state and attention from the parent block. What the passes
+read of drafts is scratch behind the row's cache, forgotten at the next draft.
+
+Shapes: R rows, E paths of a pass, K block size, L LSTM layers, H hidden, M inputs of a row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specdraft.eval.accept import gumbel
+from specdraft.eval.decoder import Request
+from specdraft.eval.kv import KVPool
+from specdraft.eval.packed import CAUSAL, Plan, Segment, TreeBias, attend
+from specdraft.eval.static import Pass, StaticTree
+from specdraft.eval.tree import Tree, chain
+from specdraft.models.falcon import FalconHead, block_index
+from specdraft.models.lstm import State
+from specdraft.models.target import Target
+
+LONG = 64  # inputs; a prompt is read on its own, so that short rows are not padded to it
+
+
+@dataclass
+class Memory:
+    """What one row has to read, and the LSTM's way back by up to K - 1 positions.
+
+    When fewer than K tokens are committed at a step, the block that ends at the newest position
+    reaches back into what has been read: those inputs are read again as part of the new block.
+    """
+
+    request: Request
+    ahead: list[int]  # tokens one ahead: `old` read before, then the new ones
+    features: list[Tensor]  # parts of the features of the same positions
+    old: int
+    # Before each old position and after the last, [L, 1, old + 1, H]; None without an LSTM.
+    states: State | None
+
+
+class FalconDrafter:
+    """A `Drafter` around a head: all rows in one batch, state per row in its own KV pool."""
+
+    def __init__(
+        self,
+        head: FalconHead,
+        target: Target,
+        tree: StaticTree,
+        rows: int = 1,
+        capacity: int = 2048,
+    ):
+        head.check_target(target.identity())
+        config = head.config
+        if tree.block_size != config.block_size:
+            raise ValueError(f"tree for blocks of {tree.block_size}, head of {config.block_size}")
+        self.head = head.to(target.device).eval()
+        self.target, self.tree, self.k = target, tree, config.block_size
+        self.passes = [self._to_device(plan) for plan in tree.passes]
+        scratch = sum(len(plan.blocks) for plan in self.passes)
+        self.capacity = capacity
+        self.pool = KVPool(
+            config.layers,
+            rows,
+            config.kv_heads,
+            capacity + scratch,
+            config.hidden_size // config.heads,
+            device=target.device,
+        )
+        self.memory: list[Memory | None] = [None] * rows
+        self.forwards, self.max_nodes = 0, len(tree.paths)
+        self._biases = {plan: self._bias(plan.visible) for plan in self.passes[1:]}
+        self._read_biases: dict[int, TreeBias] = {}
+
+    # -- the Drafter protocol --------------------------------------------------------------------
+
+    def start(self, row: int, request: Request) -> None:
+        self.memory[row] = Memory(request, [], [], 0, self._zeros())
+        self.pool.lengths[row] = 0
+
+    def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
+        memory = self.memory[row]
+        memory.ahead += tokens
+        memory.features.append(features.float())
+
+    def draft(self, rows: list[int]) -> list[Tree]:
+        """Draft the static tree for each row; an empty one while fewer than K tokens are known."""
+        able = [row for row in rows if len(self._inputs(row)[0]) >= self.k]
+        trees = dict(zip(able, self._draft(able), strict=True)) if able else {}
+        nothing = Tree(chain(0), torch.empty(0, dtype=torch.long, device=self.target.device))
+        return [trees.get(row, nothing) for row in rows]
+
+    # -- drafting --------------------------------------------------------------------------------
+
+    def _draft(self, rows: list[int]) -> list[Tree]:
+        nodes = torch.zeros(
+            len(rows), len(self.tree.topology), dtype=torch.long, device=self.target.device
+        )
+        predicted, state = self._read(rows)  # [R, 1, K, H], [L, R, H] each
+        self._fill(nodes, rows, self.passes[0], predicted, depth=0)
+        scratch = 0
+        for number, plan in enumerate(self.passes[1:], start=1):
+            depth = number * self.k
+            predicted, state = self._extend(rows, plan, nodes, predicted, state, depth, scratch)
+            scratch += len(plan.blocks)
+            self._fill(nodes, rows, plan, predicted, depth)
+        self.forwards += len(self.passes) * len(rows)
+        return [Tree(self.tree.topology, tokens[1:]) for tokens in nodes]
+
+    def _fill(
+        self, nodes: Tensor, rows: list[int], plan: Pass, predicted: Tensor, depth: int
+    ) -> None:
+        """Rank each path's K distributions and put the tokens the tree wants into its nodes."""
+        scores = self.target.logits(predicted.to(self.target.dtype))  # [R, E, K, V]
+        for number, row in enumerate(rows):
+            request = self.memory[row].request
+            if request.temperature > 0:
+                # The same noise that the target's choice will see: rank by log q + G.
+                depths = torch.arange(depth + 1, depth + self.k + 1, device=nodes.device)
+                noise = gumbel(request.seed, self.pool.lengths[row] + depths, scores.shape[-1])
+                scores[number] = scores[number] / request.temperature + noise
+        ranked = scores.flatten(1, 2).topk(plan.width).indices  # [R, E * K, width]
+        nodes[:, plan.nodes] = ranked[:, plan.sources, plan.ranks]
+
+    def _extend(
+        self,
+        rows: list[int],
+        plan: Pass,
+        nodes: Tensor,
+        predicted: Tensor,
+        state: State,
+        depth: int,
+        scratch: int,
+    ) -> tuple[Tensor, State]:
+        """Read one drafted block per path; return its predictions [R, E, K, H] and end states."""
+        paths = len(plan.parents)
+        features = predicted[:, plan.parents].flatten(0, 1)  # [R * E, K, H]
+        tokens = nodes[:, plan.blocks].view(-1, self.k)
+        inputs = self.head.inputs(self.target.embed(tokens).float(), features)
+        if state is not None:
+            state = tuple(
+                s.unflatten(1, (len(rows), -1))[:, :, plan.parents].flatten(1, 2) for s in state
+            )
+        fused, state = self._fuse(inputs, state)
+        offsets = torch.arange(depth - self.k, depth, device=nodes.device).repeat(paths)
+        starts = [self.pool.lengths[row] for row in rows]
+        positions = torch.tensor(starts, device=nodes.device)[:, None] + offsets
+        bias = self._biases[plan]
+        segments = [
+            Segment(row, start + scratch, paths * self.k, bias.behind(start))
+            for row, start in zip(rows, starts, strict=True)
+        ]
+        output = self._decode(
+            fused.reshape(1, -1, fused.shape[-1]), positions.view(1, -1), segments
+        )
+        ends = None if state is None else tuple(s[:, :, -1] for s in state)
+        return output.view(len(rows), paths, self.k, -1), ends
+
+    # -- reading what was committed --------------------------------------------------------------
+
+    def _inputs(self, row: int) -> tuple[list[int], Tensor, int]:
+        """Tokens ahead [M] and features [M, H] to read now, and how many were read before."""
+        memory = self.memory[row]
+        if len(memory.features) > 1:
+            memory.features = [torch.cat(memory.features)]
+        again = min(max(self.k - (len(memory.ahead) - memory.old), 0), memory.old)
+        skip = memory.old - again
+        return memory.ahead[skip:], memory.features[0][skip:], again
+
+    def _read(self, rows: list[int]) -> tuple[Tensor, State]:
+        """Read the new inputs of all rows; return their last K predictions and LSTM end states."""
+        read = [self._inputs(row) for row in rows]
+        befores = [
+            self._state_before(row, again) for row, (_, _, again) in zip(rows, read, strict=True)
+        ]
+        fused, states = self._fuse_ragged(read, befores)
+        positions, segments = [], []
+        for row, (ahead, _, again) in zip(rows, read, strict=True):
+            start = self.pool.lengths[row] - again
+            segments.append(self._read_segment(row, start, len(ahead)))
+            positions += range(start, start + len(ahead))
+        positions = torch.tensor([positions], device=self.target.device)
+        output = self._decode(torch.cat(fused)[None], positions, segments)[0]
+        last = [part[-self.k :] for part in output.split([len(ahead) for ahead, _, _ in read])]
+        for row, inputs, before, after in zip(rows, read, befores, states, strict=True):
+            self._remember(row, inputs, before, after)
+        ends = None
+        if states[0] is not None:
+            ends = tuple(torch.cat([s[n][:, :, -1] for s in states], 1) for n in range(2))
+        return torch.stack(last)[:, None], ends
+
+    def _state_before(self, row: int, again: int) -> State | None:
+        """The LSTM state before the first input to read: `again` positions back."""
+        memory = self.memory[row]
+        if memory.states is None:
+            return None
+        return tuple(s[:, :, memory.old - again] for s in memory.states)
+
+    def _remember(self, row: int, inputs: tuple, before: State, after: State) -> None:
+        ahead, features, again = inputs
+        memory, old = self.memory[row], min(self.k - 1, len(ahead))
+        self.pool.lengths[row] += len(ahead) - again
+        memory.ahead = ahead[len(ahead) - old :]
+        memory.features = [features[len(ahead) - old :]]
+        memory.old = old
+        if after is not None:
+            memory.states = tuple(
+                torch.cat((b[:, :, None], a), 2)[:, :, len(ahead) - old :]
+                for b, a in zip(before, after, strict=True)
+            )
+
+    def _fuse_ragged(self, read: list[tuple], befores: list[State]):
+        """Fuse each row's inputs: fused [M, H] and states [L, 1, M, H] per row."""
+        ahead = [self.target.embed(torch.tensor(r[0], device=self.target.device)) for r in read]
+        inputs = [self.head.inputs(a.float(), r[1]) for a, r in zip(ahead, read, strict=True)]
+        alone = [[n] for n, part in enumerate(inputs) if len(part) > LONG]
+        short = [n for n, part in enumerate(inputs) if len(part) <= LONG]
+        fused, states = [None] * len(read), [None] * len(read)
+        for group in [*alone, short] if short else alone:
+            padded = pad_sequence([inputs[n] for n in group], batch_first=True)
+            before = None
+            if befores[0] is not None:
+                before = tuple(torch.cat([befores[n][i] for n in group], 1) for i in range(2))
+            out, after = self._fuse(padded, before)
+            for place, n in enumerate(group):
+                count = len(inputs[n])
+                fused[n] = out[place, :count]
+                if after is not None:
+                    states[n] = tuple(s[:, place : place + 1, :count] for s in after)
+        return fused, states
+
+    def _read_segment(self, row: int, start: int, count: int) -> Segment:
+        """Relaxed causal: blocks of K end at the newest position, whatever came before."""
+        if (self.k == 1 and start == 0) or count == 1:
+            return Segment(row, start, count, CAUSAL)
+        if count not in self._read_biases:
+            blocks = block_index(count, self.k, (count - 1) % self.k + 1)
+            bias = self._bias(blocks[:, None] >= blocks[None])
+            if count > LONG:  # a prompt's length rarely comes again
+                return Segment(row, start, count, bias.behind(start))
+            self._read_biases[count] = bias
+        return Segment(row, start, count, self._read_biases[count].behind(start))
+
+    # -- the head's parts ------------------------------------------------------------------------
+
+    def _fuse(self, inputs: Tensor, state: State | None):
+        if self.head.config.fusion == "linear":
+            return self.head.fuse(inputs), None
+        after = self.head.fuse(inputs, state)
+        return after[0][-1], after
+
+    def _decode(self, fused: Tensor, positions: Tensor, segments: list[Segment]) -> Tensor:
+        plan = Plan(self.pool, segments)
+        return self.head.decode(
+            fused,
+            self.head.rope(positions),
+            lambda layer, query, key, value: attend(plan, layer, query, key, value, None),
+        )
+
+    def _zeros(self) -> State | None:
+        if self.head.config.fusion == "linear":
+            return None
+        like = torch.empty(0, device=self.target.device)
+        return tuple(s[:, :, None] for s in self.head.fuse.zeros(1, like))
+
+    def _bias(self, visible: Tensor) -> TreeBias:
+        return TreeBias(visible, self.capacity, torch.float32, self.target.device)
+
+    def _to_device(self, plan: Pass) -> Pass:
+        moved = {
+            name: value.to(self.target.device)
+            for name, value in vars(plan).items()
+            if isinstance(value, Tensor) and name != "visible"
+        }
+        return Pass(**(vars(plan) | moved))

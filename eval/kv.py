@@ -1,0 +1,53 @@
+"""One preallocated KV cache for many rows, each with its own length (EMS-SD's unpadded KV).
+
+EMS-SD (arXiv 2405.07542), "unpad KV": every row writes at its own offset into its own region, so
+rows that accepted different numbers of tokens need no padding between them.
+
+Shapes: L layers, R rows, C capacity, D head dimension.
+"""
+
+import torch
+from torch import Tensor
+
+
+class KVPool:
+    """Keys and values of R rows in one tensor [L, 2, R, kv_heads, C, D]; `lengths[r]` are valid."""
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        shape = (layers, 2, rows, kv_heads, capacity, head_dim)
+        # Zeros, not empty: a masked slot still multiplies its value, and 0 * NaN is NaN.
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.capacity = capacity
+        self.lengths = [0] * rows
+
+    def write(self, layer: int, row: int, start: int, key: Tensor, value: Tensor) -> None:
+        """Put keys and values [kv_heads, T, D] at slots start .. start + T of a row, in place."""
+        stop = start + key.shape[1]
+        self.data[layer, 0, row, :, start:stop] = key
+        self.data[layer, 1, row, :, start:stop] = value
+
+    def read(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Views of the first `stop` keys and values of a row, each [1, kv_heads, stop, D]."""
+        return self.data[layer, 0, row, None, :, :stop], self.data[layer, 1, row, None, :, :stop]
+
+    def keep(self, row: int, path: list[int]) -> None:
+        """Commit an accepted path: slots length + path[j] move to length + j, in all layers.
+
+        `path` lists node numbers, ascending, the root first; what was not accepted is forgotten.
+        """
+        start = self.lengths[row]
+        moved = next((j for j, node in enumerate(path) if node != j), len(path))
+        if moved < len(path):
+            source = torch.tensor(path[moved:], device=self.data.device) + start
+            kept = self.data[:, :, row].index_select(3, source)
+            self.data[:, :, row, :, start + moved : start + len(path)] = kept
+        self.lengths[row] = start + len(path)

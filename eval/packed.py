@@ -1,0 +1,160 @@
+"""The packed forward: tokens of all rows in one sequence, no pad anywhere (EMS-SD).
+
+EMS-SD, "unpad inputs": the rows' tokens are concatenated to [1, N]; linear layers see exactly the
+real tokens, and only attention needs to know which token belongs to which row. It learns that from
+a plan handed through the model's keyword arguments to an attention function registered with
+transformers, so any full-attention decoder-only model works unmodified.
+
+Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dimension.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from specdraft.eval.kv import KVPool
+from specdraft.eval.tree import Topology
+from specdraft.models.target import Target
+from specdraft.recipes.errors import TargetError
+
+ATTENTION = "specdraft_packed"
+CAUSAL = None  # a segment without a bias is a chain that starts an empty row
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tokens of one row in a packed forward, written to its slots start .. start + count."""
+
+    row: int
+    start: int
+    count: int
+    # [count, start + count] added to attention scores. None: nothing to hide (one token) or, at
+    # start 0, a causal chain.
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which token of a packed forward belongs to which row, and what it may attend to."""
+
+    pool: KVPool
+    segments: Sequence[Segment]
+
+
+class TreeBias:
+    """Additive masks of one topology behind any number of cached tokens, without allocating.
+
+    One row-major tensor [T, C + T] holds zeros (the whole prefix is visible) and then the tree;
+    the mask behind `start` cached tokens is the view of its last start + T columns.
+    """
+
+    def __init__(self, visible: Tensor, capacity: int, dtype: torch.dtype, device: torch.device):
+        self.capacity = capacity
+        bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        zeros = torch.zeros(len(visible), capacity, dtype=dtype)
+        self.full = torch.cat((zeros, bias), 1).to(device)
+
+    def behind(self, start: int) -> Tensor:
+        """The mask [T, start + T]."""
+        return self.full[:, self.capacity - start :]
+
+
+def attend(plan: Plan, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None):
+    """Write keys and values to the pool and attend row by row; query [1, heads, N, D]."""
+    outputs, first = [], 0
+    gqa = query.shape[1] != key.shape[1]
+    for segment in plan.segments:
+        last, stop = first + segment.count, segment.start + segment.count
+        plan.pool.write(
+            layer, segment.row, segment.start, key[0, :, first:last], value[0, :, first:last]
+        )
+        keys, values = plan.pool.read(layer, segment.row, stop)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, first:last],
+                keys,
+                values,
+                attn_mask=segment.bias,
+                is_causal=segment.bias is CAUSAL and segment.start == 0 and segment.count > 1,
+                scale=scale,
+                enable_gqa=gqa,
+            )
+        )
+        first = last
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, plan=None, **_):
+    output = attend(plan, module.layer_idx, query, key, value, scaling)
+    return output.transpose(1, 2), None
+
+
+class PackedTarget:
+    """A target ready for packed forwards: its own KV pool, the target's tensors, shared."""
+
+    def __init__(self, target: Target, rows: int, capacity: int):
+        _check_supported(target)
+        AttentionInterface.register(ATTENTION, _attention)
+        # A structural copy that shares every tensor, so that the caller's model keeps its own
+        # attention function.
+        tensors = [*target.model.parameters(), *target.model.buffers()]
+        view = copy.deepcopy(target.model, {id(tensor): tensor for tensor in tensors})
+        view.config._attn_implementation = ATTENTION
+        self.base = view.base_model
+        self.target = target
+        config = target.config.get_text_config()
+        heads = config.num_attention_heads
+        self.pool = KVPool(
+            layers=config.num_hidden_layers,
+            rows=rows,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            capacity=capacity,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=target.dtype,
+            device=target.device,
+        )
+        self._biases: dict[Topology, TreeBias] = {}
+
+    def segment(self, row: int, topology: Topology) -> Segment:
+        """Plan one row's tree (or, on an empty row, its prompt as a chain) behind its cache."""
+        start, count = self.pool.lengths[row], len(topology)
+        if count == 1 or (start == 0 and topology.is_chain):
+            return Segment(row, start, count, CAUSAL)
+        if topology not in self._biases:
+            self._biases[topology] = TreeBias(
+                topology.ancestors, self.pool.capacity, self.target.dtype, self.target.device
+            )
+        return Segment(row, start, count, self._biases[topology].behind(start))
+
+    def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Run packed ids [N] at absolute positions [N]; return features [N, H]."""
+        hidden = self.base(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            plan=Plan(self.pool, segments),
+        )
+        return hidden.last_hidden_state[0]
+
+
+def _check_supported(target: Target) -> None:
+    config = target.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", None) is False:
+        window = None
+    if kinds != {"full_attention"} or window:
+        raise TargetError(
+            f"{target.name} ({config.model_type}): only full attention is supported, and this one "
+            f"has {', '.join(sorted(kinds - {'full_attention'})) or f'a window of {window}'}"
+        )
+    if not getattr(target.model, "_supports_attention_backend", False):
+        raise TargetError(
+            f"{target.name} ({config.model_type}): its attention cannot be replaced through "
+            "transformers' AttentionInterface; families like Llama, Mistral, Qwen2/3 can"
+        )

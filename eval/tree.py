@@ -1,0 +1,79 @@
+"""Draft trees: what every drafter returns and every verifier reads.
+
+Node 0 is the root: the last committed token, which the target has not read yet, so that the bonus
+token costs no forward of its own. A `Topology` is the shape alone (parents first) and is shared by
+all drafts of a static tree; a `Tree` adds the tokens.
+
+Shapes: N nodes, the root included.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+
+class Topology:
+    """The shape of a tree: parent of every node, parents before children, siblings in draft order.
+
+    `parents[0]` is -1. Raises ValueError when a parent does not come before its child.
+    """
+
+    def __init__(self, parents: Sequence[int]):
+        self.parents = tuple(parents)
+        if not self.parents or self.parents[0] != -1:
+            raise ValueError("node 0 must be the root, with parent -1")
+        for node, parent in enumerate(self.parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}; parents come first")
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of every node from the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of every node, in draft order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return tuple(map(tuple, children))
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """Bool [N, N]: ancestors[i, j] when j is i or one of its ancestors."""
+        mask = torch.eye(len(self), dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            mask[node] |= mask[parent]
+        return mask
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+
+@lru_cache(maxsize=512)
+def chain(length: int) -> Topology:
+    """A root and `length` drafted tokens in a row."""
+    return Topology(range(-1, length))
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A draft of one row: a topology and the tokens of its nodes after the root, [N - 1].
+
+    Tokens stay on the drafter's device; the decoder brings them to the host once per step,
+    together with the target's choices.
+    """
+
+    topology: Topology
+    tokens: Tensor

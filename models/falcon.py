@@ -1,0 +1,265 @@
+"""The Falcon head: a semi-autoregressive (SAR) drafter of k tokens per pass.
+
+Falcon (AAAI 2025). Input at position i is the pair (e(t_{i+1}), f_i): the token one ahead and the
+target's feature. A two-layer LSTM fuses the sequence of pairs, a decoder layer with relaxed causal
+attention mixes it, and the output at i predicts the feature k ahead, f_{i+k}, whose lm_head drafts
+t_{i+k+1}. With k = 1 and a linear fusion it is EAGLE-1. The head holds no embedding and no lm_head:
+those are the target's.
+
+Relaxed causal mask, k = 2, first block of one position (phase 1): x sees what is marked.
+
+    position  0 | 1 2 | 3 4
+           0  x
+           1  x   x x
+           2  x   x x
+           3  x   x x   x x
+           4  x   x x   x x
+
+Shapes: B rows, T time, H hidden, K block size, R passes, N packed tokens, D head dimension.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import PyTorchModelHubMixin
+from torch import Tensor, nn
+
+from specdraft.models.lstm import LSTM, State
+from specdraft.recipes.errors import TargetError
+
+LSTM_LAYERS = 2  # the paper's "2-layer LSTM"
+FUSIONS = ("lstm", "linear")
+
+# attend(layer, query [S, heads, T, D], key, value [S, kv_heads, T, D]) -> [S, heads, T, D]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class FalconConfig:
+    """Everything a head's shape and scales depend on; saved beside its weights."""
+
+    hidden_size: int
+    vocab_size: int
+    block_size: int = 2
+    fusion: str = "lstm"
+    layers: int = 1
+    heads: int = 4
+    kv_heads: int = 4
+    intermediate_size: int = 512
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    # Standard deviations of the target's embeddings and features on the training data. The head
+    # works on inputs and outputs divided by them: left alone, a target with embeddings of 0.04 and
+    # features of 6.7 hides its tokens from the LSTM.
+    embed_scale: float = 1.0
+    feature_scale: float = 1.0
+    target: dict = field(default_factory=dict)  # identity of the target it was trained for
+
+    def __post_init__(self) -> None:
+        if self.fusion not in FUSIONS:
+            raise ValueError(f"fusion is {self.fusion!r}; known: {', '.join(FUSIONS)}")
+        if self.block_size < 1 or self.layers < 1:
+            raise ValueError("block_size and layers must be at least 1")
+        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads ({self.heads}) must divide hidden_size ({self.hidden_size}) "
+                f"and be a multiple of kv_heads ({self.kv_heads})"
+            )
+
+
+def block_index(length: int, block_size: int, phase: int) -> Tensor:
+    """Number the blocks of a sequence [T] whose first block has `phase` (1..k) positions."""
+    return (torch.arange(length) + block_size - phase) // block_size
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and SwiGLU MLP; who attends to whom is the caller's `attend`."""
+
+    def __init__(self, config: FalconConfig):
+        super().__init__()
+        width, self.eps = config.hidden_size, config.norm_eps
+        self.dim = width // config.heads
+        self.heads = (config.heads, config.kv_heads, config.kv_heads)
+        self.attention_norm = nn.Parameter(torch.ones(width))
+        self.mlp_norm = nn.Parameter(torch.ones(width))
+        self.qkv = nn.Linear(width, sum(self.heads) * self.dim, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, width, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
+        """x [S, T, H] -> [S, T, H]."""
+        y = F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
+        heads = self.qkv(y).unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        query_key, value = heads.split((self.heads[0] + self.heads[1], self.heads[2]), 1)
+        query, key = _rotate(query_key, *rope).split(self.heads[:2], 1)
+        x = x + self.out(attend(layer, query, key, value).transpose(1, 2).flatten(2))
+        y = F.rms_norm(x, x.shape[-1:], self.mlp_norm, self.eps)
+        gate, up = self.gate_up(y).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x [S, heads, T, D]; cos and sin [S or 1, 1, T, D], sin with
+    the sign of rotate_half in its first half."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((second, first), -1) * sin
+
+
+class FalconHead(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="specdraft",
+    tags=["speculative-decoding", "falcon", "draft-head"],
+    coders={FalconConfig: (asdict, lambda data: FalconConfig(**data))},
+):
+    """Draft k features per pass from the target's features and the tokens one ahead."""
+
+    def __init__(self, config: FalconConfig):
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        if config.fusion == "lstm":
+            self.fuse = LSTM(2 * width, width, LSTM_LAYERS)
+        else:
+            self.fuse = nn.Linear(2 * width, width, bias=False)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        half = width // config.heads // 2
+        inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
+        self.register_buffer("inverse_frequency", inverse, persistent=False)
+
+    def check_target(self, identity: dict) -> None:
+        """Raise TargetError when this head was made for another target, naming both."""
+        own = self.config.target
+        if own and own["weights"] != identity["weights"]:
+            raise TargetError(
+                f"this head was trained for {own['name']} (weights {own['weights'][:12]}), "
+                f"not for {identity['name']} (weights {identity['weights'][:12]}); "
+                "use that target, or train a head for this one"
+            )
+
+    # -- the seam shared by training and drafting ------------------------------------------------
+
+    def inputs(self, ahead: Tensor, features: Tensor) -> Tensor:
+        """Join e(t_{i+1}) and f_i, each [.., H], brought to unit scale: [.., 2H]."""
+        return torch.cat(
+            (ahead / self.config.embed_scale, features / self.config.feature_scale), -1
+        )
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin for positions [S, T]: [S, 1, T, D]."""
+        angle = positions[:, None, :, None].to(torch.float32) * self.inverse_frequency
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    def decode(self, fused: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Run the decoder layers over fused inputs [S, T, H]; return predicted features."""
+        for number, layer in enumerate(self.layers):
+            fused = layer(fused, rope, number, attend)
+        return fused * self.config.feature_scale
+
+    # -- training --------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        ahead: Tensor,  # [B, T, H], e(t_{i+1})
+        features: Tensor,  # [B, T, H], f_i
+        blocks: Tensor,  # [B, T], index of the block each position belongs to, from 0
+        valid: Tensor | None = None,  # [B, T], False at padding
+        keep: Tensor | None = None,  # [B, T], positions whose given feature stays in later passes
+        passes: int = 1,
+    ) -> Tensor:
+        """Predict f_{i+k} at every i; returns [R, B, T, H], one prediction per pass.
+
+        Pass 1 reads the given features. In pass r a block reads what pass r - 1 predicted for it
+        from the block before, and sees its r - 2 nearest ancestors as they were in their own
+        passes: exactly what drafting r * k tokens ahead meets, for all blocks at once.
+        """
+        rope = self.rope(torch.arange(ahead.shape[1], device=ahead.device)[None])
+        layout = BlockLayout(blocks, self.config.block_size) if passes > 1 else None
+        cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        outputs: list[Tensor] = []
+        state: State | None = None
+        for number in range(passes):
+            if number > 0:
+                features = layout.predicted(outputs[-1], features, keep)
+            fused, state = self._fuse(self.inputs(ahead, features), state, layout)
+            mask = _rollout_mask(blocks, valid, number)
+            outputs.append(self.decode(fused, rope, _cached_attention(cached, mask)))
+        return torch.stack(outputs)
+
+    def _fuse(self, inputs: Tensor, state: State | None, layout: "BlockLayout | None"):
+        if self.config.fusion == "linear":
+            return self.fuse(inputs), None
+        if state is None:
+            state = self.fuse(inputs)
+        else:
+            state = layout.read_blocks(self.fuse, inputs, state)
+        return state[0][-1], state
+
+
+class BlockLayout:
+    """Where the blocks of each row start, to run all of them at once as short sequences."""
+
+    def __init__(self, blocks: Tensor, block_size: int):
+        self.size = block_size
+        self.count = int(blocks.max()) + 1
+        time = torch.arange(blocks.shape[1], device=blocks.device).expand_as(blocks)
+        first = torch.full((len(blocks), self.count), blocks.shape[1], device=blocks.device)
+        self.first = first.scatter_reduce(1, blocks, time, "amin")  # [B, count]
+        offset = time - self.first.gather(1, blocks)
+        self.slot = blocks * block_size + offset  # [B, T], place among count * K
+        self.has_parent = (blocks > 0) & (time >= block_size)
+
+    def predicted(self, output: Tensor, features: Tensor, keep: Tensor | None) -> Tensor:
+        """Features of the next pass: the prediction made k positions earlier, where there is one."""
+        shifted = F.pad(output, (0, 0, self.size, 0))[:, : features.shape[1]]
+        use = self.has_parent if keep is None else self.has_parent & ~keep
+        return torch.where(use[..., None], shifted, features)
+
+    def read_blocks(self, lstm: LSTM, inputs: Tensor, state: State) -> State:
+        """Read every block from the state its parent block ended in; states [L, B, T, H]."""
+        rows, width = len(inputs), inputs.shape[-1]
+        before = (self.first - 1).clamp(min=0)  # [B, count]
+        alive = (self.first[None, ..., None] > 0).to(state[0].dtype)
+        start = [
+            (
+                s.gather(2, before[None, ..., None].expand(len(s), -1, -1, s.shape[-1])) * alive
+            ).flatten(1, 2)
+            for s in state
+        ]  # 2 x [L, B * count, H]
+        laid = inputs.new_zeros(rows, self.count * self.size, width)
+        laid = laid.scatter(1, self.slot[..., None].expand(-1, -1, width), inputs)
+        ends = lstm(laid.view(rows * self.count, self.size, width), (start[0], start[1]))
+        hidden, cell = (s.reshape(len(s), rows, -1, s.shape[-1]) for s in ends)
+        index = self.slot[None, ..., None].expand(len(hidden), -1, -1, hidden.shape[-1])
+        return hidden.gather(2, index), cell.gather(2, index)
+
+
+def _rollout_mask(blocks: Tensor, valid: Tensor | None, number: int) -> Tensor:
+    """Who sees whom in pass `number` (from 0), over the keys of all passes so far: [B, 1, T, nT].
+
+    A block sees itself in this pass, its j-th ancestor in the j-th pass before, and everything
+    older as pass 0 read it.
+    """
+    behind = blocks[:, :, None] - blocks[:, None, :]  # [B, query, key], in blocks
+    parts = [behind >= number] + [behind == number - n for n in range(1, number + 1)]
+    mask = torch.cat(parts, -1)
+    if valid is not None:
+        # A padded query still sees itself: a row of the mask without a True is NaN.
+        itself = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
+        itself = F.pad(itself, (number * blocks.shape[1], 0))
+        mask = mask & valid.repeat(1, number + 1)[:, None, :] | itself
+    return mask[:, None]
+
+
+def _cached_attention(cached: list[list[tuple[Tensor, Tensor]]], mask: Tensor) -> Attend:
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cached[layer].append((key, value))
+        keys, values = (torch.cat(parts, 2) for parts in zip(*cached[layer], strict=True))
+        gqa = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=gqa)
+
+    return attend

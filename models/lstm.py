@@ -1,0 +1,91 @@
+"""The LSTM of a Falcon head, with its state kept at every position.
+
+`nn.LSTM` returns the state at the end only, while a head has to go on from the middle of what it
+has read: drafting resumes after the last accepted token, and a rollout in training continues from
+the end of every block at once. A plain loop over time with a hand-written backward (no graph per
+step, one matmul for the recurrent weight) gives that, and on small drafts it is faster, too.
+
+Shapes: S sequences, T time, D input width, H hidden, L layers. Gate order: input, forget, output,
+cell. State is float32 whatever the autocast dtype is: it adds up over the whole sequence.
+"""
+
+import torch
+from torch import Tensor, nn
+
+State = tuple[Tensor, Tensor]  # hidden and cell, each [L, S, H]
+
+
+class Recurrence(torch.autograd.Function):
+    """h_t, c_t from the input's share of the gates, [T, S, 4H], and the state before t = 0."""
+
+    @staticmethod
+    def forward(ctx, gates: Tensor, weight: Tensor, h: Tensor, c: Tensor):  # weight [4H, H]
+        size, weight_t = h.shape[-1], weight.t()
+        hidden, cell, saved = [h], [c], []
+        for step in gates:
+            raw = torch.addmm(step, h, weight_t)
+            i, f, o = raw[:, : 3 * size].sigmoid().chunk(3, 1)
+            g = raw[:, 3 * size :].tanh()
+            c = torch.addcmul(f * c, i, g)
+            squashed = c.tanh()
+            h = o * squashed
+            hidden.append(h)
+            cell.append(c)
+            saved.append((i, f, o, g, squashed))
+        if any(ctx.needs_input_grad):
+            ctx.steps = saved
+            ctx.save_for_backward(weight, torch.stack(hidden[:-1]), torch.stack(cell[:-1]))
+        return torch.stack(hidden[1:]), torch.stack(cell[1:])
+
+    @staticmethod
+    def backward(ctx, d_hidden: Tensor, d_cell: Tensor):
+        weight, hidden, cell = ctx.saved_tensors
+        d_gates = hidden.new_empty(*hidden.shape[:2], weight.shape[0])
+        dh, dc = torch.zeros_like(hidden[0]), torch.zeros_like(cell[0])
+        for t in range(len(hidden) - 1, -1, -1):
+            i, f, o, g, squashed = ctx.steps[t]
+            dh = dh + d_hidden[t]
+            dc = dc + d_cell[t] + dh * o * (1 - squashed * squashed)
+            di, df, do, dg = d_gates[t].chunk(4, 1)
+            torch.mul(dc * g, i * (1 - i), out=di)
+            torch.mul(dc * cell[t], f * (1 - f), out=df)
+            torch.mul(dh * squashed, o * (1 - o), out=do)
+            torch.mul(dc * i, 1 - g * g, out=dg)
+            dh, dc = d_gates[t] @ weight, dc * f
+        d_weight = d_gates.flatten(0, 1).t() @ hidden.flatten(0, 1)
+        return d_gates, d_weight, dh, dc
+
+
+class LSTM(nn.Module):
+    """Layers of LSTM that return the hidden and cell state at every position."""
+
+    def __init__(self, inputs: int, hidden: int, layers: int):
+        super().__init__()
+        self.hidden = hidden
+        self.input = nn.ModuleList(
+            nn.Linear(inputs if n == 0 else hidden, 4 * hidden) for n in range(layers)
+        )
+        self.recurrent = nn.ParameterList(
+            nn.Parameter(torch.empty(4 * hidden, hidden)) for _ in range(layers)
+        )
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(hidden**-0.5), hidden**-0.5)
+
+    def zeros(self, sequences: int, like: Tensor) -> State:
+        """The state before the first token."""
+        zero = torch.zeros(
+            len(self.recurrent), sequences, self.hidden, device=like.device, dtype=torch.float32
+        )
+        return zero, zero
+
+    def forward(self, inputs: Tensor, state: State | None = None) -> State:
+        """Read [S, T, D] from `state`; return hidden and cell, each [L, S, T, H]."""
+        before_h, before_c = state or self.zeros(len(inputs), inputs)
+        hidden, cell = [], []
+        for n, (project, weight) in enumerate(zip(self.input, self.recurrent, strict=True)):
+            gates = project(inputs).transpose(0, 1).to(weight.dtype)  # [T, S, 4H]
+            h, c = Recurrence.apply(gates, weight, before_h[n], before_c[n])
+            inputs = h.transpose(0, 1)
+            hidden.append(inputs)
+            cell.append(c.transpose(0, 1))
+        return torch.stack(hidden), torch.stack(cell)

@@ -1,0 +1,285 @@
+"""The frozen target: a causal language model whose tokens we want sooner.
+
+`Target` is the whole model; `TargetEnds` only its input embedding and lm_head, which is all a head
+needs to train on cached features, so a head for a 70B target trains on one small GPU.
+
+Shapes: B rows, T time, H hidden, V vocabulary. A feature `f_i` is the last hidden state AFTER the
+final norm, exactly what lm_head consumes: `p(. | t_<=i) = softmax(lm_head(f_i))`.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from specdraft.recipes.errors import TargetError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BUNDLED = "tiny"
+_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_model*.bin"]
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+
+
+def bundled_target_dir() -> Path:
+    """Return the folder of the target that comes with the package."""
+    return Path(__file__).parent / "tiny"
+
+
+def resolve(name: str, revision: str | None = None) -> Path:
+    """Return the local folder of a target: the bundled one, a folder, or a Hub snapshot.
+
+    Raises TargetError when the name is neither a folder nor reachable on the Hub.
+    """
+    if name == BUNDLED:
+        return bundled_target_dir()
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise TargetError(f"target.model: no config.json in {folder}; give a model folder")
+        return folder
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise TargetError(
+            f"target.model: no folder at {name}; "
+            f"give an existing folder, a Hub id (owner/name) or {BUNDLED!r}"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise TargetError(
+            f"target.model: {name} is no local folder and the Hub did not give it ({reason})"
+        ) from error
+
+
+def identity(name: str, revision: str | None, folder: Path) -> dict[str, str | int | None]:
+    """Describe which weights these are; written into every cache and head made from them.
+
+    `weights` is a sha256 over the size of each weight file, its first bytes (for safetensors the
+    table of tensors) and 64 evenly spread pages: any two checkpoints of a training run differ, and
+    140 GB need not be read.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    digest = hashlib.sha256()
+    for path in _weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size};".encode())
+        with path.open("rb") as file:
+            for page in range(_SAMPLES):
+                file.seek(size * page // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return {
+        "name": name,
+        "revision": revision,
+        "weights": digest.hexdigest(),
+        "hidden_size": config.get("hidden_size", config.get("n_embd")),
+        "vocab_size": config["vocab_size"],
+    }
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise TargetError(f"no weights in {folder}: expected *.safetensors")
+    return files
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that lies beside a target's weights."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise TargetError(f"no usable tokenizer in {folder}: {_first_line(error)}") from error
+
+
+class Target:
+    """A frozen causal LM with its tokenizer. Never modified; no parameter has a gradient."""
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, name: str):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config
+        self.embedding = model.get_input_embeddings()
+        self.lm_head = model.get_output_embeddings()
+        self._identity: dict | None = None
+        self._check_lm_head()
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        revision: str | None = None,
+        dtype: str = "float32",
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """Load a target by folder, Hub id or "tiny"; raises TargetError with the reason."""
+        folder = resolve(name, revision)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+            )
+        except (ValueError, OSError, SafetensorError) as error:
+            raise TargetError(f"cannot load {name}: {_first_line(error)}") from error
+        target = cls(model.to(device), load_tokenizer(folder, trust_remote_code), name)
+        target._identity = identity(name, revision, folder)
+        return target
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm_head.weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """lm_head's matrix, [V, H]."""
+        return self.lm_head.weight
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end a generation, from the generation config."""
+        eos = self.model.generation_config.eos_token_id
+        return frozenset(() if eos is None else eos if isinstance(eos, list) else [eos])
+
+    @torch.inference_mode()
+    def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Run ids [B, T] and return the features [B, T, H] after the final norm."""
+        hidden = self.model.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        )
+        return hidden.last_hidden_state
+
+    def logits(self, features: Tensor) -> Tensor:
+        """lm_head: features [.., H] to logits [.., V]."""
+        return self.lm_head(features)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embedding: ids [..] to vectors [.., H]."""
+        return self.embedding(ids)
+
+    def identity(self) -> dict:
+        """Which weights these are (see `identity`)."""
+        if self._identity is None:  # a model handed in as an object has no files to hash
+            digest = hashlib.sha256()
+            for key, value in sorted(self.model.state_dict().items()):
+                digest.update(key.encode())
+                digest.update(value.detach().float().cpu().contiguous().view(torch.uint8).numpy())
+            self._identity = {
+                "name": self.name,
+                "revision": None,
+                "weights": digest.hexdigest(),
+                "hidden_size": self.hidden_size,
+                "vocab_size": self.vocab_size,
+            }
+        return self._identity
+
+    @torch.inference_mode()
+    def _check_lm_head(self) -> None:
+        """Refuse models whose logits are not lm_head(feature): scaled or capped ones, mostly."""
+        if self.lm_head is None or getattr(self.config, "is_encoder_decoder", False):
+            raise TargetError(
+                f"{self.name}: only decoder-only models with an lm_head are supported"
+            )
+        if self.device.type == "meta":
+            return
+        ids = torch.tensor([[0, 1]], device=self.device)
+        expected = self.model(input_ids=ids, use_cache=False).logits
+        if not torch.allclose(self.logits(self.features(ids)), expected, rtol=1e-2, atol=1e-2):
+            raise TargetError(
+                f"{self.name} ({self.config.model_type}): its logits are not lm_head(last hidden "
+                "state), so its features cannot be drafted; families like Llama, Mistral, Qwen2/3 can"
+            )
+
+
+class TargetEnds(nn.Module):
+    """The two ends of a target, without its layers: `embed` and `lm_head`, frozen."""
+
+    def __init__(self, embedding: Tensor, lm_head: Tensor, name: str, target_identity: dict):
+        super().__init__()
+        self.register_buffer("embedding", embedding, persistent=False)  # [V, H]
+        self.register_buffer("lm_head_weight", lm_head, persistent=False)  # [V, H]
+        self.name = name
+        self._identity = target_identity
+
+    @classmethod
+    def load(
+        cls, name: str, revision: str | None = None, dtype: str = "float32", device: str = "cpu"
+    ) -> "TargetEnds":
+        """Read two tensors from the target's weight files and nothing else."""
+        folder = resolve(name, revision)
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            shell = AutoModelForCausalLM.from_config(config)
+        ends = (shell.get_input_embeddings().weight, shell.get_output_embeddings().weight)
+        # A tied tensor has two names, and a file may hold it under either.
+        names = [
+            {n for n, p in shell.named_parameters(remove_duplicate=False) if p is end}
+            for end in ends
+        ]
+        tensors = _read_tensors(folder, set.union(*names))
+        if getattr(config, "tie_word_embeddings", False):
+            names = [set.union(*names)] * 2
+        found = [next((tensors[n] for n in alias if n in tensors), None) for alias in names]
+        for alias, tensor in zip(names, found, strict=True):
+            if tensor is None:
+                raise TargetError(f"{name}: no tensor named {sorted(alias)[0]} in {folder}")
+        cast = [tensor.to(device=device, dtype=DTYPES[dtype]) for tensor in found]
+        return cls(cast[0], cast[1], name, identity(name, revision, folder))
+
+    @classmethod
+    def of(cls, target: Target) -> "TargetEnds":
+        """The ends of a target that is already in memory (shares its tensors)."""
+        weight = target.embedding.weight.detach()
+        return cls(weight, target.lm_head_weight.detach(), target.name, target.identity())
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm_head_weight.shape[0]
+
+    def logits(self, features: Tensor) -> Tensor:
+        """lm_head: features [.., H] to logits [.., V]."""
+        return nn.functional.linear(features, self.lm_head_weight)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embedding: ids [..] to vectors [.., H]."""
+        return nn.functional.embedding(ids, self.embedding)
+
+    def identity(self) -> dict:
+        return self._identity
+
+
+def _read_tensors(folder: Path, names: set[str]) -> dict[str, Tensor]:
+    found = {}
+    for path in _weight_files(folder):
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                found |= {n: file.get_tensor(n) for n in names & set(file.keys())}
+        else:
+            state = torch.load(path, weights_only=True, mmap=True)
+            found |= {n: state[n] for n in names & state.keys()}
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300]

@@ -1,0 +1,66 @@
+"""What a user did wrong, said in a line or two, and how an entry point reports it.
+
+Every floor raises a `UserError` for bad input; `entry` turns it into a message and exit code 2.
+Anything else is a fault of ours: one line and exit code 1, the traceback on request.
+"""
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """Bad input: the message names the value, what is allowed and what to do next."""
+
+
+class RecipeError(UserError):
+    """A recipe key, type, value or combination that is not allowed."""
+
+
+class DataError(UserError):
+    """Conversations, prompts or templates that cannot be used."""
+
+
+class CacheError(UserError):
+    """A token or feature cache that is damaged or belongs to something else."""
+
+
+class TargetError(UserError):
+    """A target that is missing, unsupported or not the one a head was made for."""
+
+
+def entry(main: Callable[[], None]) -> Callable[[], None]:
+    """Wrap a script's main: exit 2 for bad input, 130 for Ctrl-C, 1 for a fault of ours."""
+
+    @functools.wraps(main)
+    def guarded() -> None:
+        try:
+            main()
+        except Exception as error:
+            _fail(error)
+        except KeyboardInterrupt as interrupt:
+            message = str(interrupt) or "interrupted"
+            print(f"\n{message}", file=sys.stderr)  # noqa: T201
+            sys.exit(130)
+
+    return guarded
+
+
+def _fail(error: Exception) -> None:
+    if os.environ.get("SPECDRAFT_DEBUG") == "1":
+        traceback.print_exc()
+    if isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    if isinstance(error, OSError) and error.errno is not None:
+        # Out of disk, no permission, ...: the system's own words name the cause and the file.
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    print(
+        f"internal error: {type(error).__name__}: {error} "
+        "(set SPECDRAFT_DEBUG=1 for the traceback)",
+        file=sys.stderr,
+    )  # noqa: T201
+    sys.exit(1)

@@ -1,0 +1,47 @@
+"""Tiny random targets and heads: every claim about exactness holds for any weights."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.target import Target
+
+VOCAB, HIDDEN = 23, 16
+
+
+def random_target(seed: int = 0, kv_heads: int = 2, sharpness: float = 8.0) -> Target:
+    """A Llama of two layers over 23 tokens; sharp enough that greedy choices are no near-ties."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(sharpness)
+    return Target(model, None, f"random-{seed}")
+
+
+def random_head(target: Target, block_size: int = 2, seed: int = 1, **changes) -> FalconHead:
+    """A head with random weights for a random target."""
+    torch.manual_seed(seed)
+    config = FalconConfig(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        block_size=block_size,
+        heads=4,
+        kv_heads=2,
+        intermediate_size=24,
+        embed_scale=0.3,
+        target=target.identity(),
+        **changes,
+    )
+    return FalconHead(config).eval()

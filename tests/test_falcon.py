@@ -1,0 +1,189 @@
+"""The Falcon head: its mask, its rollout, and drafting that meets what training showed."""
+
+import pytest
+import torch
+from random_models import VOCAB, random_head, random_target
+
+from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.static import StaticTree
+from specdraft.models.falcon import FalconHead, block_index
+from specdraft.models.lstm import LSTM
+from specdraft.recipes.errors import TargetError
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+def pairs(batch: int, length: int, hidden: int = 16):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda: torch.randn(batch, length, hidden, generator=generator)  # noqa: E731
+    return draw(), draw()
+
+
+def test_the_lstm_equals_torchs_own():
+    torch.manual_seed(0)
+    ours, theirs = LSTM(6, 4, 2), torch.nn.LSTM(6, 4, 2, batch_first=True)
+    order = [*range(8), *range(12, 16), *range(8, 12)]  # theirs: input, forget, cell, output
+    for n in range(2):
+        state = theirs.state_dict()
+        state[f"weight_ih_l{n}"].copy_(ours.input[n].weight[order])
+        state[f"bias_ih_l{n}"].copy_(ours.input[n].bias[order])
+        state[f"weight_hh_l{n}"].copy_(ours.recurrent[n][order])
+        state[f"bias_hh_l{n}"].zero_()
+    x = torch.randn(3, 5, 6)
+    hidden, cell = ours(x)
+    expected, (last_h, last_c) = theirs(x)
+    torch.testing.assert_close(hidden[-1], expected)
+    torch.testing.assert_close(hidden[:, :, -1], last_h)
+    torch.testing.assert_close(cell[:, :, -1], last_c)
+
+
+def test_the_lstms_gradient_is_right():
+    torch.manual_seed(0)
+    lstm = LSTM(3, 2, 2).double()
+    start = tuple(torch.randn(2, 2, 2, dtype=torch.double, requires_grad=True) for _ in range(2))
+    x = torch.randn(2, 4, 3, dtype=torch.double, requires_grad=True)
+    weights = tuple(lstm.parameters())
+
+    def run(x, h, c, *_):
+        return lstm(x, (h, c))
+
+    assert torch.autograd.gradcheck(run, (x, *start, *weights))
+
+
+@pytest.mark.parametrize("phase", [1, 2, 3])
+def test_a_position_sees_its_own_block_and_everything_before(target, phase):
+    """Brute force: move one input at a time and see which outputs move."""
+    head = random_head(target, block_size=3, fusion="linear", layers=2)
+    ahead, features = pairs(1, 10)
+    blocks = block_index(10, 3, phase)[None]
+    before = head(ahead, features, blocks)[0, 0]
+    for j in range(10):
+        moved = features.clone()
+        moved[0, j] += 1.0
+        after = head(ahead, moved, blocks)[0, 0]
+        changed = (after - before).abs().amax(-1) > 1e-6
+        assert changed.tolist() == [bool(blocks[0, j] <= b) for b in blocks[0]], j
+
+
+def test_padding_never_moves_an_output(target):
+    head = random_head(target)
+    ahead, features = pairs(1, 12)
+    blocks = block_index(12, 2, 1)[None]
+    expected = head(ahead[:, :7], features[:, :7], blocks[:, :7], passes=3)
+    valid = torch.arange(12)[None] < 7
+    got = head(ahead, features, blocks, valid, passes=3)
+    torch.testing.assert_close(got[:, :, :7], expected)
+
+
+@pytest.mark.parametrize("fusion", ["lstm", "linear"])
+@pytest.mark.parametrize(("k", "layers"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+def test_rollout_equals_feeding_each_block_by_hand(target, fusion, k, layers):
+    """Pass r at block b == running the head on true pairs up to block b - r, and then block by
+    block on its own predictions."""
+    head = random_head(target, k, fusion=fusion, layers=layers)
+    ahead, features = pairs(1, 4 * k)
+    blocks = block_index(4 * k, k, k)[None]
+    rolled = head(ahead, features, blocks, passes=3)
+    for b in range(4):
+        for number in range(min(3, b + 1)):
+            fed = features.clone()
+            for step in range(number):  # predict block by block, from the block before
+                start = (b - number + 1 + step) * k
+                so_far = head(ahead[:, :start], fed[:, :start], blocks[:, :start])[0]
+                fed[:, start : start + k] = so_far[:, start - k :]
+            stop = (b + 1) * k
+            expected = head(ahead[:, :stop], fed[:, :stop], blocks[:, :stop])[0]
+            torch.testing.assert_close(
+                rolled[number, :, b * k : stop], expected[:, b * k : stop], atol=1e-5, rtol=1e-4
+            )
+
+
+@pytest.mark.parametrize("fusion", ["lstm", "linear"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k):
+    """Whatever was accepted before, a draft equals the head over the whole sequence at once, with
+    the block boundary right-aligned at the newest position."""
+    head = random_head(target, k, fusion=fusion)
+    prompt = torch.randint(VOCAB, (9,), generator=torch.Generator().manual_seed(2)).tolist()
+    paths = [(0,) * n for n in range(1, 2 * k + 1)] + [(1,) + (0,) * n for n in range(2 * k)]
+    drafter = FalconDrafter(head, target, StaticTree(paths, k), 1, 128)
+    seen = []
+
+    class Recorder:
+        """Notes each draft beside the sequence it was made for."""
+
+        forwards, max_nodes = 0, drafter.max_nodes
+        start, observe = drafter.start, drafter.observe
+
+        def draft(self, rows):
+            trees = drafter.draft(rows)
+            seen.append(
+                dict(zip(drafter.tree.index, [None, *trees[0].tokens.tolist()], strict=True))
+            )
+            return trees
+
+    done = next(Decoder(target, Recorder(), 1, 128).run([Request(prompt, 14)]))
+    tokens, length = prompt + done.tokens, len(prompt)
+    for draft, step in zip(seen, done.steps, strict=False):
+        length += step.emitted
+        expected = brute_force_draft(head, target, tokens[:length], draft, k)
+        assert {path: draft[path] for path in expected} == expected
+
+
+def brute_force_draft(head, target, tokens, draft, k):
+    """Redo the two chains of a draft by whole-sequence forwards of the head."""
+    ids = torch.tensor([tokens])
+    features, ahead = target.features(ids)[:, :-1], target.embed(ids[:, 1:])
+    expected = {}
+    for first in (0, 1):
+        fed, next_ahead = features, ahead
+        path = ()
+        for number in range(2):
+            count = fed.shape[1]
+            blocks = block_index(count, k, (count - 1) % k + 1)[None]
+            out = head(next_ahead, fed, blocks)[0][:, -k:]
+            ranked = target.logits(out)[0].topk(2).indices
+            for n in range(k):
+                rank = first if number == n == 0 else 0
+                path = (*path, rank)
+                expected[path] = int(ranked[n, rank])
+            block = torch.tensor([[expected[path[: len(path) - k + n + 1]] for n in range(k)]])
+            fed = torch.cat((fed, out), 1)
+            next_ahead = torch.cat((next_ahead, target.embed(block)), 1)
+    return expected
+
+
+def test_a_saved_head_is_the_same_head(target, tmp_path):
+    head = random_head(target, layers=2)
+    head.save_pretrained(tmp_path)
+    again = FalconHead.from_pretrained(tmp_path)
+    assert again.config == head.config
+    ahead, features = pairs(2, 6)
+    blocks = block_index(6, 2, 2).expand(2, -1)
+    assert torch.equal(again(ahead, features, blocks), head(ahead, features, blocks))
+    assert {"config.json", "model.safetensors", "README.md"} == {p.name for p in tmp_path.iterdir()}
+
+
+def test_a_head_knows_its_target(target):
+    head = random_head(target)
+    head.check_target(target.identity())
+    with pytest.raises(TargetError, match="trained for random-0"):
+        head.check_target(random_target(seed=9).identity())
+
+
+def test_scales_make_a_head_indifferent_to_the_targets_units(target):
+    """The same head on a target whose embeddings and features are 10 and 100 times larger."""
+    head = random_head(target)
+    large = random_head(target)
+    large.config = type(head.config)(
+        **{**vars(head.config), "embed_scale": 3.0, "feature_scale": 100.0}
+    )
+    ahead, features = pairs(1, 8)
+    blocks = block_index(8, 2, 2)[None]
+    got = large(10 * ahead, 100 * features, blocks, passes=2)
+    expected = 100 * head(ahead, features, blocks, passes=2)
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-4)
