@@ -124,6 +124,16 @@ class Decoder:
             self._admit(waiting)
             yield from self.step()
 
+    def stream(self, request: Request) -> Iterator[Row]:
+        """Decode one request; yield its row after every step, for whoever watches."""
+        self._check(0, request)
+        self.rows = [None] * len(self.rows)
+        self._admit(deque([(0, request)]))
+        row = self.rows[0]
+        while any(self.rows):
+            self.step()
+            yield row
+
     def _admit(self, waiting: deque[tuple[int, Request]]) -> None:
         for slot, row in enumerate(self.rows):
             if row is None and waiting:

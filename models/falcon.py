@@ -20,14 +20,16 @@ Shapes: B rows, T time, H hidden, K block size, R passes, N packed tokens, D hea
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from specdraft.models.lstm import LSTM, State
-from specdraft.recipes.errors import TargetError
+from specdraft.recipes.errors import HeadError, TargetError
 
 LSTM_LAYERS = 2  # the paper's "2-layer LSTM"
 FUSIONS = ("lstm", "linear")
@@ -198,6 +200,24 @@ class FalconHead(
         else:
             state = layout.read_blocks(self.fuse, inputs, state)
         return state[0][-1], state
+
+
+def load_head(folder: Path, target_identity: dict) -> FalconHead:
+    """Load a trained head for a target; HeadError when there is none, or TargetError when it is
+    another target's."""
+    if not (folder / "config.json").is_file():
+        raise HeadError(
+            f"no trained head at {folder}; train it with: "
+            "accelerate launch train/falcon.py and the same recipe"
+        )
+    if not (folder / "model.safetensors").is_file():
+        raise HeadError(f"no model.safetensors in {folder}; heads are loaded from safetensors only")
+    try:
+        head = FalconHead.from_pretrained(folder)
+    except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
+        raise HeadError(f"{folder} holds no whole Falcon head: {error}") from error
+    head.check_target(target_identity)
+    return head
 
 
 class BlockLayout:

@@ -27,6 +27,10 @@ class CacheError(UserError):
     """A token or feature cache that is damaged or belongs to something else."""
 
 
+class HeadError(UserError):
+    """A trained head that is missing, damaged or no head."""
+
+
 class TargetError(UserError):
     """A target that is missing, unsupported or not the one a head was made for."""
 
@@ -42,7 +46,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             _fail(error)
         except KeyboardInterrupt as interrupt:
             message = str(interrupt) or "interrupted"
-            print(f"\n{message}", file=sys.stderr)  # noqa: T201
+            _say(f"\n{message}")
             sys.exit(130)
 
     return guarded
@@ -52,15 +56,18 @@ def _fail(error: Exception) -> None:
     if os.environ.get("SPECDRAFT_DEBUG") == "1":
         traceback.print_exc()
     if isinstance(error, UserError):
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        _say(f"error: {error}")
         sys.exit(2)
     if isinstance(error, OSError) and error.errno is not None:
         # Out of disk, no permission, ...: the system's own words name the cause and the file.
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        _say(f"error: {error}")
         sys.exit(2)
-    print(
+    _say(
         f"internal error: {type(error).__name__}: {error} "
-        "(set SPECDRAFT_DEBUG=1 for the traceback)",
-        file=sys.stderr,
-    )  # noqa: T201
+        "(set SPECDRAFT_DEBUG=1 for the traceback)"
+    )
     sys.exit(1)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)  # noqa: T201

@@ -1,0 +1,111 @@
+"""The data stage alone, for big runs: conversations -> token cache -> feature cache.
+
+    accelerate launch data/cache.py recipes/vicuna7b.yaml [section.key=value ..]
+    python data/cache.py recipes/vicuna7b.yaml --dry-run
+
+A run that is cut off goes on where it stopped. Training with the same recipe finds both caches.
+"""
+
+import argparse
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+
+import torch
+import yaml
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from rich.console import Console
+from rich.table import Table
+
+from specdraft.data.feature_cache import FeatureCache
+from specdraft.data.features import build_features
+from specdraft.data.regenerate import Ask
+from specdraft.data.template import preview
+from specdraft.data.tokens import TokenCache, build_tokens
+from specdraft.eval.decoder import Decoder, Request
+from specdraft.models.target import Target
+from specdraft.recipes.errors import entry
+from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import Recipe
+from specdraft.train.plan import lines, make_plan, measured_flops
+
+
+@entry
+def main() -> None:
+    """Parse, load the recipe, build both caches, say what is in them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--preview", type=int, default=1, help="rows shown with their loss mask")
+    arguments = parser.parse_intermixed_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    console = Console(soft_wrap=True)
+    if arguments.dry_run:
+        show_plan(recipe, console)
+        return
+    # Ranks wait for the slowest one, which may write answers for hours.
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
+    accelerator = Accelerator(kwargs_handlers=[patience])
+    target = Target.load(
+        recipe.target.model,
+        recipe.target.revision,
+        recipe.target.dtype,
+        accelerator.device,
+        recipe.target.trust_remote_code,
+    )
+    ranks = {
+        "rank": accelerator.process_index,
+        "world": accelerator.num_processes,
+        "barrier": accelerator.wait_for_everyone,
+    }
+    tokens = build_tokens(
+        recipe, target.tokenizer, partial(answer, target, recipe), target.identity(), **ranks
+    )
+    features = build_features(recipe, tokens, target, **ranks)
+    if accelerator.is_main_process:
+        show(tokens, features, target, arguments.preview, console)
+    accelerator.end_training()
+
+
+def answer(target: Target, recipe: Recipe, asks: list[Ask]) -> Iterator[tuple[int, list[int]]]:
+    """Let the target answer, many rows at once, as each is finished."""
+    requests = [
+        Request(ask.prompt_ids, ask.max_new_tokens, ask.temperature, seed=ask.seed) for ask in asks
+    ]
+    capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + 1
+    decoder = Decoder(target, rows=recipe.data.batch_rows, capacity=capacity)
+    for completion in decoder.run(requests):
+        yield completion.index, completion.tokens
+
+
+def show(
+    tokens: TokenCache, features: FeatureCache, target: Target, rows: int, console: Console
+) -> None:
+    """Print the counts, the places of the caches, and rows with their supervised tokens green."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in tokens.stats.items():
+        table.add_row(name, f"{value:,}")
+    size = sum(entry["bytes"] for entry in features.manifest["shards"].values())
+    table.add_row("tokens at", str(tokens.directory))
+    table.add_row("features at", f"{features.directory} ({size / 2**20:.1f} MiB)")
+    console.print(table)
+    for index in range(min(rows, len(tokens))):
+        row = tokens[index]
+        ids, mask = row["input_ids"].tolist(), row["loss_mask"].tolist()
+        console.print(preview(target.tokenizer, ids, mask))
+
+
+def show_plan(recipe: Recipe, console: Console) -> None:
+    """Print the resolved recipe and what a run of it would cost."""
+    console.print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), highlight=False)
+    plan = Table.grid(padding=(0, 2))
+    state = PartialState()
+    speed = measured_flops(state.device, getattr(torch, recipe.target.dtype))
+    for row in lines(make_plan(recipe, state.num_processes), recipe, state.num_processes, speed):
+        plan.add_row(*row)
+    console.print(plan)
+
+
+if __name__ == "__main__":
+    main()

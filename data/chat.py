@@ -1,0 +1,240 @@
+"""Conversations from any of the common formats, with every row that cannot be used accounted for.
+
+    sharegpt   {"conversations": [{"from": "human", "value": ".."}, {"from": "gpt", ..}]}
+    messages   {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", ..}]}
+    alpaca     {"instruction": "..", "input": "..", "output": ".."}
+    text       {"text": ".."}      for base models: no chat, the target just goes on
+
+A rejected row is one that is broken (no JSON, no known shape or role) or useless (no answer, an
+empty turn, turns that do not alternate). Broken rows mean a wrong file or a wrong format: more than
+1% of them is an error. Useless rows are common in scraped chats: more than 10% is an error.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from specdraft.data.sources import Row, Source
+from specdraft.recipes.errors import DataError
+from specdraft.recipes.schema import DataSection, Recipe
+
+FORMATS = ("sharegpt", "messages", "alpaca", "text")
+BROKEN_SHARE, USELESS_SHARE = 0.01, 0.10
+_KEYS = {  # the keys that tell a format
+    "sharegpt": ("conversations",),
+    "messages": ("messages",),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+_ROLES = {
+    "user": ("human", "user", "prompter"),
+    "assistant": ("gpt", "assistant", "chatgpt", "bard", "bing", "claude", "model", "bot"),
+    "system": ("system",),
+    "tool": ("tool", "function", "observation", "ipython", "function_response"),
+}
+_ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
+_FOLLOWS = {  # which roles may follow a role
+    "start": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+_FIRST_ROWS = 16  # of a source, looked at to tell its format
+
+
+class BrokenRowError(ValueError):
+    """A row of a shape that is not understood."""
+
+
+class UselessRowError(ValueError):
+    """A row that is understood and cannot be learnt from."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages {"role", "content"} (none for plain text), or `text` (None for a chat)."""
+
+    messages: list[dict[str, str]]
+    origin: str  # source:line
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A row that was skipped, and why."""
+
+    file: str
+    line: int
+    reason: str
+    broken: bool
+
+
+@dataclass
+class Corpus:
+    """Conversations in the order of the sources, and the rows that are not among them."""
+
+    conversations: list[Conversation] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+
+
+def read_conversations(
+    sources: Sequence[str], format: str = "auto", limit: int | None = None
+) -> Corpus:
+    """Read the sources until `limit` conversations are found.
+
+    Raises: DataError for a missing source, an unknown format, or too many rejected rows.
+    """
+    corpus = Corpus()
+    for name in sources:
+        kind, rows = format, Source(name).rows()
+        if format == "auto":
+            kind, rows = _detect(name, rows)
+        for row in rows:
+            _add(corpus, row, kind)
+            if len(corpus.conversations) == limit:
+                return _checked(corpus, sources)
+    return _checked(corpus, sources)
+
+
+def split_holdout(data: DataSection) -> tuple[Corpus, list[Conversation]]:
+    """Return what may be trained on (`data.limit` at most) and the last `data.holdout` rows."""
+    corpus = read_conversations(data.sources, data.format, None if data.holdout else data.limit)
+    kept = len(corpus.conversations) - data.holdout
+    if kept <= 0:
+        raise DataError(
+            f"data.holdout = {data.holdout} leaves none of the {len(corpus.conversations)} "
+            "conversations to train on; lower it"
+        )
+    held_out = corpus.conversations[kept:] if data.holdout else []
+    corpus.conversations = corpus.conversations[:kept][: data.limit]
+    return corpus, held_out
+
+
+def holdout_conversations(recipe: Recipe) -> list[Conversation]:
+    """Return the conversations that the token cache of this recipe never holds."""
+    return split_holdout(recipe.data)[1]
+
+
+def parse(value: Any, format: str) -> tuple[list[dict[str, str]], str | None]:
+    """Turn one row into (messages, text). Raises BrokenRowError, UselessRowError."""
+    if not isinstance(value, dict):
+        raise BrokenRowError(f"is {type(value).__name__}, not an object")
+    for key in _KEYS[format]:
+        if value.get(key) is None:
+            raise BrokenRowError(
+                f"has no {key!r} (format {format}; keys: {', '.join(value) or 'none'})"
+            )
+    if format == "text":
+        if not _string(value["text"], "text").strip():
+            raise UselessRowError("empty text")
+        return [], value["text"]
+    if format == "alpaca":
+        question = _string(value["instruction"], "instruction")
+        if extra := _string(value.get("input") or "", "input").strip():
+            question = f"{question}\n\n{extra}"
+        turns = [("user", question), ("assistant", _string(value["output"], "output"))]
+    else:
+        turns = read_turns(value[_KEYS[format][0]])
+    return _usable(turns), None
+
+
+def detect_format(value: Any) -> str | None:
+    """Return the format whose keys a row has, or None."""
+    if not isinstance(value, dict):
+        return None
+    return next((f for f in FORMATS if all(value.get(k) is not None for k in _KEYS[f])), None)
+
+
+def _detect(name: str, rows: Iterable[Row]) -> tuple[str, Iterable[Row]]:
+    rows, first = iter(rows), []
+    for row in rows:
+        first.append(row)
+        if kind := detect_format(row.value):
+            return kind, chain(first, rows)
+        if len(first) == _FIRST_ROWS:
+            break
+    problems = [f"line {r.line}: {r.problem or _keys(r.value)}" for r in first[:3]] or ["no rows"]
+    raise DataError(
+        f"{name}: cannot tell its format ({'; '.join(problems)}); "
+        f"set data.format to one of {', '.join(FORMATS)}"
+    )
+
+
+def _keys(value: Any) -> str:
+    return f"keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
+
+
+def _add(corpus: Corpus, row: Row, kind: str) -> None:
+    try:
+        if row.problem:
+            raise BrokenRowError(row.problem)
+        messages, text = parse(row.value, kind)
+    except (BrokenRowError, UselessRowError) as error:
+        broken = isinstance(error, BrokenRowError)
+        corpus.rejects.append(Reject(row.source, row.line, str(error), broken))
+    else:
+        corpus.conversations.append(Conversation(messages, f"{row.source}:{row.line}", text))
+
+
+def _checked(corpus: Corpus, sources: Sequence[str]) -> Corpus:
+    rows = len(corpus.conversations) + len(corpus.rejects)
+    if not rows:
+        raise DataError(f"no rows in {', '.join(sources)}")
+    for broken, share in ((True, BROKEN_SHARE), (False, USELESS_SHARE)):
+        rejects = [reject for reject in corpus.rejects if reject.broken == broken]
+        if len(rejects) > share * rows or (not corpus.conversations and rejects):
+            first = "; ".join(f"{r.file}:{r.line}: {r.reason}" for r in rejects[:3])
+            what = "cannot be read" if broken else "have nothing to learn from"
+            raise DataError(
+                f"{len(rejects)} of {rows} rows {what}, more than {share:.0%}; first: {first}"
+            )
+    return corpus
+
+
+def _string(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise BrokenRowError(f"{name} is {type(value).__name__}, not text")
+    return value
+
+
+def read_turns(items: Any) -> list[tuple[str, str]]:
+    """Return (role, content) of every turn, in our names of roles. Raises BrokenRowError."""
+    if not isinstance(items, list):
+        raise BrokenRowError(f"the turns are {type(items).__name__}, not a list")
+    turns = []
+    for number, item in enumerate(items, 1):
+        if not isinstance(item, dict):
+            raise BrokenRowError(f"turn {number} is {type(item).__name__}, not an object")
+        name = item.get("from", item.get("role"))
+        if not isinstance(name, str) or name.lower() not in _ROLE_OF:
+            raise BrokenRowError(f"turn {number} has the unknown role {name!r}")
+        content = _string(item.get("value", item.get("content")), f"turn {number}")
+        turns.append((_ROLE_OF[name.lower()], content))
+    return turns
+
+
+def _usable(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
+    """Check the order of turns; drop answers that nothing asked for and questions at the end.
+
+    No system prompt is invented.
+    """
+    system = [turn for turn in turns[:1] if turn[0] == "system"]
+    rest = turns[len(system) :]
+    while rest and rest[0][0] == "assistant":  # pages of ShareGPT often begin in the middle
+        rest = rest[1:]
+    while rest and rest[-1][0] != "assistant":
+        rest = rest[:-1]
+    if not rest:
+        raise UselessRowError("no assistant turn that answers a user")
+    before = "start"
+    for role, content in rest:
+        if not content.strip():
+            raise UselessRowError(f"an empty {role} turn")
+        if role not in _FOLLOWS[before]:
+            raise UselessRowError(
+                f"a {role} turn after {before}, where {_FOLLOWS[before][0]} belongs"
+            )
+        before = role
+    system = [turn for turn in system if turn[1].strip()]
+    return [{"role": role, "content": content} for role, content in system + rest]

@@ -1,0 +1,113 @@
+"""Reading a feature cache: what the frozen target knows at every token (built by features.py).
+
+    cache = FeatureCache.open("cache/features-0123456789ab")
+    cache[0]        # {"input_ids": [T] int64, "loss_mask": [T] bool, "features": [T, H]}
+
+cache/features-<hash>/ holds safetensors shards and manifest.json (see shards.py): the target with
+the hash of its weights, tokenizer and template, dtype, lengths, and per shard its rows and
+checksum. Row i is row i of the token cache. Reading is lazy and memory-mapped.
+
+Shapes: T tokens of a row, N tokens of a shard, H hidden.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from specdraft.data import shards
+from specdraft.recipes.errors import CacheError
+
+_NAMES = ("input_ids", "loss_mask", "features")
+VERSION = 1  # of the layout; another one is another cache
+_HASHED_AT_OPEN = 2 << 30  # bytes whose checksums are verified unasked: seconds, not minutes
+
+
+class FeatureCache:
+    """Rows of tokens, loss mask and features, memory-mapped."""
+
+    def __init__(self, directory: Path, manifest: dict[str, Any]):
+        self.directory, self.manifest = directory, manifest
+        self.lengths: list[int] = manifest["lengths"]
+        self._open: dict[str, dict[str, Tensor]] = {}
+        self._places: dict[int, tuple[str, int]] = {}
+        for entry in manifest["shards"].values():
+            start = 0
+            for row in entry["rows"]:
+                self._places[row] = (entry["file"], start)
+                start += self.lengths[row]
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | Path,
+        expect: dict[str, Any] | None = None,
+        verify: bool | None = None,
+    ) -> "FeatureCache":
+        """Open a finished cache and check it.
+
+        `expect` is what the recipe wants (see `feature_settings`). Sizes are always checked,
+        checksums with `verify`, or unasked (None) up to 2 GiB.
+        Raises: CacheError when it is missing, unfinished, damaged or made from something else.
+        """
+        directory = Path(directory)
+        manifest = shards.read_manifest(directory / shards.MANIFEST)
+        check_settings(directory, manifest, expect or {})
+        if not manifest["complete"]:
+            raise CacheError(
+                f"the feature cache at {directory} is not finished ({len(manifest['shards'])} "
+                "shards so far); go on with: accelerate launch data/cache.py RECIPE"
+            )
+        entries = manifest["shards"].values()
+        if verify is None:
+            verify = sum(entry["bytes"] for entry in entries) <= _HASHED_AT_OPEN
+        for entry in entries:
+            if problem := shards.damage(directory, entry, verify):
+                raise CacheError(
+                    f"the shard {directory / entry['file']} {problem}; "
+                    "delete that file and run again: only it is made anew"
+                )
+        return cls(directory, manifest)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return {"input_ids": [T] int64, "loss_mask": [T] bool, "features": [T, H]}."""
+        index = range(len(self))[index]  # IndexError past the end, negative from there
+        file, start = self._places[index]
+        tensors = self._tensors(file)
+        row = {name: t[start : start + self.lengths[index]] for name, t in tensors.items()}
+        return {
+            "input_ids": row["input_ids"].long(),
+            "loss_mask": row["loss_mask"].clone(),
+            # A copy: whoever adds noise in place must not change what the next epoch reads.
+            "features": row["features"].clone(),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the mapped files behind when a reader is sent to another process."""
+        return {**self.__dict__, "_open": {}}
+
+    def _tensors(self, file: str) -> dict[str, Tensor]:
+        """Map a shard; nothing is read before it is touched, and no file stays open."""
+        if file not in self._open:
+            with safe_open(self.directory / file, "pt") as shard:
+                self._open[file] = {name: shard.get_tensor(name) for name in _NAMES}
+        return self._open[file]
+
+
+def check_settings(directory: Path, manifest: dict[str, Any], expect: dict[str, Any]) -> None:
+    """Compare a manifest with what is wanted. Raises CacheError that names both sides."""
+    for name, wanted in expect.items():
+        found = manifest["settings"].get(name)
+        if found == wanted:
+            continue
+        if name == "weights":
+            found = f"{manifest['target']['name']} (weights {str(found)[:12]})"
+            wanted = f"weights {wanted[:12]}"
+        raise CacheError(
+            f"the feature cache at {directory} was made with {name} {found}, "
+            f"and the recipe wants {wanted}; delete it or set another data.cache_dir"
+        )

@@ -1,0 +1,237 @@
+"""The feature cache: one pass of the frozen target over the token cache, kept on disk.
+
+    cache = build_features(recipe, tokens, target)     # goes on where an earlier run stopped
+    cache[0]        # {"input_ids": [T] int64, "loss_mask": [T] bool, "features": [T, H]}
+
+Rows are sorted by length, longest first (what does not fit into memory fails at once), cut into
+shards, and shard s is made by rank s mod world. The plan depends on nothing but the token cache,
+so a run that was killed goes on with the shards that the manifest does not name yet, whatever the
+number of processes. Rank 0 keeps manifest.json, every other rank a manifest of its own; rank 0
+merges them at the end and marks the cache complete.
+
+Shapes: B rows of a forward, T tokens (longest row), H hidden, N tokens of a shard.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from specdraft.data import fingerprint, shards
+from specdraft.data.feature_cache import VERSION, FeatureCache, check_settings
+from specdraft.data.tokens import TokenCache
+from specdraft.models.target import Target
+from specdraft.recipes.errors import CacheError, DataError
+from specdraft.recipes.schema import Recipe
+
+
+def feature_settings(recipe: Recipe, tokens: TokenCache, target: Target) -> dict[str, Any]:
+    """Return everything that decides the contents; its hash names the cache."""
+    return {
+        "version": VERSION,
+        "weights": target.identity()["weights"],
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "tokenizer": tokens.meta["settings"]["tokenizer"],
+        "template": tokens.meta["settings"]["template"],
+        "tokens": tokens.key,
+        "dtype": recipe.data.feature_dtype,
+    }
+
+
+def build_features(
+    recipe: Recipe,
+    tokens: TokenCache,
+    target: Target,
+    rank: int = 0,
+    world: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+    batch_tokens: int = 8192,
+    shard_bytes: int = shards.SHARD_BYTES,
+) -> FeatureCache:
+    """Open the feature cache of a recipe, or make what is missing of it first.
+
+    All ranks must call this. A forward takes at most `batch_tokens` tokens with padding.
+    Raises: CacheError (disk too small, damaged, made from something else), DataError.
+    """
+    settings = feature_settings(recipe, tokens, target)
+    directory = Path(recipe.data.cache_dir) / f"features-{fingerprint.of_settings(settings)}"
+    _check_context(tokens, target)
+    plan = shards.plan(tokens.lengths, target.hidden_size, recipe.data.feature_dtype, shard_bytes)
+    done = _shards_on_disk(directory, settings, plan)
+    finished = _is_complete(directory) and len(done) == len(plan)
+    barrier()  # nobody writes before everybody has looked
+    if not finished:
+        manifest = {
+            "version": VERSION,
+            "complete": False,
+            "settings": settings,
+            "target": target.identity(),
+            "quantisation": None,
+            "hidden_size": target.hidden_size,
+            "lengths": tokens.lengths,
+            "shards": done,
+        }
+        todo = {number: rows for number, rows in plan.items() if number not in done}
+        _check_disk(directory, tokens, todo, target.hidden_size, recipe.data.feature_dtype)
+        directory.mkdir(parents=True, exist_ok=True)
+        mine = {number: rows for number, rows in todo.items() if int(number) % world == rank}
+        _extract(directory, manifest, mine, tokens, target, rank, batch_tokens)
+        barrier()
+        if rank == 0:
+            _merge(directory, manifest, settings, plan)
+        barrier()
+    return FeatureCache.open(directory, settings)
+
+
+def _shards_on_disk(
+    directory: Path, settings: dict[str, Any], plan: dict[str, list[int]]
+) -> dict[str, dict]:
+    """Collect the shards that some manifest names, that are there and that fit the plan."""
+    found = {}
+    for path in sorted(directory.glob("manifest*.json")):
+        manifest = shards.read_manifest(path)
+        check_settings(directory, manifest, settings)
+        for number, entry in manifest["shards"].items():
+            missing = not (directory / entry["file"]).exists()
+            torn = not manifest["complete"] and shards.damage(directory, entry, checksum=False)
+            if entry["rows"] == plan.get(number) and not missing and not torn:
+                found[number] = entry
+    return found
+
+
+def _is_complete(directory: Path) -> bool:
+    path = directory / shards.MANIFEST
+    return path.exists() and shards.read_manifest(path)["complete"]
+
+
+def _check_context(tokens: TokenCache, target: Target) -> None:
+    context = getattr(target.config, "max_position_embeddings", None)
+    longest = max(tokens.lengths)
+    if context is not None and longest > context:
+        raise DataError(
+            f"a row has {longest} tokens and {target.name} has a context of {context}; "
+            f"set data.max_length={context}"
+        )
+
+
+def _check_disk(
+    directory: Path, tokens: TokenCache, todo: dict[str, list[int]], hidden_size: int, dtype: str
+) -> None:
+    """Refuse to start what the disk cannot hold. Raises CacheError that states the shortfall."""
+    count = sum(tokens.lengths[row] for rows in todo.values() for row in rows)
+    needed = shards.feature_bytes(count, hidden_size, dtype) + len(todo) * 4096
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        gib = 1 << 30
+        raise CacheError(
+            f"out of disk: the features of {count} tokens need {needed / gib:.2f} GiB and "
+            f"{directory.parent} has {free / gib:.2f} GiB free, {(needed - free) / gib:.2f} GiB "
+            "short; set data.feature_dtype=bfloat16, a lower data.limit or another data.cache_dir"
+        )
+
+
+def _extract(
+    directory: Path,
+    manifest: dict[str, Any],
+    mine: dict[str, list[int]],
+    tokens: TokenCache,
+    target: Target,
+    rank: int,
+    batch_tokens: int,
+) -> None:
+    """Make this rank's shards, naming each in the manifest when it is whole."""
+    name = shards.MANIFEST if rank == 0 else f"manifest-{rank}.json"
+    shards.write_manifest(directory, manifest, name)
+    dtype = shards.DTYPES[manifest["settings"]["dtype"]]
+    total = sum(manifest["lengths"][row] for rows in mine.values() for row in rows)
+    with tqdm(total=total, desc="features", unit="token", unit_scale=True, disable=rank > 0) as bar:
+        for number, rows in mine.items():
+            tensors, moments = _shard(target, tokens, rows, dtype, batch_tokens, bar)
+            entry = shards.write_shard(directory, f"shard-{int(number):05d}.safetensors", tensors)
+            manifest["shards"][number] = {**entry, "rows": rows, **moments}
+            shards.write_manifest(directory, manifest, name)
+
+
+@torch.inference_mode()
+def _shard(
+    target: Target,
+    tokens: TokenCache,
+    rows: list[int],
+    dtype: torch.dtype,
+    batch_tokens: int,
+    bar: tqdm,
+) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
+    """Compute the tensors of one shard, and the moments of features and embeddings."""
+    ids, masks, features = [], [], []
+    for batch in _batches(rows, tokens.lengths, batch_tokens):
+        items = [tokens[row] for row in batch]
+        width = max(len(item["input_ids"]) for item in items)
+        padded = torch.zeros(len(batch), width, dtype=torch.long)  # [B, T]
+        for line, item in zip(padded, items, strict=True):
+            line[: len(item["input_ids"])] = item["input_ids"]
+        # No attention mask: attention is causal, so padding on the right is seen by nobody.
+        hidden = target.features(padded.to(target.device))  # [B, T, H]
+        for line, item, row in zip(hidden, items, batch, strict=True):
+            kept = line[: len(item["input_ids"])].to("cpu", dtype)
+            if not kept.isfinite().all():
+                raise DataError(
+                    f"{target.name} computes NaN or infinity for {tokens.origin(row)} in "
+                    f"{target.dtype}; set target.dtype=float32 or bfloat16"
+                )
+            features.append(kept)
+            ids.append(item["input_ids"])
+            masks.append(item["loss_mask"])
+            bar.update(len(kept))
+    tensors = {
+        "input_ids": torch.cat(ids).int(),  # [N]
+        "loss_mask": torch.cat(masks),  # [N]
+        "features": torch.cat(features),  # [N, H]
+    }
+    embedded = target.embed(tensors["input_ids"].long().to(target.device))
+    moments = {
+        "feature_moments": _moments(tensors["features"]),
+        "embed_moments": _moments(embedded),
+    }
+    return tensors, moments
+
+
+def _batches(rows: list[int], lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Cut rows that are sorted by length, longest first, into batches of one forward each."""
+    while rows:
+        count = max(1, batch_tokens // lengths[rows[0]])
+        yield rows[:count]
+        rows = rows[count:]
+
+
+def _moments(values: Tensor) -> list[float]:
+    """Return count, sum and sum of squares."""
+    return [
+        values.numel(),
+        values.sum(dtype=torch.float64).item(),
+        values.float().square().sum(dtype=torch.float64).item(),
+    ]
+
+
+def _merge(
+    directory: Path, manifest: dict[str, Any], settings: dict[str, Any], plan: dict[str, list[int]]
+) -> None:
+    """Join the manifests of all ranks and mark the cache complete."""
+    entries = _shards_on_disk(directory, settings, plan)
+    if len(entries) < len(plan):
+        raise CacheError(
+            f"{len(plan) - len(entries)} of {len(plan)} shards of {directory} were not written; "
+            "run again to go on"
+        )
+    manifest["shards"] = {number: entries[number] for number in plan}
+    for name, scale in (("feature_moments", "feature_scale"), ("embed_moments", "embed_scale")):
+        count, total, squares = map(sum, zip(*(e[name] for e in entries.values()), strict=True))
+        manifest[scale] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
+    shards.write_manifest(directory, manifest | {"complete": True})
+    for path in directory.glob("manifest-*.json"):
+        path.unlink()

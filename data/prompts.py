@@ -1,0 +1,167 @@
+"""Prompts that a drafter is measured on.
+
+    tiny_chat    the held-out prompts that come with the package, in five categories
+    holdout      the last `data.holdout` conversations of the sources, up to their first answer
+    a file       JSONL or JSON; a row is one of
+                 {"messages": [..]}, {"conversations": [..]}  up to the open question, or, where
+                                                              all are answered, to the first answer
+                 {"turns": ["..", ..]}                        MT-bench, Spec-Bench: the first turn
+                 {"prompt": ".."}, {"question": ".."}         HumanEval, GSM8K
+                 {"instruction": "..", "input": ".."}         Alpaca
+                 {"text": ".."}                               the first eval.prompt_tokens tokens
+
+A chat is rendered with the target's template; a base model without one is given the bare question.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdraft.data.chat import BrokenRowError, Conversation, holdout_conversations, read_turns
+from specdraft.data.examples import Renderer
+from specdraft.data.sources import Source, bundled_file
+from specdraft.data.template import Messages, UnrenderableError
+from specdraft.recipes.errors import DataError
+from specdraft.recipes.schema import Recipe
+
+BUNDLED, HOLDOUT = "tiny_chat", "holdout"
+_IDS = ("id", "question_id", "task_id", "conversation_id")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: the ids the target reads, and the question as text for people."""
+
+    id: str
+    category: str
+    input_ids: list[int]
+    text: str
+
+
+def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return the prompts of `eval.prompts`; `eval.limit` of them, spread over the categories.
+
+    Raises: DataError for a missing file, a row that is no prompt (with its line), no rows.
+    """
+    name, renderer = recipe.eval.prompts, Renderer(tokenizer, recipe.data)
+    holdout = name == HOLDOUT
+    rows = _of_conversations(holdout_conversations(recipe)) if holdout else _of_file(name)
+    prompts = []
+    for place, identifier, category, messages, text in rows:
+        try:
+            if text is None:
+                prompts.append(_of_chat(renderer, identifier, category, messages))
+            else:
+                prompts.append(_of_text(recipe, renderer, identifier, category, text))
+        except UnrenderableError as error:
+            raise DataError(f"{place}: {error}") from error
+    if not prompts:
+        raise DataError(f"eval.prompts: no prompts in {name}")
+    return spread(prompts, recipe.eval.limit)
+
+
+def question_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, question: str) -> Prompt:
+    """Return what a user says as a prompt: a chat of one turn, or bare text for a base model."""
+    renderer = Renderer(tokenizer, recipe.data)
+    return _of_chat(renderer, "question", "question", [{"role": "user", "content": question}])
+
+
+def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
+    """Take `limit` prompts: one of each category in turn, in their order. None takes all."""
+    if limit is None or limit >= len(prompts):
+        return prompts
+    categories: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        categories.setdefault(prompt.category, []).append(prompt)
+    longest = max(map(len, categories.values()))
+    in_turn = (c[n] for n in range(longest) for c in categories.values() if n < len(c))
+    return list(islice(in_turn, limit))
+
+
+_Question = tuple[str, str, str, Messages, str | None]  # place, id, category, messages, text
+
+
+def _of_conversations(conversations: list[Conversation]) -> Iterator[_Question]:
+    for number, conversation in enumerate(conversations):
+        messages = _open_question(conversation.messages)
+        yield conversation.origin, f"holdout-{number}", HOLDOUT, messages, conversation.text
+
+
+def _of_file(name: str) -> Iterator[_Question]:
+    path = bundled_file("prompts.jsonl") if name == BUNDLED else Path(name).expanduser()
+    if not path.exists():
+        raise DataError(
+            f"eval.prompts: no file at {path}; give {BUNDLED}, {HOLDOUT} or a JSONL file"
+        )
+    for row in Source(str(path)).rows():
+        place = f"{path}:{row.line}"
+        if row.problem:
+            raise DataError(f"{place}: {row.problem}")
+        try:
+            messages, text = _question(row.value)
+        except BrokenRowError as error:
+            raise DataError(f"{place}: no prompt: {error}") from error
+        identifier = next((row.value[key] for key in _IDS if key in row.value), row.line)
+        category = row.value.get("category") or path.stem
+        yield place, str(identifier), str(category), messages, text
+
+
+def _question(value: Any) -> tuple[Messages, str | None]:
+    """Return the messages of a prompt, or a text. Raises BrokenRowError."""
+    if not isinstance(value, dict):
+        raise BrokenRowError(f"{type(value).__name__} is not an object")
+    for key in ("messages", "conversations"):
+        if key in value:
+            turns = read_turns(value[key])
+            messages = _open_question([{"role": r, "content": c} for r, c in turns])
+            if not messages or messages[-1]["role"] == "system":
+                raise BrokenRowError("no user turn before the first answer")
+            return messages, None
+    if isinstance(value.get("text"), str) and value["text"].strip():
+        return [], value["text"]
+    turns = value.get("turns")
+    candidates = [turns[0] if isinstance(turns, list) and turns else None]
+    candidates += [value.get(key) for key in ("prompt", "question", "instruction")]
+    content = next((c for c in candidates if isinstance(c, str) and c.strip()), None)
+    if content is None:
+        raise BrokenRowError(
+            "none of messages, conversations, turns, prompt, question, instruction, text "
+            f"(its keys: {', '.join(value) or 'none'})"
+        )
+    if "instruction" in value and str(value.get("input") or "").strip():
+        content = f"{content}\n\n{value['input']}"
+    return [{"role": "user", "content": content}], None
+
+
+def _open_question(messages: Messages) -> Messages:
+    """Return a chat up to its open question, or, where all are answered, to its first answer."""
+    if messages and messages[-1]["role"] != "assistant":
+        return messages
+    roles = [message["role"] for message in messages]
+    return messages[: roles.index("assistant")] if messages else []
+
+
+def _of_chat(renderer: Renderer, identifier: str, category: str, messages: Messages) -> Prompt:
+    question = messages[-1]["content"]
+    if renderer.tokenizer.chat_template:
+        ids = renderer.template.prompt(messages)
+    else:
+        ids = renderer.text_ids(question)
+    return Prompt(identifier, category, ids, question)
+
+
+def _of_text(
+    recipe: Recipe, renderer: Renderer, identifier: str, category: str, text: str
+) -> Prompt:
+    count = recipe.eval.prompt_tokens or recipe.data.prompt_tokens
+    if count is None:
+        raise DataError(
+            "eval.prompt_tokens = None: a text has no prompt of its own; say how many tokens are "
+            "the prompt, e.g. 16"
+        )
+    ids = renderer.text_ids(text)[:count]
+    return Prompt(identifier, category, ids, renderer.tokenizer.decode(ids, True))

@@ -1,0 +1,117 @@
+"""Shards of a feature cache on disk, and the manifest that says which of them exist.
+
+A shard holds whole rows, one behind the other: `input_ids` [N] int32, `loss_mask` [N] bool,
+`features` [N, H]. It is written under a temporary name, flushed to the disk and renamed, and only
+then named in the manifest, which is replaced in one move: a shard that the manifest does not name
+does not exist, whatever the folder holds after a crash.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from specdraft.recipes.errors import CacheError
+
+MANIFEST = "manifest.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SHARD_BYTES = 64 << 20
+_MAX_SHARDS = 1024  # a larger cache gets larger shards
+_MASK_AND_ID_BYTES = 5  # per token: bool + int32
+
+
+def feature_bytes(tokens: int, hidden_size: int, dtype: str) -> int:
+    """Return the size on disk of a feature cache, known before anything runs."""
+    return tokens * (hidden_size * DTYPES[dtype].itemsize + _MASK_AND_ID_BYTES)
+
+
+def plan(
+    lengths: list[int], hidden_size: int, dtype: str, shard_bytes: int
+) -> dict[str, list[int]]:
+    """Cut the rows, longest first, into shards: number -> rows."""
+    row_bytes = [feature_bytes(length, hidden_size, dtype) for length in lengths]
+    shard_bytes = max(shard_bytes, sum(row_bytes) // _MAX_SHARDS)
+    cut, size = [[]], 0
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if cut[-1] and size + row_bytes[row] > shard_bytes:
+            cut.append([])
+            size = 0
+        cut[-1].append(row)
+        size += row_bytes[row]
+    return {str(number): rows for number, rows in enumerate(cut)}
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that its name never stands for a part of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Write one shard and return its manifest entry: file, bytes, sha256."""
+    content = safetensors.torch.save(tensors)
+    write_whole(directory / name, content)
+    return {
+        "file": name,
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any], name: str = MANIFEST) -> None:
+    """Replace a manifest in one move."""
+    write_whole(directory / name, json.dumps(manifest).encode())
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read a manifest. Raises CacheError when it is missing or no JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CacheError(
+            f"no feature cache at {path.parent}; build it with: "
+            "accelerate launch data/cache.py RECIPE"
+        ) from None
+    except ValueError as error:
+        raise CacheError(
+            f"{path} is damaged ({error}); delete {path.parent} and run again"
+        ) from error
+
+
+def damage(directory: Path, entry: dict[str, Any], checksum: bool) -> str | None:
+    """Say what is wrong with a shard on disk: missing, size or (if asked) checksum; else None."""
+    path = directory / entry["file"]
+    if not path.is_file():
+        return "is missing"
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        return f"has {size} bytes and should have {entry['bytes']}"
+    if checksum:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != entry["sha256"]:
+            return f"has the sha256 {found[:12]}.. and should have {entry['sha256'][:12]}.."
+    return None
+
+
+def _sync_directory(directory: Path) -> None:
+    if os.name == "posix":  # else the new name may be lost with the power, and Windows cannot
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,154 @@
+"""Where rows come from: JSON and JSONL files, Arrow and Parquet, saved datasets, the Hub.
+
+path/to/chats.jsonl, chats.json     one object per line, or one JSON array
+path/to/rows.arrow, rows.parquet    read through `datasets`
+path/to/folder                      a dataset written by `Dataset.save_to_disk`
+owner/name, owner/name:split        a dataset of the Hub (split: train unless given)
+hf://datasets/owner/name/file.json  one file of a Hub dataset
+tiny                                the conversations that come with the package
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdraft.data import fingerprint
+from specdraft.recipes.errors import DataError
+
+BUNDLED = "tiny"
+_HUB_FILE = re.compile(r"hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?/(.+)")
+_HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::([\w.\[\]%:+-]+))?")
+_FILE_ENDINGS = (".json", ".jsonl", ".arrow", ".parquet", ".txt", ".csv", ".gz", ".zip")
+
+
+def bundled_file(name: str) -> Path:
+    """Return the path of a file of data/tiny, which comes with the package."""
+    return Path(__file__).with_name("tiny") / name
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a source. `problem` says why it could not be read; `value` is then None."""
+
+    source: str
+    line: int  # from 1: line of a JSONL file, item of an array, row of a dataset
+    value: Any = None
+    problem: str | None = None
+
+
+class Source:
+    """An opened source: its rows, and a hash of its contents.
+
+    Raises DataError when it does not exist or cannot be opened.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._dataset = None
+        self._path = _find(name)
+        if self._path is None or self._path.is_dir() or self._path.suffix in (".arrow", ".parquet"):
+            self._dataset = _open_dataset(name, self._path)
+
+    def content_hash(self) -> str:
+        """Return a hash that changes with the contents, not with the place."""
+        if self._dataset is None:
+            return fingerprint.of_file(self._path)
+        if self._path is None:
+            return hashlib.sha256(self._dataset._fingerprint.encode()).hexdigest()
+        paths = sorted(self._path.rglob("*.arrow")) if self._path.is_dir() else [self._path]
+        digests = "".join(fingerprint.of_file(path) for path in paths)
+        return hashlib.sha256(digests.encode()).hexdigest()
+
+    def rows(self) -> Iterator[Row]:
+        """Yield every row in order; a line that does not parse becomes a Row with a problem."""
+        if self._dataset is not None:
+            for line, value in enumerate(self._dataset, 1):
+                yield Row(self.name, line, value)
+        elif _is_array(self._path):
+            for line, value in enumerate(self._array(), 1):
+                yield Row(self.name, line, value)
+        else:
+            yield from self._lines()
+
+    def _array(self) -> list:
+        try:
+            return json.loads(self._path.read_bytes())
+        except ValueError as error:
+            raise DataError(
+                f"{self.name} starts as a JSON array and does not parse: {error}"
+            ) from error
+
+    def _lines(self) -> Iterator[Row]:
+        # Lines are split as bytes: str.splitlines also cuts at U+2028, which JSON strings may hold.
+        with self._path.open("rb") as file:
+            for line, text in enumerate(file, 1):
+                if not text.strip():
+                    continue
+                try:
+                    yield Row(self.name, line, json.loads(text))
+                except ValueError as error:
+                    yield Row(self.name, line, problem=f"does not parse as JSON ({error})")
+
+
+def _find(name: str) -> Path | None:
+    """Return the local path of a source, or None for a name of the Hub."""
+    if name == BUNDLED:
+        return bundled_file("conversations.jsonl")
+    if match := _HUB_FILE.fullmatch(name):
+        return _download(name, *match.groups())
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if _HUB_NAME.fullmatch(name) and not name.endswith(_FILE_ENDINGS):
+        return None
+    raise DataError(
+        f"data.sources: no file at {name}; "
+        f"give an existing file, a Hub dataset (owner/name) or {BUNDLED}"
+    )
+
+
+def _download(name: str, repo: str, revision: str | None, filename: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo, filename, repo_type="dataset", revision=revision))
+    except Exception as error:
+        raise DataError(f"data.sources: cannot fetch {name} ({_first_line(error)})") from error
+
+
+def _open_dataset(name: str, path: Path | None) -> Any:
+    import datasets
+
+    try:
+        if path is None:
+            repo, split = _HUB_NAME.fullmatch(name).groups()
+            return datasets.load_dataset(repo, split=split or "train")
+        if path.suffix == ".arrow":
+            return datasets.Dataset.from_file(str(path))
+        if path.suffix == ".parquet":
+            return datasets.Dataset.from_parquet(str(path))
+        dataset = datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise DataError(
+            f"data.sources: cannot open {name} ({_first_line(error)}); give a file, a folder of "
+            "Dataset.save_to_disk, or a Hub dataset (owner/name or owner/name:split)"
+        ) from error
+    return dataset["train"] if isinstance(dataset, datasets.DatasetDict) else dataset
+
+
+def _is_array(path: Path) -> bool:
+    """Whether the first character of a JSON file opens an array."""
+    with path.open("rb") as file:
+        while block := file.read(4096):
+            if text := block.lstrip(b"\xef\xbb\xbf \t\r\n"):
+                return text[:1] == b"["
+    return False
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def write_card(*args):
+    return None

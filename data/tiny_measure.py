@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def measure(*args):
+    return {}, {}

@@ -1,0 +1,241 @@
+"""The token cache: conversations as token ids and loss mask, an Arrow dataset on disk.
+
+    cache = build_tokens(recipe, tokenizer)     # reads cache/tokens-<hash> when it is there
+    cache[0]                                    # {"input_ids": [T] int64, "loss_mask": [T] bool}
+
+The hash covers the contents of the sources, the tokenizer with its template, every setting that
+changes a row and, when the target rewrites the answers, the target. The folder also holds
+meta.json (settings, counts) and rejects.jsonl. It is written under another name and renamed when
+whole, so a folder that exists is complete.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import datasets
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from specdraft.data import fingerprint
+from specdraft.data.chat import Conversation, Reject, split_holdout
+from specdraft.data.examples import MIN_TOKENS, Example, Renderer, admit, check_mask
+from specdraft.data.regenerate import Generate, Rewriter
+from specdraft.data.sources import Source
+from specdraft.recipes.errors import CacheError
+from specdraft.recipes.schema import Recipe
+
+VERSION = 1  # of the layout; another one is another cache
+_ROW = datasets.Features(
+    {
+        "input_ids": datasets.List(datasets.Value("int32")),
+        "loss_mask": datasets.List(datasets.Value("bool")),
+        "origin": datasets.Value("string"),
+    }
+)
+
+
+class TokenCache:
+    """Rows of token ids and loss mask, memory-mapped."""
+
+    def __init__(self, directory: Path, dataset: datasets.Dataset, meta: dict[str, Any]):
+        self.directory, self.meta = directory, meta
+        self.dataset = dataset
+        self._tensors = dataset.with_format("torch", columns=["input_ids", "loss_mask"])
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "TokenCache":
+        """Open a finished cache. Raises CacheError when it is missing or damaged."""
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise CacheError(
+                f"no token cache at {directory}; build it with: accelerate launch data/cache.py "
+                "RECIPE"
+            )
+        try:
+            meta = json.loads((directory / "meta.json").read_text())
+            dataset = datasets.load_from_disk(str(directory))
+        except Exception as error:
+            raise CacheError(
+                f"the token cache at {directory} is damaged ({error}); delete it and run again"
+            ) from error
+        if len(dataset) != meta["stats"]["rows"]:
+            raise CacheError(
+                f"the token cache at {directory} holds {len(dataset)} rows and its meta.json says "
+                f"{meta['stats']['rows']}; delete it and run again"
+            )
+        return cls(directory, dataset, meta)
+
+    @property
+    def stats(self) -> dict[str, int | float]:
+        """Counts of what was read, kept and dropped, and the seconds it took."""
+        return self.meta["stats"]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every row."""
+        return self.meta["lengths"]
+
+    @property
+    def key(self) -> str:
+        """The hash that names this cache."""
+        return self.meta["key"]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return {"input_ids": [T] int64, "loss_mask": [T] bool}."""
+        row = self._tensors[index]
+        return {"input_ids": row["input_ids"].long(), "loss_mask": row["loss_mask"].bool()}
+
+    def origin(self, index: int) -> str:
+        """Return source:line of a row."""
+        return self.dataset[index]["origin"]
+
+
+def token_settings(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, identity: dict | None = None
+) -> dict[str, Any]:
+    """Return everything that decides the rows; its hash names the cache."""
+    data = recipe.data
+    settings = {
+        "version": VERSION,
+        "sources": [Source(name).content_hash() for name in data.sources],
+        **fingerprint.of_tokenizer(tokenizer),
+        "min_tokens": max(recipe.head.block_size + 2, MIN_TOKENS),
+        **{
+            name: getattr(data, name)
+            for name in ("format", "answers", "max_length", "limit", "holdout", "prompt_tokens")
+        },
+    }
+    if data.answers == "target":
+        names = ("samples", "temperature", "max_new_tokens", "seed")
+        settings |= {name: getattr(data, name) for name in names}
+        if identity is None:
+            raise ValueError("data.answers=target: pass identity=target.identity()")
+        settings["target"] = identity["weights"]
+        settings["target_dtype"] = recipe.target.dtype
+    return settings
+
+
+def build_tokens(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    generate: Generate | None = None,
+    identity: dict | None = None,
+    rank: int = 0,
+    world: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+) -> TokenCache:
+    """Open the token cache of a recipe, or make it first.
+
+    With `data.answers: target`, `generate` writes the answers and `identity` is Target.identity();
+    every rank writes its share of them. All ranks must call this. Raises DataError, CacheError.
+    """
+    settings = token_settings(recipe, tokenizer, identity)
+    directory = Path(recipe.data.cache_dir) / f"tokens-{fingerprint.of_settings(settings)}"
+    missing = not directory.is_dir()
+    barrier()  # nobody builds before everybody has looked
+    if missing:
+        _build(recipe, tokenizer, settings, directory, generate, rank, world, barrier)
+    return TokenCache.open(directory)
+
+
+def _build(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: dict[str, Any],
+    directory: Path,
+    generate: Generate | None,
+    rank: int,
+    world: int,
+    barrier: Callable[[], None],
+) -> None:
+    started = time.monotonic()
+    partial = directory.with_name(f"{directory.name}.partial")
+    rewriter = None
+    renderer = Renderer(tokenizer, recipe.data)
+    rewrite = recipe.data.answers == "target"
+    corpus = split_holdout(recipe.data)[0] if rank == 0 or rewrite else None
+    if rewrite:
+        rewriter = Rewriter(renderer, corpus.conversations, partial)
+        rewriter.run(generate, rank, world)
+        barrier()
+    if rank == 0:
+        conversations = corpus.conversations
+        examples = rewriter.examples() if rewriter else _rendered(renderer, conversations)
+        counts = Counter()
+        rows = admit(examples, recipe.data.max_length, settings["min_tokens"], counts)
+        partial.mkdir(parents=True, exist_ok=True)
+        lengths = _write_arrow(rows, partial)
+        rejects = corpus.rejects + renderer.rejects
+        check_mask(counts, renderer.rejects, f"the tokenizer {tokenizer.name_or_path}")
+        meta = {
+            "key": fingerprint.of_settings(settings),
+            "settings": settings,
+            "stats": _stats(counts, rejects, len(conversations), started),
+            "lengths": lengths,
+        }
+        _finish(partial, directory, meta, rejects)
+    barrier()
+
+
+def _rendered(renderer: Renderer, conversations: list[Conversation]) -> Iterable[Example]:
+    yield from renderer.examples(tqdm(conversations, "tokens", unit="conversation"))
+
+
+def _write_arrow(examples: Iterable[Example], partial: Path) -> list[int]:
+    """Write the rows as a dataset that `datasets.load_from_disk` opens; return their lengths."""
+    from datasets.arrow_writer import ArrowWriter
+
+    lengths, raw = [], partial / "rows"
+    raw.mkdir(exist_ok=True)
+    # Row by row: `Dataset.from_generator` would keep a second copy in the user's home.
+    with ArrowWriter(path=str(raw / "rows.arrow"), features=_ROW) as writer:
+        for example in examples:
+            lengths.append(len(example.ids))
+            writer.write(
+                {"input_ids": example.ids, "loss_mask": example.mask, "origin": example.origin}
+            )
+        writer.finalize()
+    if lengths:
+        datasets.Dataset.from_file(str(raw / "rows.arrow")).save_to_disk(str(partial))
+    shutil.rmtree(raw)
+    return lengths
+
+
+def _stats(
+    counts: Counter, rejects: list[Reject], conversations: int, started: float
+) -> dict[str, int | float]:
+    names = ("rows", "tokens", "supervised", "truncated", "dropped_short", "dropped_unsupervised")
+    return {
+        "conversations": conversations,
+        **{name: counts[name] for name in names},
+        "rejected": len(rejects),
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _finish(partial: Path, directory: Path, meta: dict[str, Any], rejects: list[Reject]) -> None:
+    """Write the books, then rename the folder: from then on it is whole."""
+    with (partial / "rejects.jsonl").open("w", encoding="utf-8") as file:
+        for reject in rejects:
+            file.write(json.dumps(dataclasses.asdict(reject), ensure_ascii=False) + "\n")
+    with (partial / "meta.json").open("w", encoding="utf-8") as file:
+        json.dump(meta, file)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        partial.rename(directory)
+    except OSError:
+        if not directory.is_dir():
+            raise
+        shutil.rmtree(partial)  # another run was faster; its cache has the same contents

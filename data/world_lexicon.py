@@ -1,0 +1,122 @@
+"""The closed world of the bundled target: its words, its facts, and the template language.
+
+Facts (who lives where, what a town bakes) are drawn once with a fixed seed, so that they are the
+same in every conversation and a small model can learn them by heart. Everything else is drawn
+anew for each conversation.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from functools import cache
+
+NAMES = ["Mara", "Oskar", "Lina", "Tobin", "Freya", "Hugo", "Nadia", "Piet", "Selma", "Arlo", "Greta", "Milo", "Ines", "Rufus", "Dora", "Emil", "Vera", "Jonas", "Petra", "Felix", "Maud", "Anton", "Cleo", "Bruno", "Tilda", "Otto", "Hanne", "Leo", "Rosa", "Viktor", "Elsa", "Kasper"]
+TOWNS = ["Brindle", "Harrowby", "Oldmere", "Pinegate", "Saltwick", "Fernholt", "Larkham", "Coldbrook", "Ashdale", "Tarnby", "Willowford", "Stonegrave", "Merrow", "Duskhill", "Quillport", "Redfen", "Elmstead", "Northam", "Galewick", "Hazelby", "Rookmoor", "Lowmarsh", "Sunbury", "Thornley", "Wexcombe", "Ambleton", "Crowhaven", "Mistley", "Barley", "Foxdale", "Kingsreach", "Velmont"]
+REGIONS = (
+    "on the north coast",
+    "in the green valley",
+    "at the foot of the hills",
+    "by the long lake",
+    "on the eastern plain",
+    "deep in the forest",
+    "near the old border",
+    "on a small island",
+)
+RIVERS = ["Ilm", "Tarn", "Wend", "Osk", "Lune", "Brae", "Sil", "Marn"]
+CRAFTS = ["glass lamps", "wooden boats", "wool blankets", "clay pots", "copper bells", "paper kites", "leather boots", "iron gates", "silver spoons", "woven baskets", "wax candles", "stone bridges"]
+FOODS = ["plum cake", "barley soup", "smoked trout", "onion pie", "honey bread", "pear jam", "bean stew", "goat cheese", "apple dumplings", "mushroom rice", "pepper sausage", "walnut biscuits", "pumpkin curry", "lemon pudding", "potato pancakes", "herb omelette"]
+TASTES = ["sweet", "salty", "spicy", "smoky", "sour", "mild", "rich", "fresh"]
+MEALS = ["breakfast", "lunch", "supper", "feast days", "long journeys", "cold evenings"]
+MAIN_PARTS = ["flour", "milk", "butter", "herbs", "eggs", "garlic", "cream", "nuts", "spices", "oats"]
+ANIMALS = ["fox", "owl", "hare", "otter", "badger", "goat", "heron", "mouse", "bear", "wolf", "crow", "hedgehog", "beaver", "deer", "frog", "cat", "dog", "goose", "squirrel", "turtle", "lynx", "swan", "mole", "pony"]
+DIETS = ["berries", "fish", "seeds", "roots", "insects", "grass", "mice", "leaves", "snails", "acorns"]
+HOMES = ["in a hollow tree", "under the ground", "near the water", "in the tall grass", "among the rocks", "in old barns", "at the edge of the forest", "on high cliffs"]
+HABITS = ["sleeps all winter", "hunts at night", "sings before dawn", "swims very well", "stores food in autumn", "runs faster than the wind", "hides when it rains", "builds clever nests", "digs long tunnels", "watches the moon"]
+JOBS = ["baker", "teacher", "carpenter", "doctor", "fisher", "gardener", "painter", "miller", "sailor", "tailor", "clockmaker", "shepherd", "librarian", "blacksmith", "postman", "beekeeper"]
+HOBBIES = ["playing chess", "singing in a choir", "collecting stamps", "climbing hills", "growing roses", "reading old maps", "skating on the lake", "writing letters", "carving spoons", "watching birds", "flying kites", "playing the flute"]
+COLOURS = ["red", "blue", "green", "yellow", "white", "black", "grey", "brown", "golden", "silver"]
+OBJECTS = ["lantern", "key", "map", "bell", "kite", "basket", "mirror", "drum", "ladder", "coin", "letter", "hat", "book", "rope", "boat", "clock", "ring", "flute", "cup", "umbrella", "box", "stone", "feather", "scarf"]
+WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+SEASONS = ["spring", "summer", "autumn", "winter"]
+
+FEMALE = frozenset(NAMES[0::2])  # the list alternates, so a pronoun follows from the name
+
+
+@dataclass(frozen=True)
+class Pronouns:
+    """The pronouns of a person: "she", "her" (object) and "her" (possessive)."""
+
+    he: str
+    him: str
+    his: str
+
+
+def pronouns(name: str) -> Pronouns:
+    """Return the pronouns of a person of `NAMES`."""
+    return Pronouns("she", "her", "her") if name in FEMALE else Pronouns("he", "him", "his")
+
+
+def article(noun: str) -> str:
+    """Return `noun` behind its indefinite article."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def capitalise(text: str) -> str:
+    """Return `text` with its first letter in upper case and the rest untouched."""
+    return text[:1].upper() + text[1:]
+
+
+_CHOICE = re.compile(r"\[([^\[\]]*)\]")
+
+
+def say(rng: random.Random, template: str, **slots: object) -> str:
+    """Expand every `[a|b|c]` of `template` (innermost first) to one option, then fill `{slots}`.
+
+    >>> say(random.Random(0), "[Hello|Hello], {name}.", name="Mara")
+    'Hello, Mara.'
+    """
+    while (match := _CHOICE.search(template)) is not None:
+        chosen = rng.choice(match[1].split("|"))
+        template = template[: match.start()] + chosen + template[match.end() :]
+    return capitalise(template.format(**slots))
+
+
+def join_words(words: list[str]) -> str:
+    """Join words as English does: `a, b and c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+@cache
+def facts() -> dict[str, dict[str, dict[str, str]]]:
+    """Return the facts of the world: kind -> entity -> attribute -> value. The same every time."""
+    rng = random.Random(20)
+    pick = rng.choice
+    towns = {
+        town: {
+            "region": pick(REGIONS),
+            "river": pick(RIVERS),
+            "craft": pick(CRAFTS),
+            "food": pick(FOODS),
+            "people": str(rng.randrange(2, 10) * 100),
+        }
+        for town in TOWNS
+    }
+    people = {
+        name: {
+            "job": pick(JOBS),
+            "town": pick(TOWNS),
+            "hobby": pick(HOBBIES),
+            "pet": pick(ANIMALS),
+            "food": pick(FOODS),
+        }
+        for name in NAMES
+    }
+    animals = {
+        animal: {"diet": pick(DIETS), "home": pick(HOMES), "habit": pick(HABITS)}
+        for animal in ANIMALS
+    }
+    foods = {
+        food: {"taste": pick(TASTES), "meal": pick(MEALS), "part": pick(MAIN_PARTS)}
+        for food in FOODS
+    }
+    return {"town": towns, "person": people, "animal": animals, "food": foods}

@@ -1,0 +1,44 @@
+"""Whether an output is token-identical to plain decoding, and if not, whether a near-tie did it."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from specdraft.models.target import Target
+
+# A forward of one token and one of many sum in different orders. Two logits closer than this many
+# units of rounding of the largest logit may change places; anything wider is a fault.
+ROUNDING_UNITS = 16
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which an output leaves plain decoding, and the two logits' gap there."""
+
+    position: int  # in the new tokens
+    plain: int | None
+    ours: int | None
+    gap: float
+    near_tie: bool
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def first_difference(
+    target: Target, prompt: list[int], plain: list[int], ours: list[int]
+) -> Difference | None:
+    """Compare an output with plain decoding's; None when they are identical."""
+    if plain == ours:
+        return None
+    shared = next(
+        (n for n, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b),
+        min(len(plain), len(ours)),
+    )
+    if shared in (len(plain), len(ours)):  # one stops where the other goes on: never a near-tie
+        return Difference(shared, None, None, float("inf"), False)
+    ids = torch.tensor([prompt + plain[:shared]], device=target.device)
+    logits = target.logits(target.features(ids)[0, -1]).float()
+    gap = float((logits[plain[shared]] - logits[ours[shared]]).abs())
+    limit = ROUNDING_UNITS * torch.finfo(target.dtype).eps * float(logits.abs().max())
+    return Difference(shared, plain[shared], ours[shared], gap, gap <= limit)

@@ -1,0 +1,78 @@
+"""What is measured of a method, defined once. Sums are formed first, ratios last.
+
+A step is one target forward for one row; the prompt's own forward is a step that verifies an empty
+draft. Every step emits one bonus token, so `tokens_per_step` is 1 for plain decoding and
+`accepted_per_step` is `tokens_per_step - 1`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdraft.eval.decoder import Step
+from specdraft.eval.methods import Outcome
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a drafter forward costs, as a share of a target forward."""
+
+    by_parameters: float
+    measured: float | None  # on this machine, against a plain step; None without a plain run
+
+
+def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
+    """The figures of one method over all its batches, without wall-clock."""
+    completions = [done for outcome in outcomes for done in outcome.completions]
+    steps = [step for done in completions for step in done.steps]
+    tokens = sum(len(done.tokens) for done in completions)
+    drafter_forwards = sum(outcome.drafter_forwards for outcome in outcomes)
+    ratio = tokens / len(steps)
+    per_step = drafter_forwards / len(steps)
+
+    def swi(cost: float | None) -> float | None:
+        return None if cost is None else tokens / (len(steps) + drafter_forwards * cost)
+
+    drafted_depth = sum(step.depth for step in steps)
+    return {
+        "outputs": len(completions),
+        "tokens": tokens,
+        "steps": len(steps),
+        "tokens_per_step": ratio,
+        "accepted_per_step": ratio - 1,
+        "acceptance_rate": (ratio - 1) / ratio,
+        "acceptance_by_depth": acceptance_by_depth(steps),
+        "matchness": sum(step.accepted for step in steps) / drafted_depth
+        if drafted_depth
+        else None,
+        "drafted_per_step": sum(step.drafted for step in steps) / len(steps),
+        "drafter_forwards_per_step": per_step,
+        "swi_params": swi(costs.by_parameters),
+        "swi_measured": swi(costs.measured),
+        "mbsu": ratio / (1 + costs.by_parameters * per_step),
+    }
+
+
+def acceptance_by_depth(steps: Sequence[Step]) -> list[float]:
+    """P(depth-d token accepted | depth d - 1 accepted), for d = 1, 2, ..., where drafted."""
+    rates = []
+    for depth in range(1, max((step.depth for step in steps), default=0) + 1):
+        reached = [step for step in steps if step.depth >= depth and step.accepted >= depth - 1]
+        if not reached:
+            break
+        rates.append(sum(step.accepted >= depth for step in reached) / len(reached))
+    return rates
+
+
+def times(outcomes: Sequence[Outcome], tokens: int) -> dict:
+    """Wall-clock of one method: tokens per second and milliseconds per step by phase."""
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    phases = {"draft": None, "verify": None, "overhead": None}
+    timings = [outcome.timing for outcome in outcomes if outcome.timing]
+    if timings:
+        forwards = sum(timing.forwards for timing in timings)
+        draft = sum(timing.draft for timing in timings)
+        verify = sum(timing.verify for timing in timings)
+        phases = {"draft": draft, "verify": verify, "overhead": seconds - draft - verify}
+        phases = {name: 1e3 * value / forwards for name, value in phases.items()}
+    milliseconds = {f"{name}_ms_per_step": value for name, value in phases.items()}
+    return {"tokens_per_second": tokens / seconds, "seconds": seconds} | milliseconds

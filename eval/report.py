@@ -1,0 +1,249 @@
+"""The comparison at the end of a run: every method on every prompt, interleaved, as report.json.
+
+Methods take turns prompt by prompt, so that a machine that slows down slows all of them down.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from specdraft.data.prompts import Prompt
+from specdraft.eval.decoder import Request
+from specdraft.eval.identity import first_difference
+from specdraft.eval.methods import NEEDS_HEAD, Outcome, make_method
+from specdraft.eval.metrics import Costs, counts, times
+from specdraft.eval.show import print_sample, sample
+from specdraft.models.falcon import FalconHead
+from specdraft.models.target import Target
+from specdraft.recipes.schema import Recipe
+
+SCHEMA = 1
+WARM_UP_TOKENS = 8
+SAMPLES = 2
+REFERENCE = "plain"  # what outputs are compared with
+
+Outcomes = dict[str, list[Outcome]]
+
+
+def evaluate(
+    recipe: Recipe,
+    target: Target,
+    head: FalconHead | None,
+    prompts: Sequence[Prompt],
+    methods: Sequence[str],
+    progress: bool = True,
+) -> dict:
+    """Decode all prompts by all methods; return the report (see the README for its schema).
+
+    `samples` are the first answers of the last method that drafts, cut into what was accepted.
+    """
+    outcomes = decode_all(recipe, target, head, prompts, methods, progress)
+    shown = next((name for name in reversed(methods) if name in NEEDS_HEAD), methods[-1])
+    answers = [done for part in outcomes[shown] for done in part.completions][:SAMPLES]
+    return {
+        "schema": SCHEMA,
+        "recipe": recipe.to_dict(),
+        "environment": environment(target),
+        "runs": summarise(recipe, target, head, prompts, outcomes),
+        "samples": [
+            {"method": shown} | sample(target.tokenizer, prompt.text, done)
+            for prompt, done in zip(prompts, answers, strict=False)
+        ],
+    }
+
+
+def decode_all(
+    recipe: Recipe,
+    target: Target,
+    head: FalconHead | None,
+    prompts: Sequence[Prompt],
+    methods: Sequence[str],
+    progress: bool = True,
+) -> Outcomes:
+    """Run every method on every batch of prompts, one method after the other per batch."""
+    settings = recipe.eval
+    requests = [
+        Request(
+            prompt.input_ids,
+            settings.max_new_tokens,
+            settings.temperature,
+            settings.top_k,
+            settings.top_p,
+            settings.seed + number,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    capacity = max(len(request.prompt) for request in requests) + settings.max_new_tokens
+    runners = {name: make_method(name, settings, target, head, capacity) for name in methods}
+    warm_up = Request(requests[0].prompt, min(WARM_UP_TOKENS, settings.max_new_tokens))
+    for runner in runners.values():
+        runner([warm_up])
+    outcomes: Outcomes = {name: [] for name in runners}
+    batches = range(0, len(requests), settings.batch_size)
+    for start in tqdm(batches, desc="evaluating", unit="batch", disable=not progress):
+        for name, runner in runners.items():
+            outcomes[name].append(runner(requests[start : start + settings.batch_size]))
+    return outcomes
+
+
+def summarise(
+    recipe: Recipe,
+    target: Target,
+    head: FalconHead | None,
+    prompts: Sequence[Prompt],
+    outcomes: Outcomes,
+) -> list[dict]:
+    """Turn outcomes into one row of figures per method."""
+    share = 0.0
+    if head is not None:
+        share = _parameters(head) / _parameters(target.model)
+    plain_ms = None
+    if REFERENCE in outcomes:
+        plain_ms = times(outcomes[REFERENCE], 1)["verify_ms_per_step"]
+    rows = []
+    for name, parts in outcomes.items():
+        drafting = name in NEEDS_HEAD
+        costs = Costs(share if drafting else 0.0, _measured_cost(parts, plain_ms))
+        row = {
+            "method": name,
+            "prompt_set": recipe.eval.prompts,
+            "batch_size": recipe.eval.batch_size,
+            "temperature": recipe.eval.temperature,
+            "max_new_tokens": recipe.eval.max_new_tokens,
+            "dtype": recipe.target.dtype,
+            **_identity(target, prompts, outcomes, name),
+            **counts(parts, costs),
+            "padding_ratio_inputs": 0.0 if parts[0].timing else None,
+            "padding_ratio_kv": 0.0 if parts[0].timing else None,
+        }
+        rows.append(row | times(parts, row["tokens"]))
+    speeds = {row["method"]: row["tokens_per_second"] for row in rows}
+    for row in rows:
+        for key, base in (("speedup", REFERENCE), ("speedup_over_generate", "generate")):
+            row[key] = row["tokens_per_second"] / speeds[base] if base in speeds else None
+    return rows
+
+
+def _identity(target, prompts: Sequence[Prompt], outcomes: Outcomes, name: str) -> dict:
+    """Count outputs equal to plain decoding's; list every other one with its near-tie or fault."""
+    if REFERENCE not in outcomes:
+        return {"identical": None, "near_ties": None, "differences": []}
+    plain, ours = _tokens(outcomes[REFERENCE]), _tokens(outcomes[name])
+    found = [
+        (prompt.id, first_difference(target, prompt.input_ids, a, b))
+        for prompt, a, b in zip(prompts, plain, ours, strict=True)
+    ]
+    differences = [{"prompt": key, **d.to_dict()} for key, d in found if d is not None]
+    return {
+        "identical": len(found) - len(differences),
+        "near_ties": sum(d["near_tie"] for d in differences),
+        "differences": differences,
+    }
+
+
+def _tokens(parts: Sequence[Outcome]) -> list[list[int]]:
+    return [done.tokens for part in parts for done in part.completions]
+
+
+def _measured_cost(parts: Sequence[Outcome], plain_ms: float | None) -> float | None:
+    forwards = sum(part.drafter_forwards for part in parts)
+    if plain_ms is None or parts[0].timing is None:
+        return None
+    draft_ms = 1e3 * sum(part.timing.draft for part in parts)
+    return draft_ms / forwards / plain_ms if forwards else 0.0
+
+
+def _parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def environment(target: Target) -> dict:
+    """Where the figures were measured."""
+    return {
+        "device": str(target.device),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if target.device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": _commit(),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write_report(report: dict, folder: Path) -> Path:
+    """Write report.json into a folder, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "report.json"
+    temporary = path.with_suffix(".json.partial")
+    temporary.write_text(json.dumps(report, indent=1))
+    temporary.replace(path)
+    return path
+
+
+def print_report(report: dict, console: Console | None = None) -> None:
+    """Show the runs of a report side by side, and its sample answers."""
+    runs = report["runs"]
+    first = runs[0]
+    table = Table(
+        title=f"{first['prompt_set']}: {first['outputs']} prompts, up to "
+        f"{first['max_new_tokens']} new tokens, temperature {first['temperature']}, batch "
+        f"{first['batch_size']}, {first['dtype']}"
+    )
+    names = ("method", "tokens/step", "accept rate", "drafted/step", "tokens/s", "x plain")
+    names += ("x generate", "draft ms", "verify ms", "identical")
+    for name in names:
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for run in runs:
+        table.add_row(
+            run["method"],
+            _shown(run["tokens_per_step"]),
+            _shown(run["acceptance_rate"]),
+            _shown(run["drafted_per_step"], 1),
+            _shown(run["tokens_per_second"], 0),
+            _shown(run["speedup"]),
+            _shown(run["speedup_over_generate"]),
+            _shown(run["draft_ms_per_step"]),
+            _shown(run["verify_ms_per_step"]),
+            _agreement(run),
+        )
+    console = console or Console()
+    console.print(table)
+    for answer in report["samples"]:
+        print_sample(answer, console)
+
+
+def _shown(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _agreement(run: dict) -> str:
+    if run["identical"] is None:
+        return "-"
+    near = f" (+{run['near_ties']} near-ties)" if run["near_ties"] else ""
+    return f"{run['identical']}/{run['outputs']}{near}"

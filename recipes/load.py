@@ -1,0 +1,155 @@
+"""A recipe from its YAML file and the command line, and back to YAML.
+
+    recipe = load_recipe("recipes/tiny.yaml", ["optim.lr=1.0e-3", "data.sources=[../a.jsonl]"])
+    dump(recipe, "runs/tiny/recipe.yaml")
+
+YAML maps 1:1 to the sections of `schema.Recipe`; every mistake of a recipe is reported at once.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from specdraft.recipes import combinations
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.fields import InvalidRecipeError, Section, nearest
+from specdraft.recipes.schema import Recipe
+from specdraft.recipes.yaml_file import explain, read_mapping, scalar
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe, apply `key=value` overrides (section.key=value) and validate the whole.
+
+    Raises: RecipeError that lists every problem.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise RecipeError(f"no recipe at {path}; {_neighbours(path)}")
+    tree = read_mapping(path)
+    problems = []
+    for override in overrides or []:
+        problems += _override(tree, override)
+    try:
+        recipe = from_dict({"name": path.stem, **tree})
+    except InvalidRecipeError as error:
+        problems += error.problems
+    if problems:
+        raise InvalidRecipeError(problems, str(path))
+    return recipe
+
+
+def from_dict(tree: dict[str, Any]) -> Recipe:
+    """Build a recipe from nested dicts, as `Recipe.to_dict` returns them.
+
+    Raises: InvalidRecipeError with every problem of every section.
+    """
+    sections = _sections()
+    problems = [_unknown(str(key)) for key in tree if key != "name" and key not in sections]
+    built: dict[str, Section] = {}
+    for section, kind in sections.items():
+        try:
+            built[section] = _build(section, kind, tree.get(section))
+        except InvalidRecipeError as error:
+            problems += error.problems
+    name = tree.get("name")
+    problems += combinations.of_recipe(name, built.get("data"), built.get("eval"))
+    if problems:
+        raise InvalidRecipeError(problems)
+    return Recipe(name=name, **built)
+
+
+def dump(recipe: Recipe, path: str | Path) -> None:
+    """Write the resolved recipe as YAML that `load_recipe` reads back to an equal one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        yaml.safe_dump(recipe.to_dict(), file, sort_keys=False, allow_unicode=True, width=100)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _build(section: str, kind: type[Section], values: Any) -> Section:
+    """Build one section; a key it does not know does not hide what else is wrong with it."""
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise InvalidRecipeError(
+            [f"{section} = {values!r}: must be a mapping of keys to values ({_keys_of(kind)})"]
+        )
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    problems = [_unknown(f"{section}.{key}") for key in values if key not in fields]
+    missing = [
+        name
+        for name, item in fields.items()
+        if name not in values and item.default is dataclasses.MISSING
+    ]
+    problems += [f"{section}.{name} is missing" for name in missing]
+    if missing:
+        raise InvalidRecipeError(problems)
+    try:
+        built = kind(**{key: value for key, value in values.items() if key in fields})
+    except InvalidRecipeError as error:
+        problems += error.problems
+    if problems:
+        raise InvalidRecipeError(problems)
+    return built
+
+
+def _override(tree: dict, override: str) -> list[str]:
+    """Write one `section.key=value` into the tree; return what is wrong with it."""
+    key, equals, text = override.partition("=")
+    section, dot, leaf = key.strip().partition(".")
+    if not equals:
+        return [f"override {override!r}: write it as key=value, e.g. optim.lr=1.0e-4"]
+    try:
+        value = scalar(text)
+    except yaml.YAMLError as error:
+        return [f"override {override!r}: {explain(error)}"]
+    if not dot:
+        tree[section] = value
+        return []
+    if tree.get(section) is None:
+        tree[section] = {}
+    if isinstance(tree[section], dict):
+        tree[section][leaf] = value
+    return []
+
+
+def _unknown(key: str) -> str:
+    """Say which known key an unknown one is nearest to, in its own section where it has one."""
+    sections = _sections()
+    section, _, leaf = key.rpartition(".")
+    everywhere = [
+        kind.label(item.name) for kind in sections.values() for item in dataclasses.fields(kind)
+    ]
+    # A right key in the wrong section: the likeliest mistake, and one that spelling cannot find.
+    elsewhere = [known for known in everywhere if known.partition(".")[2] == leaf]
+    if elsewhere:
+        return f"{key} is an unknown key; nearest is {elsewhere[0]}"
+    if section in sections:
+        kind = sections[section]
+        names = [item.name for item in dataclasses.fields(kind)]
+        guess = f"{section}.{nearest(leaf, names)}"
+        return f"{key} is an unknown key; nearest is {guess} ({section} has {_keys_of(kind)})"
+    guess = nearest(key.partition(".")[0], ["name", *sections])
+    return f"{key} is an unknown key; nearest is {guess} (a recipe has name, {', '.join(sections)})"
+
+
+def _sections() -> dict[str, type[Section]]:
+    return {name: kind for name, kind in get_type_hints(Recipe).items() if name != "name"}
+
+
+def _keys_of(kind: type[Section]) -> str:
+    return ", ".join(item.name for item in dataclasses.fields(kind))
+
+
+def _neighbours(path: Path) -> str:
+    """Name the recipes that do lie where one was looked for, or the bundled ones."""
+    folder = path.parent if any(path.parent.glob("*.yaml")) else Path(__file__).parent
+    names = sorted(file.stem for file in folder.glob("*.yaml"))
+    guess = nearest(path.stem, names)
+    return f"nearest is {folder / guess}.yaml (there are {', '.join(names)})"

@@ -1,0 +1,187 @@
+"""The recipe: one frozen dataclass per YAML section, and the only place where defaults live.
+
+`Recipe` is built by `specdraft.recipes.load.load_recipe`. Constructing a section checks it: every
+problem of the section is in one `InvalidRecipeError`, each with key, value and what is allowed.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args
+
+from specdraft.recipes import combinations
+from specdraft.recipes.fields import (
+    Count,
+    Fraction,
+    Interval,
+    InvalidRecipeError,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+)
+
+Dtype = Literal["float32", "bfloat16"]
+Method = Literal[
+    "plain", "generate", "hf_prompt_lookup", "prompt_lookup", "falcon_chain", "falcon_tree"
+]
+METHODS: tuple[str, ...] = get_args(Method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSection(Section):
+    model: str = "tiny"  # "tiny" (bundled), a directory, or a Hub id
+    revision: str | None = None  # Hub branch, tag or commit
+    dtype: Dtype = "float32"  # of the frozen weights and of decoding
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection(Section):
+    sources: tuple[str, ...]  # files, Hub ids, or "tiny" (the bundled conversations)
+    format: Literal["auto", "sharegpt", "messages", "alpaca", "text"] = "auto"
+    answers: Literal["dataset", "target"] = "dataset"  # "target": the target rewrites the answers
+    max_length: Annotated[int, Interval(2)] = 2048  # tokens kept of a conversation
+    cache_dir: str = "cache"
+    features: Literal["cached", "online"] = "cached"
+    feature_dtype: Dtype = "float32"  # of the features on disk
+    limit: Count | None = None  # conversations read at most
+    holdout: Natural = 0  # last rows of the sources, never trained on
+    prompt_tokens: Count | None = None  # format text: prompt length; null: all is supervised
+    # The next five matter for `answers: target` only.
+    samples: Count = 1  # continuations per conversation
+    temperature: NonNegative = 0.0  # of the samples after the first, which is greedy
+    max_new_tokens: Count | None = 256
+    batch_rows: Count = 32  # conversations decoded at once
+    seed: Natural = 0
+
+    def combinations(self) -> list[str]:
+        return combinations.of_data(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSection(Section):
+    block_size: Count = 2  # k: tokens drafted per pass
+    fusion: Literal["lstm", "linear"] = "lstm"  # of token and feature
+    layers: Count = 1  # decoder layers
+    heads: Count | None = None  # null: as the target, for these three
+    kv_heads: Count | None = None
+    intermediate: Count | None = None  # width of the MLP
+
+    def combinations(self) -> list[str]:
+        return combinations.of_head(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlanceSection(Section):
+    enabled: bool = True
+    start: Fraction = 0.4  # share of the Hamming distance that is revealed, first step
+    end: Fraction = 0.0  # the same at the last step
+    supervise_revealed: bool = False  # loss also where the answer was put into the input
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSection(Section):
+    feature_weight: NonNegative = 1.0  # of SmoothL1 on features
+    distill_weight: NonNegative = 0.1  # of the token loss (w_dist)
+    soft_weight: Fraction = 0.9  # alpha: share of KL in the token loss, the rest is CE
+    feature_noise: NonNegative = 0.1  # U(-x, x) on input features, in their standard deviations
+
+    def combinations(self) -> list[str]:
+        return combinations.of_loss(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSection(Section):
+    lr: Positive = 3.0e-5  # peak learning rate; 3.0e-3 suits heads of width 128 to 200
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    weight_decay: NonNegative = 0.0
+    warmup: Fraction = 0.05  # share of all steps
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after warm-up
+    clip_norm: Positive = 1.0
+
+    def combinations(self) -> list[str]:
+        return combinations.of_optim(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection(Section):
+    steps: Count | None = None  # optimiser steps; exactly one of steps and epochs
+    epochs: Count | None = None
+    batch_size: Count = 16  # sequences per optimiser step, over all ranks
+    accumulation: Count = 1  # forwards per optimiser step
+    seed: Natural = 0
+    precision: Dtype = "float32"  # of the head's forward; master weights are float32
+    rollout: Count = 1  # passes over the head's own features in training
+    eval_every: Count | None = None  # steps between evaluations; null: at the end only
+    save_every: Count | None = None  # steps between checkpoints; null: at the end only
+    keep: Count = 2  # checkpoints kept
+    log_every: Count = 10  # steps
+    max_minutes: Positive | None = None  # stop training after this time
+
+    def combinations(self) -> list[str]:
+        return combinations.of_train(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSection(Section):
+    prompts: str = "tiny_chat"  # "tiny_chat" (bundled), a JSONL file, or "holdout"
+    tree: str = "tiny_k2"  # a file of recipes/trees without .yaml, or a path
+    chain_depth: Count = 6  # of falcon_chain
+    max_new_tokens: Count = 128
+    limit: Count | None = None  # prompts at most
+    methods: tuple[Method, ...] = METHODS
+    temperature: NonNegative = 0.0  # 0: greedy
+    top_k: Natural = 0  # 0: off
+    top_p: Annotated[float, Interval(0, 1, above=True)] = 1.0
+    batch_size: Count = 1  # rows decoded at once
+    seed: Natural = 0
+    lookup_match: Count = 2  # prompt lookup: longest suffix looked for
+    lookup_copy: Count = 7  # prompt lookup: tokens proposed
+    prompt_tokens: Count | None = None  # holdout of format text: null: as data.prompt_tokens
+
+    def combinations(self) -> list[str]:
+        return combinations.of_eval(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSection(Section):
+    dir: str | None = None  # null: runs/<recipe name>
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSection(Section):
+    repo_id: str | None = None  # owner/name to push the head to; null: do not push
+    private: bool = True  # a push is never public by accident
+    revision: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole, valid recipe. `output.dir` is resolved; every other value is as written."""
+
+    name: str
+    target: TargetSection = field(default_factory=TargetSection)
+    data: DataSection
+    head: HeadSection = field(default_factory=HeadSection)
+    glance: GlanceSection = field(default_factory=GlanceSection)
+    loss: LossSection = field(default_factory=LossSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    train: TrainSection
+    eval: EvalSection = field(default_factory=EvalSection)
+    output: OutputSection = field(default_factory=OutputSection)
+    hub: HubSection = field(default_factory=HubSection)
+
+    def __post_init__(self) -> None:
+        problems = combinations.of_recipe(self.name, self.data, self.eval)
+        if problems:
+            raise InvalidRecipeError(problems)
+        if self.output.dir is None:
+            object.__setattr__(self, "output", OutputSection(dir=f"runs/{self.name}"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the recipe as plain dicts, lists and scalars, ready for YAML and JSON."""
+        sections = dataclasses.asdict(self)
+        for section in sections.values():
+            if isinstance(section, dict):
+                section.update({k: list(v) for k, v in section.items() if isinstance(v, tuple)})
+        return sections

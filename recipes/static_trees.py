@@ -1,0 +1,91 @@
+"""Static decoding trees: which ranks of each depth's distribution become nodes.
+
+A path lists, for each depth, the rank of the token taken there (0: the most probable); every path
+is one node, the root (the last committed token) is none. Falcon, section "custom-designed tree".
+"""
+
+from pathlib import Path
+
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.fields import InvalidRecipeError, nearest
+from specdraft.recipes.yaml_file import read_mapping
+
+KEYS = ("name", "block_size", "source", "paths")
+
+
+def known_trees() -> list[str]:
+    """Return the names of the bundled trees."""
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
+
+
+def load_tree_paths(name: str) -> list[tuple[int, ...]]:
+    """Return the nodes of a bundled tree (its file stem) or of a tree file (a path).
+
+    Returns: paths of ranks, parents before children.
+    Raises: InvalidRecipeError if there is no such tree or if it is none.
+    """
+    path = _locate(name)
+    try:
+        content = read_mapping(path)
+    except RecipeError as error:
+        raise InvalidRecipeError([str(error)], "tree") from None
+    problems = [
+        f"unknown key {key}; nearest is {nearest(key, KEYS)}"
+        for key in map(str, content)
+        if key not in KEYS
+    ]
+    paths = content.get("paths")
+    if not _is_list_of_paths(paths):
+        problems.append("paths must be a list of nodes, each a list of ranks: [[0], [1], [0, 0]]")
+    else:
+        problems += tree_problems([tuple(ranks) for ranks in paths])
+    if problems:
+        raise InvalidRecipeError([f"{path.name}: {problem}" for problem in problems], "tree")
+    return [tuple(ranks) for ranks in paths]
+
+
+def tree_problems(paths: list[tuple[int, ...]]) -> list[str]:
+    """Return what keeps `paths` from being a tree: one line for each offending node.
+
+    Each node stands once, after its parent and after the sibling of the rank before its own, so
+    that siblings are in draft order and no rank is skipped.
+    """
+    problems = []
+    everywhere, seen = set(paths), set()
+    for node in paths:
+        parent, elder = node[:-1], (*node[:-1], node[-1] - 1)
+        if node in seen:
+            problems.append(f"node {list(node)} is given twice")
+        elif parent and parent not in seen:
+            problem = "comes before its parent" if parent in everywhere else "lacks its parent"
+            problems.append(f"node {list(node)} {problem} {list(parent)}")
+        elif node[-1] > 0 and elder not in seen:
+            problem = "comes before" if elder in everywhere else "skips"
+            problems.append(f"node {list(node)} {problem} its sibling {list(elder)}")
+        seen.add(node)
+    return problems
+
+
+def _locate(name: str) -> Path:
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        return path
+    if name not in known_trees():
+        known = known_trees()
+        raise InvalidRecipeError(
+            [f"unknown tree; nearest is {nearest(name, known)} of {', '.join(known)}"], "tree"
+        )
+    return _folder() / f"{name}.yaml"
+
+
+def _folder() -> Path:
+    return Path(__file__).parent / "trees"
+
+
+def _is_list_of_paths(paths: object) -> bool:
+    return (
+        isinstance(paths, list)
+        and bool(paths)
+        and all(isinstance(ranks, list) and ranks for ranks in paths)
+        and all(type(rank) is int and rank >= 0 for ranks in paths for rank in ranks)
+    )

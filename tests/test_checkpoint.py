@@ -1,0 +1,229 @@
+"""Checkpoints: continued bit for bit, complete or absent, and only by the recipe that made them."""
+
+import random
+import signal
+import subprocess
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from test_loop import ToyRows, command, log_lines, train
+
+from specdraft.models.falcon import FalconHead
+from specdraft.recipes.errors import CacheError, RecipeError
+from specdraft.train.checkpoint import Checkpoints, TrainState, differences, read_state, save_head
+from specdraft.train.interrupt import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    # Bit-equality with the jobs in other processes, which use one thread.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_equal(weights, others):
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+def wait_for(condition, process, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def spawn(out, *arguments):
+    return subprocess.Popen(
+        command(out, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+
+class CrashError(Exception):
+    """Stands for whatever ends a process between two steps."""
+
+
+def crash_at(step):
+    def evaluate(head, now):
+        if now == step:
+            raise CrashError
+        return {"tokens_per_step": 1.0 + now}
+
+    return evaluate
+
+
+def test_a_crashed_run_continues_bit_for_bit(tmp_path):
+    changes = {
+        "train.steps": 12,
+        "train.save_every": 3,
+        "train.eval_every": 4,
+        "train.log_every": 2,
+    }
+    _, whole = train(tmp_path / "whole", evaluate=crash_at(99), **changes)
+    with pytest.raises(CrashError):
+        train(tmp_path / "cut", evaluate=crash_at(8), **changes)
+    state, cut = train(tmp_path / "cut", evaluate=crash_at(99), **changes)
+    assert state.step == 12
+    assert_equal(whole, cut)
+    once, twice = log_lines(tmp_path / "whole"), log_lines(tmp_path / "cut")
+    assert [r["step"] for r in twice] == [2, 4, 6, 8, 10, 12]
+    assert [(r["loss"], r["grad_norm"]) for r in once[:2]] == [
+        (r["loss"], r["grad_norm"]) for r in twice[:2]
+    ]
+    assert once[-1]["loss"] == twice[-1]["loss"]
+
+
+def test_a_killed_process_continues_bit_for_bit(tmp_path):
+    arguments = ["train.steps=12", "train.save_every=6"]
+    _, whole = train(tmp_path / "whole", **{"train.steps": 12, "train.save_every": 6})
+    # Slow rows leave time to hit the process in the steps after its checkpoint.
+    process = spawn(tmp_path / "cut", *arguments, "pace=0.02")
+    wait_for((tmp_path / "cut" / "checkpoints" / "step-6").exists, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "cut" / "head").exists()
+    state, cut = train(tmp_path / "cut", **{"train.steps": 12, "train.save_every": 6})
+    assert state.step == 12
+    assert_equal(whole, cut)
+    assert_equal(whole, load_file(tmp_path / "cut" / "head" / "model.safetensors"))
+
+
+def test_sigterm_finishes_the_step_saves_and_says_how_to_resume(tmp_path):
+    process = spawn(tmp_path, "train.steps=1000", "train.log_every=1", "pace=0.01")
+    wait_for((tmp_path / "log.jsonl").exists, process)
+    wait_for(lambda: len(log_lines(tmp_path)) > 1, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    step = read_state(checkpoint)["state"]["step"]
+    assert 1 < step < 1000
+    assert f"stopped at step {step}; resume with: accelerate launch" in errors
+
+
+def test_a_finished_run_is_left_alone(tmp_path):
+    _, weights = train(tmp_path)
+    before = (tmp_path / "head" / "model.safetensors").read_bytes()
+    state, again = train(tmp_path)
+    assert state.step == 6
+    assert_equal(weights, again)
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
+
+
+def test_more_steps_prolong_a_run(tmp_path):
+    train(tmp_path)
+    state, _ = train(tmp_path, **{"train.steps": 9})
+    assert state.step == 9
+
+
+# -- whose checkpoint ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("optim.lr", 1.0e-4, r"optim.lr = 0.003, now it is 0.0001"),
+        ("train.seed", 1, r"train.seed = 0, now it is 1"),
+        ("glance.start", 0.2, r"glance.start = 0.4, now it is 0.2"),
+    ],
+)
+def test_another_recipe_is_refused_with_key_and_both_values(tmp_path, key, value, message):
+    train(tmp_path, **{"train.steps": 1})
+    with pytest.raises(RecipeError, match=message + r"; give another output.dir"):
+        train(tmp_path, **{"train.steps": 1, key: value})
+
+
+def test_other_data_is_refused(tmp_path):
+    train(tmp_path, **{"train.steps": 1})
+    with pytest.raises(RecipeError, match="rows of training data = 24, now it is 20"):
+        train(tmp_path, data=ToyRows(count=20), **{"train.steps": 1})
+
+
+def test_what_does_not_alter_a_step_may_change():
+    there = {"train": {"steps": 5, "seed": 0}, "eval": {"limit": 3}, "name": "a"}
+    here = {"train": {"steps": 9, "seed": 0}, "eval": {"limit": 4}, "name": "b"}
+    assert differences(there, here) == {}
+    here["train"]["seed"] = 1
+    assert differences(there, here) == {"train.seed": (0, 1)}
+
+
+# -- whole or absent -------------------------------------------------------------------------------
+
+
+def make_checkpoints(out, keep=2, model=None):
+    Accelerator()  # the shared state that the checkpoints' accelerator reads
+    accelerator = Accelerator()
+    accelerator.prepare(model or torch.nn.Linear(2, 2))
+    return Checkpoints(out, {"a": 1}, 3, accelerator, keep)
+
+
+def test_half_written_folders_are_no_checkpoints(tmp_path):
+    checkpoints = make_checkpoints(tmp_path)
+    assert checkpoints.newest() is None
+    (tmp_path / "checkpoints" / ".writing-9").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-8").mkdir()  # without its state.json
+    assert checkpoints.newest() is None
+    checkpoints.save(TrainState(step=7))
+    assert checkpoints.newest().name == "step-7"
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    checkpoints = make_checkpoints(tmp_path)
+    for step in (5, 20, 100):
+        checkpoints.save(TrainState(step=step))
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-100", "step-20"]
+    assert checkpoints.resume() == TrainState(step=100)
+
+
+def test_random_states_come_back(tmp_path):
+    checkpoints = make_checkpoints(tmp_path)
+    checkpoints.save(TrainState(step=1))
+    drawn = [(torch.rand(3).tolist(), np.random.rand(), random.random()) for _ in range(2)]
+    checkpoints.resume()
+    again = [(torch.rand(3).tolist(), np.random.rand(), random.random()) for _ in range(2)]
+    assert drawn == again
+
+
+def test_an_unreadable_state_is_named(tmp_path):
+    checkpoints = make_checkpoints(tmp_path)
+    checkpoints.save(TrainState(step=1))
+    (tmp_path / "checkpoints" / "step-1" / "state.json").write_text("{")
+    with pytest.raises(CacheError, match=r"step-1/state.json cannot be read"):
+        checkpoints.resume()
+
+
+def test_saving_a_head_never_leaves_a_mixture(tmp_path, monkeypatch):
+    from test_loop import make_head
+
+    save_head(make_head(), tmp_path / "head")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "head").iterdir()}
+    failing = SimpleNamespace(save_pretrained=lambda folder: (_ for _ in ()).throw(OSError(28)))
+    with pytest.raises(OSError, match="28"):
+        save_head(failing, tmp_path / "head")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "head").iterdir()} == before
+    FalconHead.from_pretrained(tmp_path / "head")
+
+
+def test_the_first_signal_asks_and_the_second_acts():
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

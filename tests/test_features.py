@@ -1,0 +1,295 @@
+"""The feature cache: right values, never half a shard, never another target's."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import small_tokenizer as st
+import torch
+from test_tokens import chats, recipe, write
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdraft.data import shards
+from specdraft.data.features import FeatureCache, build_features
+from specdraft.data.tokens import build_tokens
+from specdraft.models.target import Target
+from specdraft.recipes.errors import CacheError, DataError
+
+HIDDEN = 16
+SMALL = 8192  # bytes of a shard: a handful of rows
+
+
+def make_target(seed: int = 0, context: int = 256) -> Target:
+    torch.manual_seed(seed)
+    tokenizer = st.small_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        initializer_range=0.3,
+    )
+    return Target(LlamaForCausalLM(config), tokenizer, f"random-{seed}")
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A recipe, its token cache and its target."""
+    rows = chats(24)
+    for number, row in enumerate(rows):
+        row["messages"][0]["content"] += " Tell me more." * (number % 7)
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", rows))
+    target = make_target()
+    return settings, build_tokens(settings, target.tokenizer), target
+
+
+def build(made, **options) -> FeatureCache:
+    settings, tokens, target = made
+    return build_features(settings, tokens, target, **{"shard_bytes": SMALL, **options})
+
+
+def same(first: FeatureCache, second: FeatureCache) -> bool:
+    return len(first) == len(second) and all(
+        all(torch.equal(first[n][name], second[n][name]) for name in first[n])
+        for n in range(len(first))
+    )
+
+
+def test_a_row_is_what_the_target_computes_for_it_alone(made):
+    _, tokens, target = made
+    cache = build(made, batch_tokens=300)
+    assert len(cache) == len(tokens) == 24
+    for n in range(len(tokens)):
+        row, ids = cache[n], tokens[n]["input_ids"]
+        assert torch.equal(row["input_ids"], ids)
+        assert torch.equal(row["loss_mask"], tokens[n]["loss_mask"])
+        assert row["features"].shape == (len(ids), HIDDEN)
+        torch.testing.assert_close(row["features"], target.features(ids[None])[0])
+    assert cache.lengths == tokens.lengths
+    assert len(cache.manifest["shards"]) > 3
+
+
+def test_the_manifest_says_what_it_was_made_from(made):
+    _, tokens, target = made
+    cache = build(made)
+    manifest = cache.manifest
+    assert manifest["target"] == target.identity()
+    assert manifest["settings"]["template"] == tokens.meta["settings"]["template"]
+    assert {"file", "bytes", "sha256", "rows"} <= manifest["shards"]["0"].keys()
+    every = torch.cat([cache[n]["features"] for n in range(len(cache))])
+    ids = torch.cat([cache[n]["input_ids"] for n in range(len(cache))])
+    assert manifest["feature_scale"] == pytest.approx(every.std().item(), rel=1e-3)
+    assert manifest["embed_scale"] == pytest.approx(target.embed(ids).std().item(), rel=1e-3)
+
+
+def test_bfloat16_halves_the_features_and_rounds_them(made, tmp_path):
+    settings, tokens, target = made
+    half = recipe(tmp_path, settings.data.sources[0], feature_dtype="bfloat16")
+    cache, whole = build_features(half, tokens, target), build(made)
+    assert cache.directory != whole.directory
+    for n in range(len(cache)):
+        assert torch.equal(cache[n]["features"], whole[n]["features"].bfloat16())
+
+
+def test_changing_a_row_in_place_does_not_change_the_cache(made):
+    cache = build(made)
+    cache[3]["features"].add_(1)
+    assert same(cache, FeatureCache.open(cache.directory))
+
+
+def test_it_can_be_sent_to_another_process(made):
+    cache = build(made)
+    cache[0]
+    assert same(pickle.loads(pickle.dumps(cache)), cache)
+
+
+def test_rows_past_the_end_are_an_index_error(made):
+    cache = build(made)
+    assert torch.equal(cache[-1]["features"], cache[23]["features"])
+    with pytest.raises(IndexError):
+        cache[24]
+
+
+class Breaking:
+    """A target that fails at the n-th forward, and counts."""
+
+    def __init__(self, target: Target, after: int):
+        self._target, self.left, self.forwards = target, after, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._target, name)
+
+    def features(self, ids):
+        if self.left == self.forwards:
+            raise KeyboardInterrupt
+        self.forwards += 1
+        return self._target.features(ids)
+
+
+def test_a_build_that_was_cut_off_goes_on_where_it_stopped(made, tmp_path):
+    settings, tokens, target = made
+    total = Breaking(target, -1)
+    elsewhere = recipe(tmp_path, settings.data.sources[0], cache_dir=str(tmp_path / "2"))
+    whole = build((elsewhere, tokens, total))
+    first = Breaking(target, total.forwards // 2)
+    with pytest.raises(KeyboardInterrupt):
+        build((settings, tokens, first))
+    (directory,) = Path(settings.data.cache_dir).glob("features-*")
+    with pytest.raises(CacheError, match="is not finished"):
+        FeatureCache.open(directory)
+    rest = Breaking(target, -1)
+    cache = build((settings, tokens, rest))
+    assert first.forwards + rest.forwards == total.forwards
+    assert same(cache, whole)
+    assert cache.manifest["feature_scale"] == whole.manifest["feature_scale"]
+
+
+def test_a_finished_cache_needs_no_forward(made):
+    settings, tokens, target = made
+    build(made)
+    build((settings, tokens, Breaking(target, 0)))
+
+
+KILLED = """
+import os, signal, sys
+from specdraft.data import shards
+from test_features import build, make_target
+from specdraft.data.tokens import TokenCache
+from specdraft.recipes.load import load_recipe
+write, written = os.fsync, []
+def fsync(handle):
+    written.append(handle)
+    if len(written) == 12:  # between a shard's bytes and its name
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(handle)
+os.fsync = fsync
+build((load_recipe(sys.argv[1]), TokenCache.open(sys.argv[2]), make_target()))
+"""
+
+
+def test_after_kill_9_nothing_half_written_is_taken_for_whole(made, tmp_path):
+    from specdraft.recipes.load import dump
+
+    settings, tokens, _ = made
+    dump(settings, tmp_path / "test.yaml")
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "test.yaml"), str(tokens.directory)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    (directory,) = Path(settings.data.cache_dir).glob("features-*")
+    named = json.loads((directory / shards.MANIFEST).read_text())["shards"]
+    assert 0 < len(named) < len(list(directory.iterdir()))
+    elsewhere = recipe(tmp_path, settings.data.sources[0], cache_dir=str(tmp_path / "2"))
+    assert same(build(made), build((elsewhere, *made[1:])))
+
+
+def test_a_shard_that_the_manifest_does_not_name_does_not_exist(made):
+    cache = build(made)
+    good = {n: cache[n]["features"] for n in range(len(cache))}
+    path = cache.directory / shards.MANIFEST
+    manifest = json.loads(path.read_text())
+    entry = manifest["shards"].pop("1")
+    manifest["complete"] = False
+    path.write_text(json.dumps(manifest))
+    (cache.directory / entry["file"]).write_bytes(b"left by a crash")
+    again = build(made)
+    assert all(torch.equal(again[n]["features"], features) for n, features in good.items())
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"), [(flip, "sha256"), (cut, "bytes and should have"), (Path.unlink, "missing")]
+)
+def test_a_damaged_shard_is_found_at_open_and_made_anew_when_deleted(made, harm, words):
+    cache = build(made)
+    good = {n: cache[n]["features"] for n in range(len(cache))}
+    path = cache.directory / cache.manifest["shards"]["1"]["file"]
+    del cache
+    harm(path)
+    with pytest.raises(CacheError, match=rf"{path.name} .*{words}"):
+        FeatureCache.open(path.parent)
+    if path.exists():
+        with pytest.raises(CacheError, match=words):
+            build(made)
+        path.unlink()
+    again = build(made)
+    assert all(torch.equal(again[n]["features"], features) for n, features in good.items())
+
+
+def test_another_target_is_another_cache_and_a_mix_up_names_both(made, tmp_path):
+    settings, tokens, _ = made
+    first, other = build(made), build((settings, tokens, make_target(seed=1)))
+    assert first.directory != other.directory
+    shutil.copy(other.directory / shards.MANIFEST, first.directory / shards.MANIFEST)
+    both = f"random-1 .*{other.manifest['target']['weights'][:12]}.*"
+    both += first.manifest["target"]["weights"][:12]
+    with pytest.raises(CacheError, match=both):
+        build(made)
+
+
+def test_a_full_disk_is_told_before_anything_runs(made, monkeypatch):
+    settings, tokens, target = made
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 100))
+    with pytest.raises(CacheError, match=r"out of disk: .* short; set data.feature_dtype"):
+        build((settings, tokens, Breaking(target, 0)))
+
+
+def test_the_size_is_known_before(made):
+    cache = build(made)
+    estimate = shards.feature_bytes(sum(cache.lengths), HIDDEN, "float32")
+    size = sum(entry["bytes"] for entry in cache.manifest["shards"].values())
+    assert estimate <= size <= estimate + 1024 * len(cache.manifest["shards"])
+
+
+def test_rows_longer_than_the_context_are_refused(made):
+    settings, tokens, _ = made
+    with pytest.raises(DataError, match=r"data.max_length=32"):
+        build((settings, tokens, make_target(context=32)))
+
+
+def test_ranks_write_disjoint_shards_of_one_cache(made, tmp_path):
+    settings, tokens, target = made
+    meet, caches = threading.Barrier(2, timeout=30), [None, None]
+    targets = [Breaking(target, -1), Breaking(target, -1)]
+
+    def work(rank: int) -> None:
+        caches[rank] = build(
+            (settings, tokens, targets[rank]), rank=rank, world=2, barrier=meet.wait
+        )
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert min(t.forwards for t in targets) > 0
+    elsewhere = recipe(tmp_path, settings.data.sources[0], cache_dir=str(tmp_path / "2"))
+    alone = build((elsewhere, tokens, target))
+    assert same(caches[0], alone)
+    assert same(caches[1], alone)
+    assert [p.name for p in alone.directory.glob("manifest*")] == [shards.MANIFEST]
+    assert [p.name for p in caches[0].directory.glob("manifest*")] == [shards.MANIFEST]

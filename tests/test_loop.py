@@ -1,0 +1,331 @@
+"""The training loop on toy rows: the same batch gives the same update however it is cut.
+
+As a script it is the job that other processes of these tests run:
+    python tests/test_loop.py OUT [section.key=value ..] [pace=SECONDS per row read]
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.target import TargetEnds
+from specdraft.recipes.errors import DataError, RecipeError
+from specdraft.recipes.load import from_dict
+from specdraft.train.batches import Loader, SamplingPlan, collate
+from specdraft.train.loop import fit
+from specdraft.train.ranks import make_accelerator
+from specdraft.train.schedules import learning_rate, total_steps
+
+HIDDEN, VOCAB, SCALE = 16, 23, 3.0
+
+
+class ToyRows:
+    """Rows of random length whose feature depends on their last two tokens."""
+
+    def __init__(self, count=24, longest=14, pace=0.0):
+        generator = torch.Generator().manual_seed(7)
+        table = torch.randn(VOCAB, VOCAB, HIDDEN, generator=generator) * SCALE
+        self.pace, self.rows = pace, []
+        for _ in range(count):
+            length = int(torch.randint(6, longest + 1, (), generator=generator))
+            ids = torch.randint(VOCAB, (length,), generator=generator)
+            mask = torch.arange(length) >= int(torch.randint(5, (), generator=generator))
+            features = table[ids.roll(1), ids]
+            self.rows.append({"input_ids": ids, "loss_mask": mask, "features": features})
+        self.lengths = [len(row["input_ids"]) for row in self.rows]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        time.sleep(self.pace)
+        return self.rows[index]
+
+
+def make_recipe(out, **changes):
+    """A small recipe; changes are "section.key": value."""
+    tree = {
+        "name": "toy",
+        "data": {"sources": ["tiny"]},
+        "loss": {"distill_weight": 0.5},
+        "optim": {"lr": 3.0e-3},
+        "train": {"steps": 6, "batch_size": 8, "rollout": 2, "log_every": 3},
+        "output": {"dir": str(out)},
+    }
+    for key, value in changes.items():
+        section, name = key.split(".")
+        tree.setdefault(section, {})[name] = value
+    return from_dict(tree)
+
+
+def make_head(k=2, **shape):
+    torch.manual_seed(1)
+    config = FalconConfig(
+        hidden_size=HIDDEN,
+        vocab_size=VOCAB,
+        block_size=k,
+        heads=2,
+        kv_heads=2,
+        intermediate_size=32,
+        feature_scale=SCALE,
+        **shape,
+    )
+    return FalconHead(config)
+
+
+def make_ends():
+    generator = torch.Generator().manual_seed(3)
+    embedding, lm_head = torch.randn(2, VOCAB, HIDDEN, generator=generator)
+    return TargetEnds(embedding, lm_head, "toy", {"weights": "toy"})
+
+
+def train(out, data=None, evaluate=None, k=2, **changes):
+    """Run `fit` in this process; return its state and the final weights."""
+    AcceleratorState._reset_state(True)
+    recipe, head = make_recipe(out, **changes), make_head(k)
+    accelerator = make_accelerator(recipe)
+    state = fit(head, data or ToyRows(), make_ends(), recipe, accelerator, evaluate)
+    return state, {name: tensor.clone() for name, tensor in head.state_dict().items()}
+
+
+def command(out, *arguments):
+    return [sys.executable, __file__, str(out), *arguments]
+
+
+def log_lines(out, kind="train"):
+    records = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == kind]
+
+
+def assert_close(weights, others, tolerance=2e-6):
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, others[name], rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+# -- the same update however the batch is cut ------------------------------------------------------
+
+
+def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path):
+    _, whole = train(tmp_path / "whole")
+    _, cut = train(tmp_path / "cut", **{"train.accumulation": 8})
+    assert_close(whole, cut)
+    for a, b in zip(log_lines(tmp_path / "whole"), log_lines(tmp_path / "cut"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["accuracy"] == pytest.approx(b["accuracy"])
+        assert a["glanced"] == b["glanced"] > 0
+
+
+def test_two_processes_equal_one(tmp_path):
+    _, one = train(tmp_path / "one")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc_per_node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    job = [__file__, str(tmp_path / "two"), "train.accumulation=2"]
+    subprocess.run([*launcher, *job], check=True, env=environment, capture_output=True, timeout=120)
+    assert_close(one, load_file(tmp_path / "two" / "head" / "model.safetensors"))
+    (a, b), (c, d) = log_lines(tmp_path / "one"), log_lines(tmp_path / "two")
+    for single, double in ((a, c), (b, d)):
+        assert single["loss"] == pytest.approx(double["loss"], rel=1e-4)
+        assert single["accuracy"] == pytest.approx(double["accuracy"])
+
+
+def test_a_batch_that_cannot_be_cut_is_refused():
+    plan = SamplingPlan([5] * 8, batch_size=8, seed=0)
+    with pytest.raises(RecipeError, match=r"train.batch_size is 8.*2 x 3"):
+        Loader([], plan, 2, accumulation=2, ranks=3)
+
+
+# -- it learns -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_tiny_batch_is_learned_by_heart(tmp_path, k):
+    changes = {
+        "loss.soft_weight": 1.0,  # the hard part cannot vanish on random features
+        "loss.feature_noise": 0.0,
+        "optim.lr": 1.0e-2,
+        "optim.schedule": "cosine",
+        "train.steps": 200,
+        "train.batch_size": 2,
+        "train.rollout": 1,
+        "train.log_every": 50,
+    }
+    train(tmp_path, data=ToyRows(count=2), k=k, **changes)
+    first, *_, last = log_lines(tmp_path)
+    assert last["loss"] < 0.05 < 0.5 < first["loss"]
+    assert last["lr"] < first["lr"]
+
+
+def test_bfloat16_trains_and_keeps_float32_masters(tmp_path):
+    state, weights = train(tmp_path, **{"train.precision": "bfloat16"})
+    assert state.step == 6
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    assert all(record["loss"] > 0 for record in log_lines(tmp_path))
+
+
+def test_glancing_shrinks_to_nothing_and_can_be_off(tmp_path):
+    train(tmp_path / "on", **{"train.steps": 30, "train.log_every": 10})
+    train(tmp_path / "off", **{"glance.enabled": False})
+    shares = [record["glanced"] for record in log_lines(tmp_path / "on")]
+    assert shares[0] > shares[1] > shares[2] > 0
+    assert all(record["glanced"] == 0 for record in log_lines(tmp_path / "off"))
+
+
+def test_rows_without_a_supervised_position_do_no_harm(tmp_path):
+    data = ToyRows()
+    for row in data.rows:
+        row["loss_mask"] = torch.zeros_like(row["loss_mask"])
+    train(tmp_path, data=data, **{"optim.weight_decay": 0.0})
+    assert log_lines(tmp_path)[0]["loss"] == 0
+
+
+def test_a_loss_that_is_no_number_is_an_error_that_names_the_learning_rate(tmp_path):
+    data = ToyRows()
+    data.rows[0]["features"] = data.rows[0]["features"] * float("nan")
+    with pytest.raises(RecipeError, match=r"gradient's norm is nan at step \d.*optim.lr"):
+        train(tmp_path, data=data)
+
+
+# -- what it leaves behind -------------------------------------------------------------------------
+
+
+def test_the_head_with_the_most_tokens_per_step_is_kept(tmp_path):
+    scores = {2: 1.5, 4: 2.5, 6: 2.0}
+    seen = {}
+
+    def evaluate(head, step):
+        assert not head.training
+        seen[step] = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+        return {"tokens_per_step": scores[step]}
+
+    state, _ = train(tmp_path, evaluate=evaluate, **{"train.eval_every": 2})
+    assert (state.best_step, state.best) == (4, {"tokens_per_step": 2.5})
+    kept = FalconHead.from_pretrained(tmp_path / "head").state_dict()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in seen[4].items())
+    assert [record["step"] for record in log_lines(tmp_path, "eval")] == [2, 4, 6]
+
+
+def test_the_log_has_ratios_and_the_board_has_scalars(tmp_path):
+    train(tmp_path)
+    record = log_lines(tmp_path)[-1]
+    assert record["step"] == 6
+    assert len(record["accuracy"]) == 2
+    assert len(record["rollout_accuracy"]) == 1
+    assert 0 <= record["data_wait"] <= 1
+    assert record["tokens_per_second"] > 0
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_max_minutes_ends_the_run_whole(tmp_path):
+    changes = {"train.max_minutes": 0.01, "train.steps": 100000}
+    state, _ = train(tmp_path, **changes)
+    assert 0 < state.step < 100000
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+    again, _ = train(tmp_path, **changes)  # its time is over: nothing more to do
+    assert again.step == state.step
+
+
+# -- the order of the data -------------------------------------------------------------------------
+
+
+def test_an_epoch_shows_every_row_and_the_next_one_differs():
+    plan = SamplingPlan([5, 9, 7, 6, 8, 5, 7], batch_size=3, seed=0)
+    epochs = [
+        [row for step in range(3 * epoch, 3 * epoch + 3) for row in plan.rows(step)]
+        for epoch in range(3)
+    ]
+    assert all(set(epoch) == set(range(7)) and len(epoch) == 9 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    fresh = SamplingPlan([5, 9, 7, 6, 8, 5, 7], batch_size=3, seed=0)
+    assert fresh.rows(8) == plan.rows(8)
+
+
+def test_rows_of_similar_length_share_a_batch():
+    lengths = torch.randint(1, 1000, (512,), generator=torch.Generator().manual_seed(0)).tolist()
+    plan = SamplingPlan(lengths, batch_size=8, seed=0)
+    spread = [max(c) - min(c) for c in ([lengths[r] for r in plan.rows(s)] for s in range(64))]
+    assert sum(spread) / 64 < 60  # about 800 without sorting
+
+
+def test_more_rows_per_batch_than_rows_repeat_them():
+    assert sorted(SamplingPlan([4, 4], batch_size=5, seed=0).rows(0)) != [0, 1]
+    with pytest.raises(DataError, match="no rows to train on"):
+        SamplingPlan([], batch_size=5, seed=0)
+
+
+def test_ranks_and_micro_batches_take_the_same_rows_with_the_same_draws():
+    data, plan = ToyRows(), SamplingPlan(ToyRows().lengths, batch_size=8, seed=5)
+    (whole,) = Loader(data, plan, 2).load(3)
+    parts = [b for r in range(2) for b in Loader(data, plan, 2, 2, rank=r, ranks=2).load(3)]
+    assert [key for part in parts for key in part.keys] == whole.keys
+    phases = [row[:5].tolist() for part in parts for row in part.blocks]
+    assert phases == [row[:5].tolist() for row in whole.blocks]
+    noise = torch.cat([part.noise(0.1)[:, :5] for part in parts])
+    assert torch.equal(noise, whole.noise(0.1)[:, :5])
+
+
+def test_a_position_is_supervised_when_the_token_it_drafts_is():
+    mask = torch.tensor([0, 0, 1, 1, 0, 1, 1], dtype=torch.bool)
+    row = {"input_ids": torch.arange(7), "loss_mask": mask, "features": torch.randn(7, 4)}
+    short = {name: value[:2] for name, value in row.items()}
+    for k in (1, 2, 3):
+        batch = collate([row, short], [(0, 0, 0), (0, 0, 1)], k)
+        for i in range(6):
+            answered = i + k + 1 <= 6 and bool(mask[i + k + 1])
+            assert bool(batch.supervised[0, i]) == answered
+        assert not batch.supervised[1].any()
+        assert batch.valid.sum(1).tolist() == [6, 1]
+
+
+def test_phases_cover_every_alignment():
+    row = {"input_ids": torch.arange(7), "loss_mask": torch.ones(7), "features": torch.randn(7, 4)}
+    starts = {int((collate([row], [(0, step, 0)], 3).blocks[0] == 0).sum()) for step in range(40)}
+    assert starts == {1, 2, 3}
+
+
+# -- schedules -------------------------------------------------------------------------------------
+
+
+def test_learning_rate_rises_then_follows_its_schedule():
+    rates = {
+        s: [learning_rate(n, 100, 2.0, 0.1, s) for n in range(100)]
+        for s in ("constant", "linear", "cosine")
+    }
+    for schedule, rate in rates.items():
+        assert rate[:10] == pytest.approx([0.2 * (n + 1) for n in range(10)])
+        assert max(rate) == 2.0
+        assert sorted(rate[10:], reverse=True) == rate[10:]
+        assert (rate[-1] < 0.05) == (schedule != "constant")
+
+
+def test_epochs_become_steps(tmp_path):
+    recipe = make_recipe(tmp_path, **{"train.steps": None, "train.epochs": 2})
+    assert total_steps(recipe, 24) == 6
+    assert total_steps(recipe, 25) == 8
+
+
+def main():
+    out, *arguments = sys.argv[1:]
+    changes = {key: json.loads(value) for key, value in (a.split("=") for a in arguments)}
+    torch.set_num_threads(1)
+    pace = changes.pop("pace", 0.0)
+    train(out, data=ToyRows(pace=pace), **changes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The chunked loss against an eager twin that keeps every logit and lets autograd do the rest."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, kl_div, smooth_l1_loss
+
+from specdraft.train.losses import ChunkedDistillation, head_loss
+
+WEIGHTS = {"feature_scale": 2.5, "feature_weight": 1.3, "distill_weight": 0.1, "soft_weight": 0.9}
+
+
+def sample(passes=2, count=11, hidden=6, vocab=9, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    tokens = torch.randint(vocab, (count,), generator=generator)
+    return draw(passes, count, hidden), draw(count, hidden), tokens, draw(vocab, hidden)
+
+
+def eager(predicted, features, tokens, lm_head):
+    """The same loss, written from its definition, one pass after the other."""
+    total = 0.0
+    target = (features @ lm_head.T).softmax(-1)
+    for one in predicted:
+        logits = one @ lm_head.T
+        scale = WEIGHTS["feature_scale"]
+        regression = smooth_l1_loss(one / scale, features / scale, reduction="none").mean(-1).sum()
+        soft = kl_div(logits.log_softmax(-1), target, reduction="sum")
+        hard = cross_entropy(logits, tokens, reduction="sum")
+        distill = WEIGHTS["soft_weight"] * soft + (1 - WEIGHTS["soft_weight"]) * hard
+        total = total + WEIGHTS["feature_weight"] * regression
+        total = total + WEIGHTS["distill_weight"] * distill
+    return total / len(predicted)
+
+
+@pytest.mark.parametrize("elements", [1, 60, 1 << 20])
+def test_value_and_gradient_equal_the_eager_loss_for_every_chunk_size(elements):
+    predicted, features, tokens, lm_head = sample()
+    ours, theirs = predicted.clone().requires_grad_(), predicted.clone().requires_grad_()
+    sums = head_loss(ours, features, tokens, lm_head, **WEIGHTS, elements=elements)
+    expected = eager(theirs, features, tokens, lm_head)
+    sums.total.backward()
+    expected.backward()
+    torch.testing.assert_close(sums.total, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_closed_form_gradient_passes_gradcheck():
+    predicted, features, tokens, lm_head = sample(count=4)
+
+    def distill(x):
+        return ChunkedDistillation.apply(x, features, tokens, lm_head, 0.9, 40)[0]
+
+    assert torch.autograd.gradcheck(distill, predicted.requires_grad_())
+
+
+def test_parts_and_correct_positions_are_reported():
+    predicted, features, tokens, lm_head = sample()
+    sums = head_loss(predicted, features, tokens, lm_head, **WEIGHTS)
+    logits = predicted @ lm_head.T
+    assert torch.equal(sums.correct, logits.argmax(-1) == tokens)
+    hard = torch.stack([cross_entropy(one, tokens, reduction="sum") for one in logits]).mean()
+    torch.testing.assert_close(sums.hard, hard)
+    distill = WEIGHTS["soft_weight"] * sums.soft + (1 - WEIGHTS["soft_weight"]) * sums.hard
+    total = WEIGHTS["feature_weight"] * sums.feature + WEIGHTS["distill_weight"] * distill
+    torch.testing.assert_close(sums.total, total)
+
+
+def test_a_perfect_prediction_costs_nothing_but_the_hard_part():
+    _, features, tokens, lm_head = sample()
+    sums = head_loss(features[None].clone(), features, tokens, lm_head, **WEIGHTS)
+    assert sums.feature == 0
+    assert abs(sums.soft) < 1e-12
+
+
+def test_no_supervised_position_gives_zero_loss_and_zero_gradient():
+    predicted, features, tokens, lm_head = sample()
+    predicted.requires_grad_()
+    none = slice(0, 0)
+    sums = head_loss(predicted[:, none], features[none], tokens[none], lm_head, **WEIGHTS)
+    sums.total.backward()
+    assert sums.total == 0
+    assert not predicted.grad.any()
+
+
+def test_bfloat16_lm_head_gives_a_float32_loss_close_to_the_eager_one():
+    predicted, features, tokens, lm_head = sample(dtype=torch.float32)
+    expected = eager(predicted, features, tokens, lm_head)
+    predicted.requires_grad_()
+    sums = head_loss(predicted, features.bfloat16(), tokens, lm_head.bfloat16(), **WEIGHTS)
+    sums.total.backward()
+    assert sums.total.dtype == predicted.grad.dtype == torch.float32
+    torch.testing.assert_close(sums.total, expected, rtol=0.03, atol=0.03)
+
+
+def test_extreme_logits_stay_finite():
+    predicted, features, tokens, lm_head = sample(dtype=torch.float32)
+    predicted = (predicted * 1e3).requires_grad_()
+    sums = head_loss(predicted, features * 1e3, tokens, lm_head, **WEIGHTS)
+    sums.total.backward()
+    assert torch.isfinite(sums.total)
+    assert torch.isfinite(predicted.grad).all()

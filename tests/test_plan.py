@@ -1,0 +1,118 @@
+"""Plans are made offline, and the 7B head runs as it is: nothing depends on the tiny sizes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_loop import SCALE, ToyRows
+from transformers import AutoConfig, LlamaConfig
+
+from specdraft.models.falcon import FalconHead, block_index
+from specdraft.models.target import TargetEnds
+from specdraft.recipes.errors import RecipeError, TargetError
+from specdraft.recipes.load import load_recipe
+from specdraft.train.loop import fit
+from specdraft.train.plan import duration, lines, make_plan, measured_flops, size
+from specdraft.train.ranks import make_accelerator
+from specdraft.train.shapes import KNOWN, TargetShape, head_config, target_shape
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def load(name, *overrides):
+    return load_recipe(RECIPES / f"{name}.yaml", list(overrides))
+
+
+def test_the_7b_plan_has_the_sizes_of_the_paper():
+    plan = make_plan(load("vicuna7b"), ranks=8)
+    assert plan.head_layers == pytest.approx(2.7, abs=0.1)
+    assert plan.target.parameters == pytest.approx(6.74e9, rel=0.01)
+    assert plan.rows == 68000
+    assert plan.cache_bytes == 68000 * 2048 * 4096 * 2
+    assert plan.steps == 68000 // 32 * 20
+    assert 8e9 < plan.memory_per_gpu < 24e9
+    text = dict(lines(plan, load("vicuna7b"), 8, 100e12))
+    assert "2.66 decoder layers" in text["head"]
+    assert "1.14 TB" in text["feature cache"]
+    assert "42,500 x 32 rows = 1 x 8 x 4" in text["steps"]
+
+
+@pytest.mark.parametrize("name", ["vicuna13b", "llama2_7b_chat", "llama2_13b_chat", "qwen2_5_7b"])
+def test_every_published_target_is_planned_offline(name):
+    plan = make_plan(load(name), ranks=8)
+    assert 1.5 < plan.head_layers < 3
+    assert all(text for _, text in lines(plan, load(name), 8, 100e12))
+
+
+def test_counted_rows_replace_the_bound():
+    recipe = load("vicuna7b")
+    plan = make_plan(recipe, 8, rows=640, tokens=123456)
+    text = dict(lines(plan, recipe, 8, 100e12))
+    assert text["data"] == "640 rows, 123,456 tokens"
+    assert plan.steps == 20 * 20
+
+
+def test_without_rows_the_plan_says_so():
+    recipe = load("vicuna7b", "data.limit=null")
+    plan = make_plan(recipe, 8)
+    text = dict(lines(plan, recipe, 8, 100e12))
+    assert plan.steps is None
+    assert "data.limit" in text["data"]
+
+
+def test_an_unknown_target_is_an_error_that_says_what_to_give(monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(TargetError, match="no config of nobody/nothing here"):
+        target_shape(load("vicuna7b", "target.model=nobody/nothing"))
+
+
+def test_shapes_are_read_from_a_config():
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+                         num_key_value_heads=2, intermediate_size=96, vocab_size=77)  # fmt: skip
+    shape = TargetShape.of(config)
+    assert (shape.hidden_size, shape.layers, shape.heads, shape.kv_heads) == (64, 3, 4, 2)
+    assert (shape.intermediate_size, shape.vocab_size) == (96, 77)
+
+
+def test_heads_that_do_not_fit_the_width_are_refused():
+    with pytest.raises(RecipeError, match=r"head.heads.*must divide hidden_size \(4096\)"):
+        head_config(load("vicuna7b", "head.heads=3"), KNOWN["lmsys/vicuna-7b-v1.5"])
+
+
+def test_the_full_7b_head_takes_a_step_on_the_meta_device():
+    recipe = load("vicuna7b")
+    with torch.device("meta"):
+        head = FalconHead(head_config(recipe, KNOWN[recipe.target.model]))
+        ahead, features = torch.zeros(2, 1, 8, 4096)
+        predicted = head(ahead, features, block_index(8, 2, 1)[None])
+    assert predicted.shape == (1, 1, 8, 4096)
+    predicted.sum().backward()
+    assert all(p.grad is not None for p in head.parameters())
+
+
+def test_the_7b_recipe_trains_a_step_at_reduced_width(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    changes = ["train.epochs=null", "train.steps=1", "train.batch_size=2", "train.eval_every=null"]
+    recipe = load("vicuna7b", *changes, f"output.dir={tmp_path}")
+    shape = replace(KNOWN[recipe.target.model], hidden_size=128, intermediate_size=344)
+    head = FalconHead(head_config(recipe, shape, feature_scale=SCALE))
+    data = ToyRows(count=4)
+    for row in data.rows:
+        row["features"] = torch.randn(len(row["input_ids"]), 128, dtype=torch.bfloat16)
+    embedding, lm_head = torch.randn(2, 32000, 128, dtype=torch.bfloat16)
+    ends = TargetEnds(embedding, lm_head, "toy", {"weights": "toy"})
+    before = [p.clone() for p in head.parameters()]
+    assert fit(head, data, ends, recipe, make_accelerator(recipe)).step == 1
+    assert all((p != b).any() for p, b in zip(head.parameters(), before, strict=True))
+
+
+def test_figures_are_written_as_one_says_them():
+    assert size(1.14e12) == "1.14 TB"
+    assert size(2048) == "2.05 KB"
+    assert duration(31 * 60) == "31.0 minutes"
+    assert duration(5400 * 2) == "3.0 hours"
+    assert measured_flops(torch.device("cpu"), torch.float32, width=64) > 1e6

@@ -1,0 +1,130 @@
+"""Prompts come from every benchmark's rows, and end where the target begins to write."""
+
+from pathlib import Path
+
+import pytest
+import small_tokenizer as st
+from test_tokens import chats, recipe, write
+
+from specdraft.data.prompts import load_prompts
+from specdraft.data.sources import bundled_file
+from specdraft.recipes.errors import DataError
+from specdraft.recipes.load import from_dict
+
+SHARED = Path(__file__).parents[1].parent / "shared" / "data"
+
+
+def prompts(folder: Path, rows: list | str, tokenizer=None, data: dict | None = None, **evaluation):
+    source = write(folder / "train.jsonl", chats(6))
+    name = rows if isinstance(rows, str) else write(folder / "bench.jsonl", rows)
+    tree = recipe(folder, source, **(data or {})).to_dict()
+    tree["eval"] |= {"prompts": name, **evaluation}
+    return load_prompts(from_dict(tree), tokenizer or st.small_tokenizer())
+
+
+def rendered(*messages: tuple[str, str]) -> str:
+    parts = [f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages]
+    return "".join(parts) + "<|im_start|>assistant\n"
+
+
+ASKED = rendered(("user", "Hello"))
+USER, ANSWER = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"turns": ["Hello", "Again"]}, ASKED),
+        ({"prompt": "Hello"}, ASKED),
+        ({"question": "Hello", "answer": "Hi"}, ASKED),
+        ({"instruction": "Hello", "output": "Hi"}, ASKED),
+        ({"messages": [USER]}, ASKED),
+        ({"messages": [USER, ANSWER]}, ASKED),
+        ({"conversations": [{"from": "human", "value": "Hello"}]}, ASKED),
+        (
+            {"messages": [USER, ANSWER, {"role": "user", "content": "more"}]},
+            rendered(("user", "Hello"), ("assistant", "Hi"), ("user", "more")),
+        ),
+    ],
+)
+def test_a_row_of_any_benchmark_becomes_a_prompt(tmp_path, row, text):
+    tokenizer = st.small_tokenizer()
+    (prompt,) = prompts(tmp_path, [{"id": 7, "category": "math", **row}], tokenizer)
+    assert tokenizer.decode(prompt.input_ids) == text
+    assert (prompt.id, prompt.category) == ("7", "math")
+
+
+def test_a_text_is_cut_to_its_first_tokens(tmp_path):
+    tokenizer, text = st.small_tokenizer(None), "Hello there, how are you today?"
+    (prompt,) = prompts(tmp_path, [{"text": text}], tokenizer, prompt_tokens=5)
+    assert prompt.input_ids == tokenizer(text)["input_ids"][:5]
+    assert text.startswith(prompt.text)
+    with pytest.raises(DataError, match=r"eval.prompt_tokens = None"):
+        prompts(tmp_path, [{"text": text}], tokenizer)
+
+
+def test_a_base_model_is_given_the_bare_question(tmp_path):
+    tokenizer = st.small_tokenizer(None)
+    (prompt,) = prompts(tmp_path, [{"turns": ["Hello"]}], tokenizer)
+    assert prompt.input_ids == tokenizer("Hello")["input_ids"]
+
+
+def test_a_limit_is_spread_over_the_categories(tmp_path):
+    rows = [
+        {"id": f"{c}{n}", "category": c, "prompt": "x"}
+        for c, many in (("a", 5), ("b", 1), ("c", 3))
+        for n in range(many)
+    ]
+    taken = [p.id for p in prompts(tmp_path, rows, limit=6)]
+    assert taken == ["a0", "b0", "c0", "a1", "c1", "a2"]
+    assert len(prompts(tmp_path, rows, limit=99)) == 9
+
+
+def test_held_out_conversations_are_asked_their_first_question(tmp_path):
+    tokenizer = st.small_tokenizer()
+    asked = prompts(tmp_path, "holdout", tokenizer, data={"holdout": 2})
+    assert [tokenizer.decode(p.input_ids) for p in asked] == [
+        rendered(("user", f"Question number {n}?")) for n in (4, 5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("{broken", "does not parse"),
+        ({"nothing": 1}, "its keys: nothing"),
+        ({"messages": [ANSWER]}, "no user turn"),
+        ({"turns": []}, "its keys: turns"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, "unknown role"),
+    ],
+)
+def test_a_row_that_is_no_prompt_is_an_error_with_its_line(tmp_path, row, reason):
+    with pytest.raises(DataError, match=rf"bench.jsonl:2: .*{reason}"):
+        prompts(tmp_path, [{"prompt": "fine"}, row])
+
+
+def test_missing_prompts_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"no file at /nowhere.jsonl; give tiny_chat, holdout"):
+        prompts(tmp_path, "/nowhere.jsonl")
+
+
+def test_the_bundled_prompts_cover_five_categories(tmp_path):
+    if not bundled_file("prompts.jsonl").exists():
+        pytest.skip("data/tiny.py has not written its prompts yet")
+    assert len({p.category for p in prompts(tmp_path, "tiny_chat")}) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "categories"),
+    [
+        ("mt_bench/question.jsonl", 80, 8),
+        ("spec_bench/question.jsonl", 480, 13),
+        ("humaneval/HumanEval.jsonl", 164, 1),
+        ("gsm8k/test.jsonl", 1319, 1),
+    ],
+)
+def test_real_benchmarks_are_read_whole(tmp_path, name, count, categories):
+    if not (SHARED / name).exists():
+        pytest.skip(f"no {name} beside the repository")
+    found = prompts(tmp_path, str(SHARED / name))
+    assert (len(found), len({p.category for p in found})) == (count, categories)

@@ -1,0 +1,263 @@
+"""Recipe mistakes: each is named with its value, what is allowed and the nearest known key."""
+
+import dataclasses
+import difflib
+import random
+import re
+import string
+from pathlib import Path
+
+import pytest
+
+from specdraft.recipes import schema
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.load import from_dict, load_recipe
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+SECTIONS = {
+    field.name: field.type for field in dataclasses.fields(schema.Recipe) if field.name != "name"
+}
+SMALLEST = {"name": "x", "data": {"sources": ["tiny"]}, "train": {"steps": 1}}
+
+
+def complaint(*overrides: str, recipe: Path = RECIPES / "tiny.yaml") -> str:
+    """Return the message of a recipe that must be refused, without the recipe's path."""
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, list(overrides))
+    return str(caught.value).removeprefix(f"{recipe}: ")
+
+
+def refused(text: str, folder: Path) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return complaint(recipe=path)
+
+
+# Overrides
+
+
+def test_overrides_are_yaml_values():
+    recipe = load_recipe(
+        RECIPES / "tiny.yaml",
+        [
+            "optim.lr=1.0e-4",
+            "data.sources=[../a.jsonl, owner/name]",
+            "glance.enabled=false",
+            "train.steps=null",
+            "train.epochs=2",
+            "target.model=../models/x=y",
+            "optim.clip_norm=2",
+            "optim.betas=[0.8,0.9]",
+            "name=other",
+        ],
+    )
+    assert recipe.optim.lr == 1.0e-4
+    assert recipe.data.sources == ("../a.jsonl", "owner/name")
+    assert recipe.glance.enabled is False
+    assert (recipe.train.steps, recipe.train.epochs) == (None, 2)
+    assert recipe.target.model == "../models/x=y"
+    assert recipe.optim.clip_norm == 2.0
+    assert isinstance(recipe.optim.clip_norm, float)
+    assert recipe.optim.betas == (0.8, 0.9)
+    assert recipe.output.dir == "runs/other"
+    assert load_recipe(RECIPES / "tiny.yaml", ["output.dir=a/b"]).output.dir == "a/b"
+
+
+def test_an_override_that_is_no_assignment_is_refused():
+    assert "override 'optim.lr': write it as key=value" in complaint("optim.lr")
+
+
+def test_an_override_that_is_no_yaml_is_refused():
+    assert complaint("data.sources=[a").startswith("override 'data.sources=[a': line 1: ")
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.seed=true", "train.seed = True: must be a whole number, not true or false"),
+        ("train.seed='3'", "train.seed = '3': must be a whole number, not text; write 3 without"),
+        ("train.seed=3.0", "must be a whole number, not a number with a fraction; write 3"),
+        ("train.seed=3.5", "must be a whole number, not a number with a fraction"),
+        ("train.seed=-1", "train.seed = -1: must be >= 0"),
+        ("train.batch_size=0", "train.batch_size = 0: must be >= 1"),
+        ("train.batch_size=null", "must be a whole number, not null"),
+        ("data.limit=0", "data.limit = 0: must be >= 1 (or null)"),
+        ("data.limit=[1]", "data.limit = [1]: must be a whole number, not a list (or null)"),
+        ("optim.lr=3e-5", "optim.lr = '3e-5': must be a number, not text; YAML reads 3e-5 as text"),
+        ("optim.lr=3e-5", "write 3.0e-5"),
+        ("optim.lr=1.0e5", "write 1.0e+5"),
+        ("optim.lr=fast", "optim.lr = 'fast': must be a number, not text"),
+        ("optim.lr=true", "optim.lr = True: must be a number, not true or false"),
+        ("optim.lr=.nan", "optim.lr = nan: must be a finite number"),
+        ("optim.lr=0", "optim.lr = 0: must be > 0"),
+        ("optim.warmup=1.5", "optim.warmup = 1.5: must be >= 0 and <= 1"),
+        ("optim.betas=0.9", "optim.betas = 0.9: must be a list"),
+        ("optim.betas=[0.9]", "must have 2 entries, not 1"),
+        ("optim.betas=[0.9,2]", "optim.betas = [0.9, 2]: entry 1 (2) must be >= 0 and <= 1"),
+        ("eval.top_p=0", "eval.top_p = 0: must be > 0 and <= 1"),
+        ("data.format=sharegtp", "must be one of auto, sharegpt, messages, alpaca, text; nearest"),
+        ("data.format=sharegtp", "nearest is sharegpt"),
+        ("head.fusion=false", "head.fusion = False: must be one of lstm, linear"),
+        ("train.precision=bf16", "must be one of float32, bfloat16; nearest is bfloat16"),
+        ("glance.enabled=1", "glance.enabled = 1: must be true or false, not a whole number"),
+        ("glance.enabled='no'", "glance.enabled = 'no': must be true or false, not text"),
+        ("target.model=7", "must be text, not a whole number; put it in quotes"),
+        ("target.model=null", "target.model = None: must be text, not null"),
+        (
+            "target.revision=12",
+            "must be text, not a whole number; put it in quotes to make it text",
+        ),
+        ("data.sources=a.jsonl", "data.sources = 'a.jsonl': must be a list, not text: write [a.js"),
+        ("data.sources=[1]", "entry 0 (1) must be text, not a whole number"),
+        ("eval.methods=[falcon_three]", "entry 0 ('falcon_three') must be one of plain, generate"),
+        ("eval.methods=[falcon_three]", "nearest is falcon_tree"),
+        ("optim=3", "optim = 3: must be a mapping of keys to values (lr, betas,"),
+        ("name=a/b", "name = 'a/b': must be text that can name a folder"),
+        ("name=3", "name = 3: must be text that can name a folder"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expected: str):
+    assert expected in complaint(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["train.epochs=2"], "train.steps = 1500 and train.epochs = 2: set exactly one"),
+        (["train.steps=null"], "train.steps and train.epochs are both null: set exactly one"),
+        (["train.accumulation=3"], "train.accumulation = 3: must divide train.batch_size (16)"),
+        (["data.features=online"], "data.features = 'online': comes with a later version"),
+        (["data.sources=[]"], "data.sources = []: name at least one"),
+        (
+            ["data.answers=target", "data.max_new_tokens=null"],
+            "data.max_new_tokens = None: data.answers=target needs the length of an answer",
+        ),
+        (["data.samples=2"], "data.samples = 2: needs data.answers=target"),
+        (["data.samples=2", "data.answers=target"], "set data.temperature above 0"),
+        (
+            ["data.format=text", "data.answers=target"],
+            "data.prompt_tokens = None: data.answers=target continues a prompt",
+        ),
+        (["data.prompt_tokens=512"], "must be below data.max_length (512)"),
+        (["head.heads=6", "head.kv_heads=4"], "head.kv_heads = 4: must divide head.heads (6)"),
+        (["loss.feature_weight=0", "loss.distill_weight=0"], "nothing to train on"),
+        (["optim.betas=[0.9,1]"], "each must be below 1"),
+        (["eval.methods=[]"], "eval.methods = []: name at least one"),
+        (["eval.prompts=holdout"], "needs rows that training never sees; set data.holdout"),
+        (
+            ["eval.prompts=holdout", "data.holdout=5", "data.format=text"],
+            "eval.prompt_tokens = None: a text has no prompt of its own",
+        ),
+        (["eval.tree=tinyk2"], "eval.tree = 'tinyk2': unknown tree; nearest is tiny_k2 of falcon"),
+        (["eval.tree=no/tree.yaml"], "no/tree.yaml: cannot be read (No such file or directory)"),
+    ],
+)
+def test_an_impossible_combination_is_told(overrides: list[str], expected: str):
+    assert expected in complaint(*overrides)
+
+
+def test_a_section_built_in_python_is_checked_too():
+    with pytest.raises(RecipeError, match=r"optim\.lr = '3e-5': .* write 3\.0e-5"):
+        schema.OptimSection(lr="3e-5")
+    with pytest.raises(RecipeError, match=r"set data\.holdout"):
+        schema.Recipe(
+            name="x",
+            data=schema.DataSection(sources=["tiny"]),
+            train=schema.TrainSection(steps=1),
+            eval=schema.EvalSection(prompts="holdout"),
+        )
+
+
+def test_a_recipe_cannot_be_changed_after_it_was_checked():
+    recipe = from_dict(SMALLEST)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.train.steps = 2
+
+
+def test_all_errors_are_reported_at_once():
+    message = complaint(
+        "optim.lr=3e-5",
+        "optim.lrr=1",
+        "data.max_length=1",
+        "eval.prompts=holdout",
+        "nonsense=1",
+        "train.epochs=1",
+        "broken",
+    )
+    first, *problems = message.splitlines()
+    assert first == "6 errors"
+    for start in ("override 'broken'", "optim.lr ", "optim.lrr ", "data.max_length", "nonsense"):
+        assert sum(line.startswith(f"  {start}") for line in problems) == 1
+    assert sum("set exactly one" in line for line in problems) == 1
+
+
+# Keys
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_an_unknown_key_is_reported_with_its_nearest_neighbour(section: str):
+    known = [field.name for field in dataclasses.fields(SECTIONS[section])]
+    everywhere = {field.name for kind in SECTIONS.values() for field in dataclasses.fields(kind)}
+    letters = random.Random(0)
+    for key in known:
+        place = letters.randrange(len(key))
+        mistakes = {
+            key[:place] + key[place + 1 :],
+            key[:place] + letters.choice(string.ascii_lowercase) + key[place:],
+            "".join(letters.choices(string.ascii_lowercase, k=6)),
+        }
+        for wrong in mistakes - everywhere - {""}:
+            best = max(known, key=lambda name: difflib.SequenceMatcher(None, name, wrong).ratio())
+            ratio = difflib.SequenceMatcher(None, best, wrong).ratio()
+            with pytest.raises(RecipeError) as caught:
+                from_dict({**SMALLEST, section: {**SMALLEST.get(section, {}), wrong: 1}})
+            message = str(caught.value)
+            assert f"{section}.{wrong} is an unknown key; nearest is {section}." in message
+            named = re.search(rf"nearest is {section}\.(\w+) \({section} has ", message)[1]
+            # Several may be equally near; any of those will do.
+            assert difflib.SequenceMatcher(None, named, wrong).ratio() == pytest.approx(ratio)
+            assert message.count(", ") >= len(known) - 1
+
+
+def test_a_key_in_the_wrong_section_is_sent_to_the_right_one():
+    assert "train.lr is an unknown key; nearest is optim.lr" in complaint("train.lr=1.0")
+    assert "lr is an unknown key; nearest is optim.lr" in complaint("lr=1.0")
+    assert "trian.steps is an unknown key" not in complaint("trian.steps=1")
+    assert "trian is an unknown key; nearest is train (a recipe has name, " in complaint(
+        "trian.steps=1"
+    )
+
+
+def test_a_missing_key_is_told(tmp_path: Path):
+    assert refused("train: {steps: 1}", tmp_path) == "data.sources is missing"
+
+
+# Files that are none
+
+
+def test_a_missing_recipe_names_those_there_are(tmp_path: Path):
+    with pytest.raises(RecipeError, match=r"no recipe at .*vicuna7.yaml; nearest is .*vicuna7b"):
+        load_recipe(RECIPES / "vicuna7.yaml")
+    with pytest.raises(RecipeError, match=r"tiny, tinystories, vicuna13b, vicuna7b"):
+        load_recipe(tmp_path / "tinny.yaml")
+
+
+def test_broken_yaml_is_told_with_its_line(tmp_path: Path):
+    message = refused("name: x\ntrain: {steps: 1\ndata: 3\n", tmp_path)
+    assert message.startswith("line 3: ")
+    assert refused("- a\n", tmp_path).startswith("must be a mapping of keys to values, not ['a']")
+    assert refused("", tmp_path).startswith("must be a mapping of keys to values, not None")
+
+
+def test_a_key_given_twice_is_refused_where_yaml_would_take_the_last(tmp_path: Path):
+    message = refused("optim:\n  lr: 0.1\n  warmup: 0.0\n  lr: 0.2\n", tmp_path)
+    assert message == "line 4: lr is given twice"
+
+
+def test_a_recipe_that_is_no_text_is_refused(tmp_path: Path):
+    path = tmp_path / "bytes.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert complaint(recipe=path) == "cannot be read (not UTF-8 text)"

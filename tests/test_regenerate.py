@@ -1,0 +1,163 @@
+"""The target rewrites the answers, level by level, and never twice."""
+
+from pathlib import Path
+
+import pytest
+import small_tokenizer as st
+from test_tokens import chats, recipe, write
+
+from specdraft.data.regenerate import Ask
+from specdraft.data.tokens import TokenCache, build_tokens
+from specdraft.recipes.errors import DataError
+
+IDENTITY = {"name": "parrot", "weights": "0" * 64}
+
+
+class Parrot:
+    """A target that says the same for a prompt every time; `stop_after` answers it is killed."""
+
+    def __init__(self, tokenizer, end: str = "<|im_end|>", stop_after: int | None = None):
+        self.tokenizer, self.end, self.stop_after = tokenizer, end, stop_after
+        self.asks: list[Ask] = []
+        self.levels: list[int] = []
+
+    def says(self, ask: Ask) -> list[int]:
+        warm = f" and {ask.seed % 97}" if ask.temperature else ""
+        text = f"I heard {len(ask.prompt_ids)} tokens{warm}.{self.end}"
+        return self.tokenizer.encode(text, add_special_tokens=False)[: ask.max_new_tokens]
+
+    def __call__(self, asks: list[Ask]):
+        self.levels.append(len(asks))
+        for index in reversed(range(len(asks))):  # the order in which rows finish is any
+            if self.stop_after is not None and len(self.asks) == self.stop_after:
+                raise KeyboardInterrupt
+            self.asks.append(asks[index])
+            yield index, self.says(asks[index])
+
+
+def rewriting(folder: Path, rows: list | None = None, **data):
+    source = write(folder / "a.jsonl", chats(4) if rows is None else rows)
+    return recipe(folder, source, answers="target", **{"max_new_tokens": 60, **data})
+
+
+def build(settings, parrot: Parrot, **ranks) -> TokenCache:
+    return build_tokens(settings, parrot.tokenizer, parrot, IDENTITY, **ranks)
+
+
+def contents(cache: TokenCache) -> list[tuple[list[int], list[bool]]]:
+    rows = (cache[n] for n in range(len(cache)))
+    return [(row["input_ids"].tolist(), row["loss_mask"].tolist()) for row in rows]
+
+
+def test_every_turn_answers_what_the_target_said_before(tmp_path):
+    parrot = Parrot(st.small_tokenizer())
+    cache = build(rewriting(tmp_path), parrot)
+    assert parrot.levels == [4, 4]
+    text = parrot.tokenizer.decode(cache[0]["input_ids"])
+    first, second = (
+        ask for ask in parrot.asks if "number 0" in parrot.tokenizer.decode(ask.prompt_ids)
+    )
+    said = parrot.tokenizer.decode(parrot.says(first))
+    assert parrot.tokenizer.decode(second.prompt_ids).count(said) == 1
+    assert text == parrot.tokenizer.decode(second.prompt_ids + parrot.says(second))
+    assert "The answer is" not in text
+    ids, mask = contents(cache)[0]
+    supervised = [token for token, marked in zip(ids, mask, strict=True) if marked]
+    assert supervised == parrot.says(first) + parrot.says(second)
+
+
+def test_the_first_sample_is_greedy_and_the_others_have_their_own_seeds(tmp_path):
+    parrot = Parrot(st.small_tokenizer())
+    cache = build(rewriting(tmp_path, samples=3, temperature=0.8), parrot)
+    assert len(cache) == 12
+    assert [ask.temperature for ask in parrot.asks].count(0.0) == 8
+    warm = [ask.seed for ask in parrot.asks if ask.temperature == 0.8]
+    assert len(set(warm)) == 16
+    again = build(
+        rewriting(tmp_path, samples=3, temperature=0.8, cache_dir=str(tmp_path / "2")),
+        Parrot(st.small_tokenizer()),
+    )
+    assert contents(again) == contents(cache)
+
+
+def test_a_row_ends_at_an_answer_that_came_to_no_end(tmp_path):
+    parrot = Parrot(st.small_tokenizer())
+    cache = build(rewriting(tmp_path, max_new_tokens=5), parrot)
+    assert parrot.levels == [4]
+    for ids, mask in contents(cache):
+        assert mask == [False] * (len(ids) - 5) + [True] * 5
+
+
+def test_answers_have_no_more_room_than_max_length(tmp_path):
+    parrot = Parrot(st.small_tokenizer())
+    prompt = len(
+        parrot.tokenizer.apply_chat_template(
+            chats(1)[0]["messages"][:1], add_generation_prompt=True
+        )["input_ids"]
+    )
+    cache = build(rewriting(tmp_path, max_length=prompt + 7), parrot)
+    assert cache.lengths == [prompt + 7] * 4
+    long = chats(4)
+    long[2]["messages"][0]["content"] = "much too long " * 20
+    cache = build(rewriting(tmp_path, long + chats(16), max_length=prompt + 9), parrot)
+    assert (len(cache), cache.stats["rejected"]) == (19, 1)
+
+
+def test_texts_are_continued_from_their_first_tokens(tmp_path):
+    tokenizer = st.small_tokenizer(None)
+    parrot = Parrot(tokenizer, end="</s>")
+    text = "Hello there, how are you today?"
+    settings = rewriting(tmp_path, [{"text": text}], format="text", prompt_tokens=6)
+    (row,) = contents(build(settings, parrot))
+    answer = parrot.says(parrot.asks[0])
+    assert row == (
+        tokenizer(text)["input_ids"][:6] + answer,
+        [False] * 6 + [True] * len(answer),
+    )
+
+
+def test_a_run_that_was_cut_off_goes_on_without_asking_again(tmp_path):
+    settings = rewriting(tmp_path)
+    interrupted = Parrot(st.small_tokenizer(), stop_after=6)
+    with pytest.raises(KeyboardInterrupt):
+        build(settings, interrupted)
+    (answers,) = (tmp_path / "cache").glob("tokens-*.partial/answers-0.jsonl")
+    torn = answers.read_bytes()
+    answers.write_bytes(torn[:-9])  # killed within the sixth line
+    resumed = Parrot(st.small_tokenizer())
+    cache = build(settings, resumed)
+    assert resumed.levels == [3]
+    assert not {ask.seed for ask in interrupted.asks[:5]} & {ask.seed for ask in resumed.asks}
+    whole = build(rewriting(tmp_path, cache_dir=str(tmp_path / "2")), Parrot(st.small_tokenizer()))
+    assert contents(cache) == contents(whole)
+
+
+def test_ranks_share_the_answers(tmp_path):
+    import threading
+
+    settings, meet = rewriting(tmp_path), threading.Barrier(2, timeout=30)
+    parrots, caches = [Parrot(st.small_tokenizer()) for _ in range(2)], [None, None]
+
+    def work(rank: int) -> None:
+        caches[rank] = build(settings, parrots[rank], rank=rank, world=2, barrier=meet.wait)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [parrot.levels for parrot in parrots] == [[2, 2], [2, 2]]
+    alone = build(rewriting(tmp_path, cache_dir=str(tmp_path / "2")), Parrot(st.small_tokenizer()))
+    assert contents(caches[0]) == contents(caches[1]) == contents(alone)
+
+
+def test_another_target_makes_another_cache(tmp_path):
+    settings, parrot = rewriting(tmp_path), Parrot(st.small_tokenizer())
+    first = build(settings, parrot)
+    other = build_tokens(settings, parrot.tokenizer, parrot, {**IDENTITY, "weights": "1" * 64})
+    assert first.directory != other.directory
+
+
+def test_without_a_target_at_hand_it_says_what_to_run(tmp_path):
+    with pytest.raises(DataError, match=r"data/cache.py"):
+        build_tokens(rewriting(tmp_path), st.small_tokenizer(), None, IDENTITY)

@@ -1,0 +1,183 @@
+"""The token cache holds what may be learnt, names itself by its inputs, and is whole or absent."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+import small_tokenizer as st
+import torch
+
+from specdraft.data import tokens as tokens_module
+from specdraft.data.template import Template
+from specdraft.data.tokens import TokenCache, build_tokens
+from specdraft.recipes.errors import CacheError, DataError
+from specdraft.recipes.load import from_dict
+from specdraft.recipes.schema import Recipe
+
+
+def chats(count: int, start: int = 0) -> list[dict]:
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"Question number {n}?"},
+                {"role": "assistant", "content": f"The answer is {n}."},
+                {"role": "user", "content": "Sure?"},
+                {"role": "assistant", "content": "I am fine."},
+            ]
+        }
+        for n in range(start, start + count)
+    ]
+
+
+def write(path: Path, rows: list) -> str:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def recipe(folder: Path, source: str, **data) -> Recipe:
+    data = {"sources": [source], "cache_dir": str(folder / "cache"), **data}
+    return from_dict({"name": "test", "data": data, "train": {"steps": 1}})
+
+
+def test_rows_are_the_rendered_chats(tmp_path):
+    source, tokenizer = write(tmp_path / "a.jsonl", chats(5)), st.small_tokenizer()
+    cache = build_tokens(recipe(tmp_path, source), tokenizer)
+    assert len(cache) == 5
+    for n, chat in enumerate(chats(5)):
+        ids, mask = Template(tokenizer).render(chat["messages"])
+        assert cache[n]["input_ids"].tolist() == ids
+        assert cache[n]["loss_mask"].tolist() == mask
+        assert cache.origin(n) == f"{source}:{n + 1}"
+    assert cache[0]["input_ids"].dtype == torch.int64
+    assert cache[0]["loss_mask"].dtype == torch.bool
+    assert cache.lengths == [len(cache[n]["input_ids"]) for n in range(5)]
+    assert cache.stats["tokens"] == sum(cache.lengths)
+    assert cache.stats["supervised"] == sum(int(cache[n]["loss_mask"].sum()) for n in range(5))
+
+
+def test_it_is_an_arrow_dataset_that_others_can_read(tmp_path):
+    source = write(tmp_path / "a.jsonl", chats(3))
+    cache = build_tokens(recipe(tmp_path, source), st.small_tokenizer())
+    dataset = datasets.load_from_disk(str(cache.directory))
+    assert dataset[1]["input_ids"] == cache[1]["input_ids"].tolist()
+
+
+def test_a_second_build_only_opens_it(tmp_path, monkeypatch):
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(3)))
+    first = build_tokens(settings, st.small_tokenizer())
+    monkeypatch.setattr(tokens_module, "_build", lambda *_: pytest.fail("built again"))
+    assert build_tokens(settings, st.small_tokenizer()).directory == first.directory
+
+
+def test_whatever_changes_a_row_changes_the_name(tmp_path):
+    source, tokenizer = write(tmp_path / "a.jsonl", chats(4)), st.small_tokenizer()
+
+    def name(tokenizer=tokenizer, **data) -> str:
+        return build_tokens(recipe(tmp_path, source, **data), tokenizer).directory.name
+
+    names = [name(), name(max_length=40), name(limit=2), name(holdout=1)]
+    names += [name(st.small_tokenizer(st.VICUNA)), name(st.small_tokenizer(merges=10))]
+    write(tmp_path / "a.jsonl", chats(4, start=1))
+    names.append(name())
+    assert len(set(names)) == len(names)
+
+
+def test_a_moved_source_is_the_same_source(tmp_path):
+    names = set()
+    for place in ("a.jsonl", "b.jsonl"):
+        settings = recipe(tmp_path, write(tmp_path / place, chats(2)))
+        names.add(build_tokens(settings, st.small_tokenizer()).directory.name)
+    assert len(names) == 1
+
+
+def test_a_long_chat_keeps_its_head_and_the_mask_stays_aligned(tmp_path):
+    tokenizer, (chat,) = st.small_tokenizer(), chats(1)
+    ids, mask = Template(tokenizer).render(chat["messages"])
+    cut = mask.index(True) + 4  # in the middle of the first answer
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", [chat]), max_length=cut)
+    cache = build_tokens(settings, tokenizer)
+    assert cache[0]["input_ids"].tolist() == ids[:cut]
+    assert cache[0]["loss_mask"].tolist() == mask[:cut]
+    assert cache.stats["truncated"] == 1
+
+
+def test_a_row_whose_answers_are_all_cut_off_is_dropped_and_counted(tmp_path):
+    long = chats(1)[0]
+    long["messages"][0]["content"] = "very long " * 30
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", [*chats(3), long]), max_length=90)
+    cache = build_tokens(settings, st.small_tokenizer())
+    assert (len(cache), cache.stats["dropped_unsupervised"]) == (3, 1)
+
+
+def test_held_out_rows_are_not_in_the_cache(tmp_path):
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(5)), holdout=2)
+    cache = build_tokens(settings, st.small_tokenizer())
+    assert [cache.origin(n).rpartition(":")[2] for n in range(len(cache))] == ["1", "2", "3"]
+
+
+def test_rejected_lines_are_counted_and_listed(tmp_path):
+    rows = chats(120)
+    rows.insert(7, "{broken")
+    cache = build_tokens(recipe(tmp_path, write(tmp_path / "a.jsonl", rows)), st.small_tokenizer())
+    assert (cache.stats["rows"], cache.stats["rejected"]) == (120, 1)
+    (reject,) = map(json.loads, (cache.directory / "rejects.jsonl").read_text().splitlines())
+    assert (reject["line"], Path(reject["file"]).name) == (8, "a.jsonl")
+
+
+def test_of_a_text_all_but_the_prompt_is_supervised(tmp_path):
+    source = write(tmp_path / "a.jsonl", [{"text": "Hello there, how are you today?"}])
+    base = st.small_tokenizer(None)  # a base model has no chat template and needs none
+    for prompt_tokens, unsupervised in ((None, 1), (4, 4)):
+        settings = recipe(tmp_path, source, format="text", prompt_tokens=prompt_tokens)
+        row = build_tokens(settings, base)[0]
+        assert row["input_ids"].tolist() == base("Hello there, how are you today?")["input_ids"]
+        assert row["loss_mask"].tolist() == [
+            n >= unsupervised for n in range(len(row["input_ids"]))
+        ]
+
+
+def test_a_chat_for_a_tokenizer_without_template_is_an_error(tmp_path):
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(2)))
+    with pytest.raises(DataError, match="no chat template"):
+        build_tokens(settings, st.small_tokenizer(None))
+    assert not [p for p in (tmp_path / "cache").glob("tokens-*") if p.suffix != ".partial"]
+
+
+EVERYTHING = """{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}\
+{% endgeneration %}"""
+NOTHING = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% generation %}{% endgeneration %}"
+
+
+@pytest.mark.parametrize(("template", "share"), [(EVERYTHING, "100%"), (NOTHING, "0%")])
+def test_a_template_that_supervises_all_or_nothing_is_an_error(tmp_path, template, share):
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(2)))
+    with pytest.raises(DataError, match=f"^{share} of the tokens are supervised"):
+        build_tokens(settings, st.small_tokenizer(template))
+
+
+def test_a_template_that_refuses_many_chats_is_an_error_with_its_words(tmp_path):
+    chat = {"messages": [{"role": "system", "content": "be kind"}, *chats(1)[0]["messages"]]}
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", [chat, *chats(3)]))
+    with pytest.raises(DataError, match=r"1 of 4 conversations cannot .*a.jsonl:1.*no such role"):
+        build_tokens(settings, st.small_tokenizer(st.LLAMA2))
+
+
+def test_a_build_that_was_cut_off_is_not_taken_for_a_cache(tmp_path, monkeypatch):
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(3)))
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens_module, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            build_tokens(settings, st.small_tokenizer())
+    assert len(build_tokens(settings, st.small_tokenizer())) == 3
+
+
+def test_a_missing_and_a_damaged_cache_are_errors(tmp_path):
+    with pytest.raises(CacheError, match="no token cache at"):
+        TokenCache.open(tmp_path / "tokens-0")
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(3)))
+    cache = build_tokens(settings, st.small_tokenizer())
+    (cache.directory / "meta.json").write_text("{")
+    with pytest.raises(CacheError, match="damaged"):
+        TokenCache.open(cache.directory)

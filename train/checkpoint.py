@@ -1,0 +1,168 @@
+"""Checkpoints: complete or absent, and never continued by another recipe.
+
+`checkpoints/step-N/` is written under a temporary name by every rank, fsynced and renamed; only a
+renamed folder counts. It holds what accelerate saves (weights, optimiser, random states of every
+rank; the engine's own files under DeepSpeed) and `state.json`. The learning rate, the glancing
+ratio and the order of the data are pure functions of the step, so the step is their state.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from specdraft.recipes.errors import CacheError, RecipeError
+
+# What may change between a checkpoint and its continuation: nothing here alters a single step.
+# train.steps and train.epochs may, too: they move the end of the schedules, which is how a run is
+# prolonged; train.accumulation only cuts the same batch differently.
+FREE = {
+    "name", "output", "hub", "eval", "data.cache_dir",
+    "train.steps", "train.epochs", "train.accumulation", "train.eval_every", "train.save_every",
+    "train.keep", "train.log_every", "train.max_minutes",
+}  # fmt: skip
+STATE = "state.json"
+
+
+@dataclass
+class TrainState:
+    """Where a run stands; everything about it that is not a tensor."""
+
+    step: int = 0  # optimiser steps done
+    seconds: float = 0.0  # of training so far, over all continuations
+    evaluated: int = 0  # step of the last evaluation
+    best_step: int = 0
+    best: dict[str, float] = field(default_factory=dict)  # metrics of the best head
+
+
+class Checkpoints:
+    """The checkpoints of one run, below `<out>/checkpoints`."""
+
+    def __init__(self, out: Path, recipe: dict, rows: int, accelerator: Accelerator, keep: int):
+        self.folder = out / "checkpoints"
+        self.recipe, self.rows, self.accelerator, self.keep = recipe, rows, accelerator, keep
+
+    def save(self, state: TrainState) -> None:
+        """Write a checkpoint of the prepared model and optimiser; called by every rank."""
+        final = self.folder / f"step-{state.step}"
+        writing = self.folder / f".writing-{state.step}"
+        if self.accelerator.is_main_process:
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.save_state(str(writing))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            content = {
+                "state": asdict(state),
+                "recipe": self.recipe,
+                "rows": self.rows,
+                "processes": self.accelerator.num_processes,
+            }
+            (writing / STATE).write_text(json.dumps(content, indent=1))
+            sync_tree(writing)
+            shutil.rmtree(final, ignore_errors=True)
+            writing.rename(final)
+            sync_path(self.folder)
+            self._prune()
+        self.accelerator.wait_for_everyone()
+
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint, or None."""
+        found = [p for p in self.folder.glob("step-*") if (p / STATE).is_file()]
+        return max(found, key=_step_of, default=None)
+
+    def resume(self) -> TrainState | None:
+        """Load the newest checkpoint into the prepared objects; None when there is none.
+
+        Raises RecipeError when it was made by a recipe that would have run differently.
+        """
+        newest = self.newest()
+        if newest is None:
+            return None
+        content = read_state(newest)
+        self._check(newest, content)
+        self.accelerator.load_state(str(newest))
+        return TrainState(**content["state"])
+
+    def _check(self, checkpoint: Path, content: dict) -> None:
+        differing = differences(content["recipe"], self.recipe)
+        if content["rows"] != self.rows:
+            differing["rows of training data"] = (content["rows"], self.rows)
+        if differing:
+            key, (there, here) = next(iter(differing.items()))
+            more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+            raise RecipeError(
+                f"{checkpoint} was made with {key} = {there}, now it is {here}{more}; "
+                f"give another output.dir, or delete {self.folder} to start over"
+            )
+
+    def _prune(self) -> None:
+        for old in sorted(self.folder.glob("step-*"), key=_step_of)[: -self.keep]:
+            # Renamed first: a folder that is half deleted must not be taken for a checkpoint.
+            gone = old.with_name(f".deleted-{old.name}")
+            old.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def read_state(checkpoint: Path) -> dict:
+    """Read a checkpoint's state.json; raises CacheError when it cannot be read."""
+    try:
+        return json.loads((checkpoint / STATE).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CacheError(
+            f"{checkpoint / STATE} cannot be read ({error}); delete {checkpoint}"
+        ) from error
+
+
+def differences(there: dict, here: dict, prefix: str = "") -> dict[str, tuple]:
+    """Return {dotted key: (value there, value here)} for what alters the run."""
+    found: dict[str, tuple] = {}
+    for name in sorted(there.keys() | here.keys()):
+        key, old, new = prefix + name, there.get(name), here.get(name)
+        if key in FREE:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            found |= differences(old, new, key + ".")
+        elif old != new:
+            found[key] = (old, new)
+    return found
+
+
+def save_head(head, folder: Path) -> None:
+    """Save a head so that `folder` holds the old one or the new one, never a mixture.
+
+    A head's config never changes within a run, so replacing its files one by one, the weights
+    last, is as good as replacing the folder, which no file system does in one step.
+    """
+    writing = folder.with_name(f".writing-{folder.name}")
+    shutil.rmtree(writing, ignore_errors=True)
+    head.save_pretrained(writing)
+    sync_tree(writing)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(writing.iterdir(), key=lambda p: p.suffix == ".safetensors"):
+        file.replace(folder / file.name)
+    sync_path(folder)
+    writing.rmdir()
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and folder below `folder` to disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync_path(path)
+
+
+def sync_path(path: Path) -> None:
+    """Flush one file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))

@@ -1,0 +1,40 @@
+"""Ctrl-C and SIGTERM as a request: finish the step, save, then stop."""
+
+import shlex
+import signal
+import sys
+import threading
+from typing import Self
+
+
+class StopRequest:
+    """Context in which the first SIGINT or SIGTERM only sets `asked`; a second one acts at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        # Python only lets the main thread set handlers; elsewhere there is nobody to ask.
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._ask) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+
+def resume_command() -> str:
+    """Return the command line that continues this process."""
+    return shlex.join(["accelerate", "launch", *sys.argv])

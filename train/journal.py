@@ -1,0 +1,125 @@
+"""What a run says while it trains: log.jsonl, tensorboard, one bar with one status line."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+LOG = "log.jsonl"
+
+
+class Journal:
+    """Rank 0 writes and shows; on other ranks every method does nothing."""
+
+    def __init__(self, out: Path, steps: int, start: int, speaks: bool):
+        self.speaks, self.start, self.best = speaks, start, ""
+        self.bar = tqdm(
+            total=steps,
+            initial=start,
+            disable=not speaks,
+            unit="step",
+            desc="train",
+            # A file or a pipe keeps every redrawing of the bar: seldom is enough there.
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,
+        )
+        if not speaks:
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        forget_after(out / LOG, start)
+        self.file = (out / LOG).open("a", buffering=1)
+        self.board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+        if self.speaks:
+            self.file.close()
+            self.board.close()
+
+    def advance(self) -> None:
+        """Count one optimiser step."""
+        self.bar.update()
+
+    def log(self, kind: str, step: int, values: dict) -> None:
+        """Write one record: a line of log.jsonl and a scalar per number, lists by their index."""
+        if not self.speaks:
+            return
+        self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        for name, value in values.items():
+            for tag, number in _scalars(f"{kind}/{name}", value):
+                self.board.add_scalar(tag, number, step)
+
+    def status(self, values: dict) -> None:
+        """Renew the status line."""
+        accuracy = "/".join(f"{a:.2f}" for a in values["accuracy"])
+        self.bar.set_postfix_str(
+            f"loss {values['loss']:.4g} acc {accuracy} glanced {values['glanced']:.0%} "
+            f"lr {values['lr']:.1e} {values['tokens_per_second'] / 1000:.1f}k tok/s "
+            f"wait {values['data_wait']:.0%}{self.best}",
+            refresh=False,
+        )
+
+    def evaluated(self, metrics: dict, best: dict) -> None:
+        """Keep the newest evaluation in the status line."""
+        if "tokens_per_step" in metrics:
+            self.best = f" tok/step {metrics['tokens_per_step']:.2f}"
+            if "tokens_per_step" in best:
+                self.best += f" (best {best['tokens_per_step']:.2f})"
+
+    def say(self, text: str) -> None:
+        """Show a line above the bar."""
+        if self.speaks:
+            self.bar.write(text)
+
+
+class StepTimer:
+    """Where the time between two log lines went."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.started, self.waited, self.tokens = time.perf_counter(), 0.0, 0.0
+        self.paused = 0.0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out what is no training: evaluation, checkpoints."""
+        began = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - began
+
+    def report(self) -> dict[str, float]:
+        """Return tokens per second of training, and the share of it spent waiting for data."""
+        seconds = max(time.perf_counter() - self.started - self.paused, 1e-9)
+        return {"tokens_per_second": self.tokens / seconds, "data_wait": self.waited / seconds}
+
+
+def forget_after(log: Path, step: int) -> None:
+    """Drop the lines of `log` beyond `step`: a resumed run writes them again."""
+    if not log.is_file():
+        return
+    kept = []
+    for line in log.read_text().splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except json.JSONDecodeError:  # the line that a killed run was writing
+            continue
+    writing = log.with_suffix(".writing")
+    writing.write_text("".join(kept))
+    writing.replace(log)
+
+
+def _scalars(tag: str, value: object) -> list[tuple[str, float]]:
+    if isinstance(value, list):
+        return [s for n, item in enumerate(value) for s in _scalars(f"{tag}_{n}", item)]
+    return [(tag, value)] if isinstance(value, int | float) else []

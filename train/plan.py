@@ -1,0 +1,181 @@
+"""What a run would do and cost, before it does anything: the plan that --dry-run prints.
+
+Nothing is downloaded but a config, and no weights are made: the head is counted on the meta device.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specdraft.data.chat import split_holdout
+from specdraft.data.fingerprint import of_settings
+from specdraft.data.sources import BUNDLED as TINY_SOURCE
+from specdraft.data.tokens import TokenCache, token_settings
+from specdraft.models.falcon import FalconHead
+from specdraft.models.target import BUNDLED, identity, load_tokenizer, resolve
+from specdraft.recipes.schema import Recipe
+from specdraft.train.schedules import total_steps
+from specdraft.train.shapes import TargetShape, head_config, target_shape
+
+BYTES = {"float32": 4, "bfloat16": 2}
+# Float32 weights, gradients, two moments of AdamW, and DDP's copy of the gradients.
+BYTES_PER_PARAMETER = 4 + 4 + 8 + 4
+GPU_FLOPS = 125e12  # an A100 in bfloat16 at 40% of its peak, for plans made elsewhere
+LOGITS_BYTES = 4 * 4 * (1 << 25)  # the loss's chunk on a GPU: p, p^, their logarithms
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and costs; bytes, parameters, tokens, seconds."""
+
+    target: TargetShape
+    target_from: str
+    head_parameters: int
+    rows: int | None  # None: only known once the sources are read
+    tokens: int | None
+    exact: bool  # rows and tokens were counted, not bounded
+    cache_bytes: int | None
+    cache_flops: float | None
+    memory_per_gpu: int
+    rows_per_forward: int
+    checkpoint_bytes: int
+    steps: int | None
+
+    @property
+    def head_layers(self) -> float:
+        """The head's size in decoder layers of its target."""
+        return self.head_parameters / self.target.layer_parameters
+
+
+def make_plan(
+    recipe: Recipe, ranks: int = 1, rows: int | None = None, tokens: int | None = None
+) -> Plan:
+    """Plan a run on `ranks` processes; rows and tokens where they are known (see `counted`)."""
+    shape, origin = target_shape(recipe)
+    with torch.device("meta"):
+        head = FalconHead(head_config(recipe, shape))
+    parameters = sum(p.numel() for p in head.parameters())
+    exact = tokens is not None
+    if rows is None and recipe.data.limit is not None:
+        rows = max(0, recipe.data.limit - recipe.data.holdout) * _samples(recipe)
+    if rows is not None and not exact:
+        tokens = rows * recipe.data.max_length
+    per_token = shape.hidden_size * BYTES[recipe.data.feature_dtype]
+    train = recipe.train
+    per_forward = max(1, train.batch_size // (train.accumulation * ranks))
+    known = train.steps is not None or rows
+    return Plan(
+        target=shape,
+        target_from=origin,
+        head_parameters=parameters,
+        rows=rows,
+        tokens=tokens,
+        exact=exact,
+        cache_bytes=None if tokens is None else tokens * per_token,
+        cache_flops=None if tokens is None else 2.0 * shape.parameters * tokens,
+        memory_per_gpu=_memory(recipe, shape, parameters, per_forward),
+        rows_per_forward=per_forward,
+        checkpoint_bytes=12 * parameters * (train.keep + 1),
+        steps=total_steps(recipe, rows or 0) if known else None,
+    )
+
+
+def counted(recipe: Recipe) -> tuple[int | None, int | None]:
+    """Return the rows and tokens of a recipe, as far as they can be told without a download.
+
+    Both from a finished token cache; of sources on this machine a bound of the rows.
+    """
+    name, data = recipe.target.model, recipe.data
+    if not all(source == TINY_SOURCE or Path(source).exists() for source in data.sources):
+        return None, None
+    if name == BUNDLED or Path(name).is_dir():
+        folder = resolve(name)
+        whose = identity(name, recipe.target.revision, folder) if data.answers == "target" else None
+        settings = token_settings(recipe, load_tokenizer(folder), whose)
+        directory = Path(data.cache_dir) / f"tokens-{of_settings(settings)}"
+        if directory.is_dir():
+            cache = TokenCache.open(directory)
+            return len(cache), cache.stats["tokens"]
+    return len(split_holdout(data)[0].conversations) * _samples(recipe), None
+
+
+def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[str, str]]:
+    """Return the plan as (what, how much); flops: this device's measured speed."""
+    shape, train, at_most = plan.target, recipe.train, "" if plan.exact else "at most "
+    target = f"{recipe.target.model}: {shape.parameters / 1e9:.2f} B parameters"
+    target += f", {shape.layers} layers x {shape.hidden_size}, vocabulary {shape.vocab_size}"
+    head = f"k = {recipe.head.block_size}, {recipe.head.fusion}: {plan.head_parameters / 1e6:.1f} M"
+    head += f" parameters = {plan.head_layers:.2f} decoder layers of the target"
+    data = "counted when the sources are read (set data.limit for a bound)"
+    cache = f"{shape.hidden_size * BYTES[recipe.data.feature_dtype]} bytes per token"
+    if plan.tokens is not None:
+        data = f"{at_most}{plan.rows:,} rows, {plan.tokens:,} tokens"
+        here, there = plan.cache_flops / flops / ranks, plan.cache_flops / GPU_FLOPS / ranks
+        cache = f"{at_most}{size(plan.cache_bytes)} ({cache}); building it: {at_most}"
+        cache += f"{duration(here)} here ({ranks} x {flops / 1e12:.2g} TFLOP/s measured)"
+        if not torch.cuda.is_available():
+            cache += f", {duration(there)} on {ranks} x A100"
+    steps = f"{at_most}{plan.steps:,}" if plan.steps else "known with the rows"
+    if train.steps is not None:
+        steps = f"{train.steps:,}"
+    steps += f" x {train.batch_size} rows = {train.accumulation} x {ranks} x "
+    steps += f"{plan.rows_per_forward} (accumulation x processes x rows per forward)"
+    return [
+        ("target", f"{target} ({plan.target_from})"),
+        ("head", head),
+        ("data", data),
+        ("feature cache", cache),
+        ("steps", steps),
+        ("memory", f"about {size(plan.memory_per_gpu)} per process while training"),
+        ("checkpoints", f"{size(plan.checkpoint_bytes)} at {train.keep} kept"),
+        ("output", str(recipe.output.dir)),
+    ]
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype, width: int = 1024) -> float:
+    """Return the FLOP/s of a square matmul on this device, from a tenth of a second of them."""
+    matrix = torch.randn(width, width, device=device, dtype=dtype)
+    matrix @ matrix
+    count, began = 0, time.perf_counter()
+    while time.perf_counter() - began < 0.1:
+        (matrix @ matrix)[0, 0].item()  # waits for the device
+        count += 1
+    return count * 2.0 * width**3 / (time.perf_counter() - began)
+
+
+def size(count: float) -> str:
+    """Format bytes."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds in the unit one would say."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def _samples(recipe: Recipe) -> int:
+    return recipe.data.samples if recipe.data.answers == "target" else 1
+
+
+def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> int:
+    """Estimate the bytes one process holds while training on cached features."""
+    width = shape.hidden_size
+    ends = shape.vocab_size * width * (1 if shape.tied else 2) * BYTES[recipe.target.dtype]
+    inner = recipe.head.intermediate or shape.intermediate_size
+    # Kept for backward per position: inputs 2H, per LSTM layer gates 4H and states 2H, per decoder
+    # layer about 12H and the MLP's 4I.
+    fused = 2 * width + (12 * width if recipe.head.fusion == "lstm" else width)
+    floats = fused + recipe.head.layers * (12 * width + 4 * inner)
+    positions = rows * recipe.data.max_length * recipe.train.rollout
+    activations = positions * floats * BYTES[recipe.train.precision]
+    features = 4 * rows * recipe.data.max_length * width * 4  # as read, float32, noise, revised
+    return BYTES_PER_PARAMETER * parameters + ends + activations + features + LOGITS_BYTES

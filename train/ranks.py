@@ -1,0 +1,26 @@
+"""The accelerator: devices, processes and precision, as the launcher and the recipe say."""
+
+from datetime import timedelta
+
+from accelerate import Accelerator, InitProcessGroupKwargs
+
+from specdraft.recipes.schema import Recipe
+
+
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """Build the accelerator a recipe asks for, under whatever launcher runs this process."""
+    accelerator = Accelerator(
+        mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
+        gradient_accumulation_steps=recipe.train.accumulation,
+        # Ranks wait for the slowest one, which may write answers or decode prompts for hours.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=7))],
+    )
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:  # what DeepSpeed would otherwise read from a DataLoader or its JSON
+        ranks, accumulation = accelerator.num_processes, recipe.train.accumulation
+        plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": recipe.train.batch_size // (ranks * accumulation),
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": recipe.optim.clip_norm,
+        }
+    return accelerator

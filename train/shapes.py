@@ -1,0 +1,123 @@
+"""The shape of a target, from its config or from a table, and the head that goes with it."""
+
+from dataclasses import dataclass
+
+from transformers import AutoConfig, PretrainedConfig
+
+from specdraft.models.falcon import FalconConfig
+from specdraft.models.target import BUNDLED, bundled_target_dir
+from specdraft.recipes.errors import RecipeError, TargetError
+from specdraft.recipes.schema import Recipe
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """The sizes of a target that a head, a cache and a plan depend on."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied: bool = False  # embedding and lm_head are one matrix
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "TargetShape":
+        """Read the shape from a config of transformers."""
+        rope = getattr(config, "rope_parameters", None) or {}
+        heads = config.num_attention_heads
+        return cls(
+            hidden_size=config.hidden_size,
+            layers=config.num_hidden_layers,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            vocab_size=config.vocab_size,
+            rope_theta=rope.get("rope_theta", 10000.0),
+            norm_eps=getattr(config, "rms_norm_eps", 1e-5),
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer with a gated MLP."""
+        width, key_value = self.hidden_size, self.hidden_size * self.kv_heads // self.heads
+        attention = 2 * width * width + 2 * width * key_value
+        return attention + 3 * width * self.intermediate_size + 2 * width
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole target."""
+        ends = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return self.layers * self.layer_parameters + ends + self.hidden_size
+
+
+# For plans made where the Hub is out of reach; from each model's config.json.
+KNOWN = {
+    "lmsys/vicuna-7b-v1.5": TargetShape(4096, 32, 32, 32, 11008, 32000),
+    "lmsys/vicuna-13b-v1.5": TargetShape(5120, 40, 40, 40, 13824, 32000),
+    "meta-llama/Llama-2-7b-chat-hf": TargetShape(4096, 32, 32, 32, 11008, 32000),
+    "meta-llama/Llama-2-13b-chat-hf": TargetShape(5120, 40, 40, 40, 13824, 32000),
+    "Qwen/Qwen2.5-7B-Instruct": TargetShape(
+        3584, 28, 28, 4, 18944, 152064, rope_theta=1e6, norm_eps=1e-6
+    ),
+}
+
+
+def target_shape(recipe: Recipe) -> tuple[TargetShape, str]:
+    """Return the shape of the recipe's target and where it was read, without its weights.
+
+    A local config comes first, then the table, then the Hub. Raises TargetError when none knows.
+    """
+    name, revision = recipe.target.model, recipe.target.revision
+    where = str(bundled_target_dir()) if name == BUNDLED else name
+    options = {"revision": revision, "trust_remote_code": recipe.target.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(where, local_files_only=True, **options)
+    except (OSError, ValueError):
+        if name in KNOWN:
+            return KNOWN[name], "built-in table"
+        try:
+            config = AutoConfig.from_pretrained(where, **options)
+        except (OSError, ValueError) as error:
+            raise TargetError(
+                f"target.model: no config of {name} here and the Hub did not give it; "
+                "give an existing folder or a Hub id (owner/name)"
+            ) from error
+    return TargetShape.of(config), "config.json"
+
+
+def head_config(
+    recipe: Recipe,
+    shape: TargetShape,
+    *,
+    embed_scale: float = 1.0,
+    feature_scale: float = 1.0,
+    identity: dict | None = None,
+) -> FalconConfig:
+    """Return the config of the recipe's head: what it leaves open is as in the target.
+
+    Raises RecipeError when the head's attention heads do not fit the target's width.
+    """
+    head = recipe.head
+    try:
+        return FalconConfig(
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+            block_size=head.block_size,
+            fusion=head.fusion,
+            layers=head.layers,
+            heads=head.heads or shape.heads,
+            kv_heads=head.kv_heads or (head.heads or shape.kv_heads),
+            intermediate_size=head.intermediate or shape.intermediate_size,
+            rope_theta=shape.rope_theta,
+            norm_eps=shape.norm_eps,
+            embed_scale=embed_scale,
+            feature_scale=feature_scale,
+            target=identity or {},
+        )
+    except ValueError as error:
+        raise RecipeError(f"head.heads, head.kv_heads: {error}") from error
