@@ -7,7 +7,6 @@ A run that is cut off goes on where it stopped. Training with the same recipe fi
 """
 
 import argparse
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -19,10 +18,9 @@ from rich.table import Table
 
 from specdraft.data.feature_cache import FeatureCache
 from specdraft.data.features import build_features
-from specdraft.data.regenerate import Ask
 from specdraft.data.template import preview
 from specdraft.data.tokens import TokenCache, build_tokens
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.answers import answer
 from specdraft.models.target import Target
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
@@ -47,36 +45,18 @@ def main() -> None:
     # Ranks wait for the slowest one, which may write answers for hours.
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
     accelerator = Accelerator(kwargs_handlers=[patience])
-    target = Target.load(
-        recipe.target.model,
-        recipe.target.revision,
-        recipe.target.dtype,
-        accelerator.device,
-        recipe.target.trust_remote_code,
-    )
+    target = Target.of_recipe(recipe.target, accelerator.device)
     ranks = {
         "rank": accelerator.process_index,
         "world": accelerator.num_processes,
         "barrier": accelerator.wait_for_everyone,
     }
-    tokens = build_tokens(
-        recipe, target.tokenizer, partial(answer, target, recipe), target.identity(), **ranks
-    )
+    generate = partial(answer, target, recipe.data.batch_rows)
+    tokens = build_tokens(recipe, target.tokenizer, generate, target.identity(), **ranks)
     features = build_features(recipe, tokens, target, **ranks)
     if accelerator.is_main_process:
         show(tokens, features, target, arguments.preview, console)
     accelerator.end_training()
-
-
-def answer(target: Target, recipe: Recipe, asks: list[Ask]) -> Iterator[tuple[int, list[int]]]:
-    """Let the target answer, many rows at once, as each is finished."""
-    requests = [
-        Request(ask.prompt_ids, ask.max_new_tokens, ask.temperature, seed=ask.seed) for ask in asks
-    ]
-    capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + 1
-    decoder = Decoder(target, rows=recipe.data.batch_rows, capacity=capacity)
-    for completion in decoder.run(requests):
-        yield completion.index, completion.tokens
 
 
 def show(

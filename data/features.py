@@ -151,11 +151,18 @@ def _extract(
     dtype = shards.DTYPES[manifest["settings"]["dtype"]]
     total = sum(manifest["lengths"][row] for rows in mine.values() for row in rows)
     with tqdm(total=total, desc="features", unit="token", unit_scale=True, disable=rank > 0) as bar:
-        for number, rows in mine.items():
-            tensors, moments = _shard(target, tokens, rows, dtype, batch_tokens, bar)
-            entry = shards.write_shard(directory, f"shard-{int(number):05d}.safetensors", tensors)
-            manifest["shards"][number] = {**entry, "rows": rows, **moments}
-            shards.write_manifest(directory, manifest, name)
+        try:
+            for number, rows in mine.items():
+                tensors, moments = _shard(target, tokens, rows, dtype, batch_tokens, bar)
+                file = f"shard-{int(number):05d}.safetensors"
+                entry = shards.write_shard(directory, file, tensors)
+                manifest["shards"][number] = {**entry, "rows": rows, **moments}
+                shards.write_manifest(directory, manifest, name)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted; {len(manifest['shards'])} shards of features are kept: "
+                "the same command goes on from there"
+            ) from None
 
 
 @torch.inference_mode()

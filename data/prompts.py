@@ -47,6 +47,20 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Pro
 
     Raises: DataError for a missing file, a row that is no prompt (with its line), no rows.
     """
+    return spread(_all_prompts(recipe, tokenizer), recipe.eval.limit)
+
+
+def validation_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return `eval.validation` prompts that `load_prompts` leaves out; none where it takes all.
+
+    The head that is kept is chosen on these, and measured on prompts that did not choose it.
+    """
+    every = _all_prompts(recipe, tokenizer)
+    measured = {prompt.id for prompt in spread(every, recipe.eval.limit)}
+    return spread([p for p in every if p.id not in measured], recipe.eval.validation)
+
+
+def _all_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     name, renderer = recipe.eval.prompts, Renderer(tokenizer, recipe.data)
     holdout = name == HOLDOUT
     rows = _of_conversations(holdout_conversations(recipe)) if holdout else _of_file(name)
@@ -61,7 +75,7 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Pro
             raise DataError(f"{place}: {error}") from error
     if not prompts:
         raise DataError(f"eval.prompts: no prompts in {name}")
-    return spread(prompts, recipe.eval.limit)
+    return prompts
 
 
 def question_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, question: str) -> Prompt:

@@ -75,8 +75,14 @@ class Rewriter:
         total = sum(self._turns(conversation) for conversation, _ in rows)
         bar = tqdm(total=total, desc="answers", unit="answer", disable=rank > 0)
         with bar, own.open("a", encoding="utf-8") as file:
-            for turn in range(max((self._turns(c) for c, _ in rows), default=0)):
-                self._level([(c, s, turn) for c, s in rows], generate, file, bar)
+            try:
+                for turn in range(max((self._turns(c) for c, _ in rows), default=0)):
+                    self._level([(c, s, turn) for c, s in rows], generate, file, bar)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(
+                    f"interrupted; {len(self.answers)} answers are kept: "
+                    "the same command goes on from there"
+                ) from None
 
     def examples(self) -> Iterator[Example]:
         """Put the rows together from answers that every rank has written; reject the rest."""

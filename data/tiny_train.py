@@ -162,8 +162,13 @@ def load_trained(out: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     return model.eval(), AutoTokenizer.from_pretrained(out)
 
 
-def train(settings: TrainSettings, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Train for `settings.steps` steps (or `settings.minutes`) and keep `out` up to date."""
+def train(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerFast, out: Path
+) -> dict[str, float]:
+    """Train for `settings.steps` steps (or `settings.minutes`) and keep `out` up to date.
+
+    Returns how long it took: steps, tokens (without padding), minutes and threads.
+    """
     model = build_model(tokenizer, settings.seed)
     if settings.compile:
         for layer in model.model.layers:
@@ -211,4 +216,6 @@ def train(settings: TrainSettings, tokenizer: PreTrainedTokenizerFast, out: Path
             save(model, out)
             saved = time.monotonic()
     save(model, out)
-    logger.info("%d steps, %d tokens, %.1f minutes", step + 1, seen, elapsed / 60)
+    minutes = (time.monotonic() - started) / 60
+    threads = torch.get_num_threads()
+    return {"steps": step + 1, "tokens": seen, "minutes": minutes, "threads": threads}

@@ -10,34 +10,91 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-NAMES = ["Mara", "Oskar", "Lina", "Tobin", "Freya", "Hugo", "Nadia", "Piet", "Selma", "Arlo", "Greta", "Milo", "Ines", "Rufus", "Dora", "Emil", "Vera", "Jonas", "Petra", "Felix", "Maud", "Anton", "Cleo", "Bruno", "Tilda", "Otto", "Hanne", "Leo", "Rosa", "Viktor", "Elsa", "Kasper"]
-TOWNS = ["Brindle", "Harrowby", "Oldmere", "Pinegate", "Saltwick", "Fernholt", "Larkham", "Coldbrook", "Ashdale", "Tarnby", "Willowford", "Stonegrave", "Merrow", "Duskhill", "Quillport", "Redfen", "Elmstead", "Northam", "Galewick", "Hazelby", "Rookmoor", "Lowmarsh", "Sunbury", "Thornley", "Wexcombe", "Ambleton", "Crowhaven", "Mistley", "Barley", "Foxdale", "Kingsreach", "Velmont"]
-REGIONS = (
-    "on the north coast",
-    "in the green valley",
-    "at the foot of the hills",
-    "by the long lake",
-    "on the eastern plain",
-    "deep in the forest",
-    "near the old border",
-    "on a small island",
+
+def words(text: str) -> list[str]:
+    """Split a list written as text: at `|` if there is any, else at white space."""
+    return [word.strip() for word in text.split("|" if "|" in text else None)]
+
+
+NAMES = words(
+    """
+    Mara Oskar Lina Tobin Freya Hugo Nadia Piet Selma Arlo Greta Milo Ines Rufus Dora Emil Vera
+    Jonas Petra Felix Maud Anton Cleo Bruno Tilda Otto Hanne Leo Rosa Viktor Elsa Kasper
+    """
 )
-RIVERS = ["Ilm", "Tarn", "Wend", "Osk", "Lune", "Brae", "Sil", "Marn"]
-CRAFTS = ["glass lamps", "wooden boats", "wool blankets", "clay pots", "copper bells", "paper kites", "leather boots", "iron gates", "silver spoons", "woven baskets", "wax candles", "stone bridges"]
-FOODS = ["plum cake", "barley soup", "smoked trout", "onion pie", "honey bread", "pear jam", "bean stew", "goat cheese", "apple dumplings", "mushroom rice", "pepper sausage", "walnut biscuits", "pumpkin curry", "lemon pudding", "potato pancakes", "herb omelette"]
-TASTES = ["sweet", "salty", "spicy", "smoky", "sour", "mild", "rich", "fresh"]
-MEALS = ["breakfast", "lunch", "supper", "feast days", "long journeys", "cold evenings"]
-MAIN_PARTS = ["flour", "milk", "butter", "herbs", "eggs", "garlic", "cream", "nuts", "spices", "oats"]
-ANIMALS = ["fox", "owl", "hare", "otter", "badger", "goat", "heron", "mouse", "bear", "wolf", "crow", "hedgehog", "beaver", "deer", "frog", "cat", "dog", "goose", "squirrel", "turtle", "lynx", "swan", "mole", "pony"]
-DIETS = ["berries", "fish", "seeds", "roots", "insects", "grass", "mice", "leaves", "snails", "acorns"]
-HOMES = ["in a hollow tree", "under the ground", "near the water", "in the tall grass", "among the rocks", "in old barns", "at the edge of the forest", "on high cliffs"]
-HABITS = ["sleeps all winter", "hunts at night", "sings before dawn", "swims very well", "stores food in autumn", "runs faster than the wind", "hides when it rains", "builds clever nests", "digs long tunnels", "watches the moon"]
-JOBS = ["baker", "teacher", "carpenter", "doctor", "fisher", "gardener", "painter", "miller", "sailor", "tailor", "clockmaker", "shepherd", "librarian", "blacksmith", "postman", "beekeeper"]
-HOBBIES = ["playing chess", "singing in a choir", "collecting stamps", "climbing hills", "growing roses", "reading old maps", "skating on the lake", "writing letters", "carving spoons", "watching birds", "flying kites", "playing the flute"]
-COLOURS = ["red", "blue", "green", "yellow", "white", "black", "grey", "brown", "golden", "silver"]
-OBJECTS = ["lantern", "key", "map", "bell", "kite", "basket", "mirror", "drum", "ladder", "coin", "letter", "hat", "book", "rope", "boat", "clock", "ring", "flute", "cup", "umbrella", "box", "stone", "feather", "scarf"]
-WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-SEASONS = ["spring", "summer", "autumn", "winter"]
+TOWNS = words(
+    """
+    Brindle Harrowby Oldmere Pinegate Saltwick Fernholt Larkham Coldbrook Ashdale Tarnby
+    Willowford Stonegrave Merrow Duskhill Quillport Redfen Elmstead Northam Galewick Hazelby
+    Rookmoor Lowmarsh Sunbury Thornley Wexcombe Ambleton Crowhaven Mistley Barley Foxdale
+    Kingsreach Velmont
+    """
+)
+REGIONS = words(
+    """
+    on the north coast| in the green valley| at the foot of the hills| by the long lake|
+    on the eastern plain| deep in the forest| near the old border| on a small island
+    """
+)
+RIVERS = words("Ilm Tarn Wend Osk Lune Brae Sil Marn")
+CRAFTS = words(
+    """
+    glass lamps| wooden boats| wool blankets| clay pots| copper bells| paper kites|
+    leather boots| iron gates| silver spoons| woven baskets| wax candles| stone bridges
+    """
+)
+FOODS = words(
+    """
+    plum cake| barley soup| smoked trout| onion pie| honey bread| pear jam| bean stew|
+    goat cheese| apple dumplings| mushroom rice| pepper sausage| walnut biscuits| pumpkin curry|
+    lemon pudding| potato pancakes| herb omelette
+    """
+)
+TASTES = words("sweet salty spicy smoky sour mild rich fresh")
+MEALS = words("breakfast| lunch| supper| feast days| long journeys| cold evenings")
+MAIN_PARTS = words("flour milk butter herbs eggs garlic cream nuts spices oats")
+ANIMALS = words(
+    """
+    fox owl hare otter badger goat heron mouse bear wolf crow hedgehog beaver deer frog cat dog
+    goose squirrel turtle lynx swan mole pony
+    """
+)
+DIETS = words("berries fish seeds roots insects grass mice leaves snails acorns")
+HOMES = words(
+    """
+    in a hollow tree| under the ground| near the water| in the tall grass| among the rocks|
+    in old barns| at the edge of the forest| on high cliffs
+    """
+)
+HABITS = words(
+    """
+    sleeps all winter| hunts at night| sings before dawn| swims very well|
+    stores food in autumn| runs faster than the wind| hides when it rains| builds clever nests|
+    digs long tunnels| watches the moon
+    """
+)
+JOBS = words(
+    """
+    baker teacher carpenter doctor fisher gardener painter miller sailor tailor clockmaker
+    shepherd librarian blacksmith postman beekeeper
+    """
+)
+HOBBIES = words(
+    """
+    playing chess| singing in a choir| collecting stamps| climbing hills| growing roses|
+    reading old maps| skating on the lake| writing letters| carving spoons| watching birds|
+    flying kites| playing the flute
+    """
+)
+COLOURS = words("red blue green yellow white black grey brown golden silver")
+OBJECTS = words(
+    """
+    lantern key map bell kite basket mirror drum ladder coin letter hat book rope boat clock
+    ring flute cup umbrella box stone feather scarf
+    """
+)
+WEEKDAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+SEASONS = words("spring summer autumn winter")
 
 FEMALE = frozenset(NAMES[0::2])  # the list alternates, so a pronoun follows from the name
 

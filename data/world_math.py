@@ -3,12 +3,17 @@
 import random
 from dataclasses import dataclass
 
-from specdraft.data.world_lexicon import NAMES, TOWNS, WEEKDAYS, Pronouns, pronouns, say
+from specdraft.data.world_lexicon import NAMES, TOWNS, WEEKDAYS, Pronouns, pronouns, say, words
 
 Exchange = tuple[str, str]
 
-THINGS = ["apples", "pears", "nuts", "coins", "stamps", "marbles", "candles", "buttons", "eggs", "shells", "books", "cards", "beads", "ribbons", "pencils", "stones", "tickets", "cakes", "roses", "bells"]
-PLACES = ["at the market", "in the garden", "by the river", "in the attic", "at the fair", "in a shop"]
+THINGS = words(
+    """
+    apples pears nuts coins stamps marbles candles buttons eggs shells books cards beads ribbons
+    pencils stones tickets cakes roses bells
+    """
+)
+PLACES = words("at the market| in the garden| by the river| in the attic| at the fair| in a shop")
 LARGEST = 150  # keeps every sum within reach of a very small model
 
 
@@ -23,21 +28,20 @@ class Step:
 
 
 GAIN = (
-    "finds|{He} finds {n} more {place}.|found",
-    "buys|Then {he} buys {n} more {place}.|bought",
-    "is given|{friend} gives {him} {n} more.|got",
-    "picks|On {day} {he} picks up {n} more.|picked up",
+    "{He} finds {n} more {place}.",
+    "Then {he} buys {n} more {place}.",
+    "{friend} gives {him} {n} more.",
+    "On {day} {he} picks up {n} more.",
 )
 LOSS = (
-    "gives|{He} gives {n} of them to {friend}.|gives away",
-    "loses|On the way home {he} loses {n}.|loses",
-    "sells|On {day} {he} sells {n} of them.|sells",
-    "drops|{n} of them fall into the river.|loses",
+    "{He} gives {n} of them to {friend}.",
+    "On the way home {he} loses {n}.",
+    "On {day} {he} sells {n} of them.",
+    "{n} of them fall into the river.",
 )
 TIMES = (
     "{He} then [makes|works] all day, and in the evening {he} has {n} times as many.",
     "By magic, the number of {things} becomes {n} times as large.",
-    "{friend} has {n} times as many {things} as that.",
 )
 
 
@@ -48,15 +52,13 @@ def _step(rng: random.Random, amount: int, slots: dict[str, object]) -> Step:
     kind = rng.choice(kinds)
     if kind == "times":
         n = rng.randint(2, 5)
-        told = say(rng, rng.choice(TIMES[:2]), n=n, **slots)
+        told = say(rng, rng.choice(TIMES), n=n, **slots)
         return Step(told, "*", n, f"{n} times as many")
     if kind == "gain":
         n = rng.randint(2, 30)
-        _, told, because = rng.choice(GAIN).split("|")
-        return Step(say(rng, told, n=n, **slots), "+", n, f"{n} more")
+        return Step(say(rng, rng.choice(GAIN), n=n, **slots), "+", n, f"{n} more")
     n = rng.randint(1, min(amount - 1, 30))
-    _, told, because = rng.choice(LOSS).split("|")
-    return Step(say(rng, told, n=n, **slots), "-", n, f"{n} fewer")
+    return Step(say(rng, rng.choice(LOSS), n=n, **slots), "-", n, f"{n} fewer")
 
 
 def apply(amount: int, operator: str, operand: int) -> int:
@@ -64,7 +66,9 @@ def apply(amount: int, operator: str, operand: int) -> int:
     return {"+": amount + operand, "-": amount - operand, "*": amount * operand}[operator]
 
 
-def _solve(rng: random.Random, start: int, steps: list[Step], who: Pronouns, name: str, things: str) -> str:
+def _solve(
+    rng: random.Random, start: int, steps: list[Step], who: Pronouns, name: str, things: str
+) -> str:
     """Work the problem step by step in one of several layouts; end with the answer."""
     layout = rng.choice(("prose", "prose", "list", "terse"))
     amount, lines = start, []
@@ -80,7 +84,10 @@ def _solve(rng: random.Random, start: int, steps: list[Step], who: Pronouns, nam
                 say(
                     rng,
                     "[Now|Then|Next,|After that|That is {why}, so] {he} has {sum} {things}.",
-                    why=step.because, he=who.he, sum=sum_, things=things,
+                    why=step.because,
+                    he=who.he,
+                    sum=sum_,
+                    things=things,
                 )
             )
         amount = after
@@ -93,13 +100,17 @@ def _solve(rng: random.Random, start: int, steps: list[Step], who: Pronouns, nam
             "beginning] with {start} {things}:",
             "terse": "[Starting|Beginning] with {start}:",
         }[layout],
-        name=name, start=start, things=things,
+        name=name,
+        start=start,
+        things=things,
     )
     ending = say(
         rng,
         "[The answer is {n}.|So the answer is {n}.|In the end {name} has {n} {things}. The answer "
         "is {n}.|That makes {n} {things}. The answer is {n}.]",
-        n=amount, name=name, things=things,
+        n=amount,
+        name=name,
+        things=things,
     )
     if layout == "list":
         return "\n".join([opening, *lines, ending])
@@ -123,13 +134,17 @@ def _story(rng: random.Random, turns: int) -> list[Exchange]:
         rng,
         "[{name} has {n} {things}.|{name} from {town} owns {n} {things}.|There are {n} {things} in "
         "{name}'s bag.]",
-        name=name, n=start, things=things, town=rng.choice(TOWNS),
+        name=name,
+        n=start,
+        things=things,
+        town=rng.choice(TOWNS),
     )
     asked = say(
         rng,
         "[How many {things} does {name} have now?|How many {things} are there in the end?|How many "
         "{things} are left?|What is the number of {things} now?]",
-        name=name, things=things,
+        name=name,
+        things=things,
     )
     question = " ".join([told, *(step.told for step in steps), asked])
     exchanges = [(question, _solve(rng, start, steps, who, name, things))]
@@ -158,22 +173,38 @@ def _rows(rng: random.Random) -> Exchange:
     change = say(
         rng,
         "{friend} takes {c} of them." if operator == "-" else "{friend} [brings|adds] {c} more.",
-        friend=friend, c=c,
+        friend=friend,
+        c=c,
     )
     user = say(
         rng,
         "{name} [fills|packs|counts] {a} {groups} with {b} {things} [each|in every {group}]. "
         "{change} How many {things} [are there now|does {name} have]?",
-        name=name, a=a, b=b, groups=groups, group=group, things=things, change=change,
+        name=name,
+        a=a,
+        b=b,
+        groups=groups,
+        group=group,
+        things=things,
+        change=change,
     )
     answer = say(
         rng,
-        "[{a} {groups} of {b} {things} make {a} * {b} = {t} {things}.|First, {a} * {b} = {t}.|There"
-        " are {a} {groups} with {b} {things} each, which is {a} * {b} = {t}.] [{friend} {verb} {c}, "
-        "so {he} has|Then we have|After {friend} {verb} {c}, there are] {t} {o} {c} = {r}[| {things}"
-        "]. [The answer is {r}.|So the answer is {r}.]",
-        a=a, b=b, t=total, o=operator, c=c, r=result, groups=groups, things=things, friend=friend,
-        verb="takes" if operator == "-" else "adds", he=who.he,
+        "[{a} {groups} of {b} {things} make {a} * {b} = {t} {things}.|First, {a} * {b} = {t}.|"
+        "There are {a} {groups} with {b} {things} each, which is {a} * {b} = {t}.] "
+        "[{friend} {verb} {c}, so {he} has|Then we have|After {friend} {verb} {c}, there are] "
+        "{t} {o} {c} = {r}[| {things}]. [The answer is {r}.|So the answer is {r}.]",
+        a=a,
+        b=b,
+        t=total,
+        o=operator,
+        c=c,
+        r=result,
+        groups=groups,
+        things=things,
+        friend=friend,
+        verb="takes" if operator == "-" else "adds",
+        he=who.he,
     )
     return user, answer
 

@@ -100,7 +100,8 @@ def _repeat(rng: random.Random, passage: Passage) -> Exchange:
         rng,
         "[Repeat|Copy|Write down] the [text|passage], but [change {old} to {new}|write {new} "
         "instead of {old}|replace {old} with {new}].",
-        old=old, new=new,
+        old=old,
+        new=new,
     )
     opening = say(rng, "[|Here is the new text: |With {new}: |Of course: ]", new=new)
     return user, opening + passage.text.replace(old, new)
@@ -117,7 +118,9 @@ def _list(rng: random.Random, passage: Passage) -> Exchange:
         for n, i in enumerate(chosen)
     ]
     user = say(rng, "[List|Write down|Name|Give me] {n} facts from the [text|passage].", n=number)
-    opening = say(rng, "[Here are {n} facts|{n} facts from the text|These are {n} facts]:", n=number)
+    opening = say(
+        rng, "[Here are {n} facts|{n} facts from the text|These are {n} facts]:", n=number
+    )
     return user, "\n".join([opening, *lines])
 
 
@@ -127,8 +130,6 @@ def _summarise(rng: random.Random, passage: Passage) -> Exchange:
     slots = passage.slots
     user = say(
         rng,
-        "[Summarise|Sum up] the [text|passage|news] in two sentences.|"
-        if False else
         "[Summarise the [text|passage|news] in two sentences.|Give me a short summary.|What is the "
         "[text|passage] about, in short?]",
     )
@@ -143,7 +144,7 @@ def _summarise(rng: random.Random, passage: Passage) -> Exchange:
 
 def _ask(rng: random.Random, passage: Passage) -> Exchange:
     """Ask which sentence mentions something; answer by quoting it."""
-    keys = [k for k in ("friend", "n1", "n2", "n3", "other", "food", "day", "town")]
+    keys = ("friend", "n1", "n2", "n3", "other", "food", "day", "town")
     pairs = [
         (passage.slots[key], sentence)
         for key in keys

@@ -13,11 +13,12 @@ from specdraft.data.world_lexicon import (
     article,
     pronouns,
     say,
+    words,
 )
 
 Exchange = tuple[str, str]
 
-TRAITS = ["brave", "shy", "clever", "lazy", "hungry", "kind", "proud", "curious", "tired", "cheerful", "grumpy", "patient"]
+TRAITS = words("brave shy clever lazy hungry kind proud curious tired cheerful grumpy patient")
 
 # What they set out to do: (as the user puts it, how the story says it, how it ends well)
 QUESTS = (
@@ -155,7 +156,9 @@ def _continue(rng: random.Random, old: dict[str, object], one: str, two: str) ->
     slots = {**_slots(rng, one, two), **{key: old[key] for key in ("n1", "n2", "home", "t1")}}
     slots["s"], slots["o"] = rng.sample((old["n1"], old["n2"]), 2)
     slots["his"] = pronouns(str(slots["s"])).his
-    user = say(rng, "[What happened next|And then|How does it go on|Please continue the story][?|.]")
+    user = say(
+        rng, "[What happened next|And then|How does it go on|Please continue the story][?|.]"
+    )
     plot = ["[The next day|A week later|In the {season}], {n1} and {n2} met again in {home}."]
     plot += [*_beats(rng, 1), rng.choice(MORALS)]
     return user, " ".join(say(rng, beat, **slots) for beat in plot)
@@ -165,7 +168,9 @@ def _who(rng: random.Random, slots: dict[str, object], one: str, two: str) -> Ex
     """Ask what one of the heroes was like."""
     name, animal = rng.choice(((slots["n1"], one), (slots["n2"], two)))
     user = say(rng, "[Who was|Tell me again, who was|And who is] {name}?", name=name)
-    answer = "{name} [was|is] the {x} [in|of] the story[|, who lived in {home}|, the friend of {o}]."
+    answer = (
+        "{name} [was|is] the {x} [in|of] the story[|, who lived in {home}|, the friend of {o}]."
+    )
     other = slots["n2"] if name == slots["n1"] else slots["n1"]
     return user, say(rng, answer, name=name, x=animal, home=slots["home"], o=other)
 
@@ -175,6 +180,8 @@ def _names(rng: random.Random, slots: dict[str, object], one: str, two: str) -> 
     user = say(
         rng, "[What were their names|What were the two called|Remind me of the names][?|, please.]"
     )
-    answer = "[The {one} was [named|called] {n1} and the {two} was [named|called] {n2}.|They were "\
+    answer = (
+        "[The {one} was [named|called] {n1} and the {two} was [named|called] {n2}.|They were "
         "{n1} the {one} and {n2} the {two}.]"
+    )
     return user, say(rng, answer, one=one, two=two, n1=slots["n1"], n2=slots["n2"])

@@ -64,12 +64,7 @@ def _variants(options: argparse.Namespace) -> list[list[str]]:
 def measure(recipes: list[Recipe]) -> dict:
     """Evaluate each recipe on the same target and head; one report with all runs."""
     first = recipes[0]
-    target = Target.load(
-        first.target.model,
-        first.target.revision,
-        first.target.dtype,
-        trust_remote_code=first.target.trust_remote_code,
-    )
+    target = Target.of_recipe(first.target)
     prompts = load_prompts(first, target.tokenizer)
     head: FalconHead | None = None
     if set(first.eval.methods) & set(NEEDS_HEAD):

@@ -1,6 +1,6 @@
 """Watch a head draft: one answer, accepted tokens in green.
 
-    python eval/generate.py recipes/tiny.yaml --prompt "Tell a story about a fox." [section.key=value ..]
+    python eval/generate.py recipes/tiny.yaml --prompt "Tell a story about a fox." [key=value ..]
 
 Uses the trained head of `output.dir`; sampling follows eval.temperature, top_k, top_p and seed.
 """
@@ -38,12 +38,7 @@ def main() -> None:
 
 def answer(recipe: Recipe, question: str) -> None:
     """Answer one question, printing every step's tokens as they come."""
-    target = Target.load(
-        recipe.target.model,
-        recipe.target.revision,
-        recipe.target.dtype,
-        trust_remote_code=recipe.target.trust_remote_code,
-    )
+    target = Target.of_recipe(recipe.target)
     head = load_head(Path(recipe.output.dir) / "head", target.identity())
     settings, prompt = recipe.eval, question_prompt(recipe, target.tokenizer, question).input_ids
     tree = StaticTree(load_tree_paths(settings.tree), head.config.block_size)

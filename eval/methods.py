@@ -18,11 +18,10 @@ from specdraft.eval.static import StaticTree
 from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.schema import EvalSection
+from specdraft.recipes.schema import METHODS, EvalSection
 from specdraft.recipes.static_trees import load_tree_paths
 
 NEEDS_HEAD = ("falcon_chain", "falcon_tree")
-METHODS = ("plain", "generate", "hf_prompt_lookup", "prompt_lookup", *NEEDS_HEAD)
 
 
 @dataclass(frozen=True)

@@ -195,11 +195,9 @@ class FalconHead(
     def _fuse(self, inputs: Tensor, state: State | None, layout: "BlockLayout | None"):
         if self.config.fusion == "linear":
             return self.fuse(inputs), None
-        if state is None:
-            state = self.fuse(inputs)
-        else:
-            state = layout.read_blocks(self.fuse, inputs, state)
-        return state[0][-1], state
+        first = state is None
+        after = self.fuse(inputs) if first else layout.read_blocks(self.fuse, inputs, state)
+        return after[0][-1], after
 
 
 def load_head(folder: Path, target_identity: dict) -> FalconHead:
@@ -234,7 +232,7 @@ class BlockLayout:
         self.has_parent = (blocks > 0) & (time >= block_size)
 
     def predicted(self, output: Tensor, features: Tensor, keep: Tensor | None) -> Tensor:
-        """Features of the next pass: the prediction made k positions earlier, where there is one."""
+        """Features of the next pass: the prediction made k positions before, if any."""
         shifted = F.pad(output, (0, 0, self.size, 0))[:, : features.shape[1]]
         use = self.has_parent if keep is None else self.has_parent & ~keep
         return torch.where(use[..., None], shifted, features)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from specdraft.recipes.errors import TargetError
+from specdraft.recipes.schema import TargetSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = "tiny"
@@ -97,6 +98,20 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         raise TargetError(f"no usable tokenizer in {folder}: {_first_line(error)}") from error
 
 
+def read_chat_template(name: str) -> str:
+    """Read a Jinja chat template: a bundled one by its name, or a file."""
+    bundled = Path(__file__).parents[1] / "recipes" / "templates" / f"{name}.jinja"
+    path = bundled if bundled.is_file() else Path(name).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        known = ", ".join(sorted(file.stem for file in bundled.parent.glob("*.jinja")))
+        raise TargetError(
+            f"target.chat_template: cannot read {path} ({error.strerror}); "
+            f"give a Jinja file or one of: {known}"
+        ) from error
+
+
 class Target:
     """A frozen causal LM with its tokenizer. Never modified; no parameter has a gradient."""
 
@@ -129,6 +144,16 @@ class Target:
             raise TargetError(f"cannot load {name}: {_first_line(error)}") from error
         target = cls(model.to(device), load_tokenizer(folder, trust_remote_code), name)
         target._identity = identity(name, revision, folder)
+        return target
+
+    @classmethod
+    def of_recipe(cls, section: TargetSection, device: str | torch.device = "cpu") -> "Target":
+        """Load the target that a recipe names, with the chat template it names."""
+        target = cls.load(
+            section.model, section.revision, section.dtype, device, section.trust_remote_code
+        )
+        if section.chat_template is not None:
+            target.tokenizer.chat_template = read_chat_template(section.chat_template)
         return target
 
     @property
@@ -194,9 +219,7 @@ class Target:
     def _check_lm_head(self) -> None:
         """Refuse models whose logits are not lm_head(feature): scaled or capped ones, mostly."""
         if self.lm_head is None or getattr(self.config, "is_encoder_decoder", False):
-            raise TargetError(
-                f"{self.name}: only decoder-only models with an lm_head are supported"
-            )
+            raise TargetError(f"{self.name}: only decoder-only models with lm_head work")
         if self.device.type == "meta":
             return
         ids = torch.tensor([[0, 1]], device=self.device)
@@ -204,7 +227,7 @@ class Target:
         if not torch.allclose(self.logits(self.features(ids)), expected, rtol=1e-2, atol=1e-2):
             raise TargetError(
                 f"{self.name} ({self.config.model_type}): its logits are not lm_head(last hidden "
-                "state), so its features cannot be drafted; families like Llama, Mistral, Qwen2/3 can"
+                "state), so its features cannot be drafted; try Llama or Qwen"
             )
 
 

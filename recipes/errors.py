@@ -63,8 +63,7 @@ def _fail(error: Exception) -> None:
         _say(f"error: {error}")
         sys.exit(2)
     _say(
-        f"internal error: {type(error).__name__}: {error} "
-        "(set SPECDRAFT_DEBUG=1 for the traceback)"
+        f"internal error: {type(error).__name__}: {error} (set SPECDRAFT_DEBUG=1 for the traceback)"
     )
     sys.exit(1)
 

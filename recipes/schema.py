@@ -33,6 +33,7 @@ class TargetSection(Section):
     revision: str | None = None  # Hub branch, tag or commit
     dtype: Dtype = "float32"  # of the frozen weights and of decoding
     trust_remote_code: bool = False
+    chat_template: str | None = None  # a Jinja file, or "vicuna" (bundled); null: the tokenizer's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,7 @@ class TrainSection(Section):
     keep: Count = 2  # checkpoints kept
     log_every: Count = 10  # steps
     max_minutes: Positive | None = None  # stop training after this time
+    threads: Count | None = None  # of a CPU process; null: the cores, shared among the ranks
 
     def combinations(self) -> list[str]:
         return combinations.of_train(self)
@@ -127,6 +129,7 @@ class EvalSection(Section):
     prompts: str = "tiny_chat"  # "tiny_chat" (bundled), a JSONL file, or "holdout"
     tree: str = "tiny_k2"  # a file of recipes/trees without .yaml, or a path
     chain_depth: Count = 6  # of falcon_chain
+    validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Count = 128
     limit: Count | None = None  # prompts at most
     methods: tuple[Method, ...] = METHODS

@@ -40,7 +40,7 @@ def assert_equal(weights, others):
         assert torch.equal(tensor, others[name]), name
 
 
-def wait_for(condition, process, seconds=60):
+def wait_for(condition, process, seconds=240):
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.stderr.read()
@@ -111,7 +111,7 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_resume(tmp_path):
     wait_for((tmp_path / "log.jsonl").exists, process)
     wait_for(lambda: len(log_lines(tmp_path)) > 1, process)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     step = read_state(checkpoint)["state"]["step"]
     assert 1 < step < 1000

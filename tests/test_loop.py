@@ -136,7 +136,16 @@ def test_two_processes_equal_one(tmp_path):
     launcher += ["--nproc_per_node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     job = [__file__, str(tmp_path / "two"), "train.accumulation=2"]
-    subprocess.run([*launcher, *job], check=True, env=environment, capture_output=True, timeout=120)
+    launched = subprocess.Popen(
+        [*launcher, *job], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    try:
+        _, errors = launched.communicate(timeout=300)
+    finally:
+        # Asked, not killed: the launcher ends its workers, which would outlive it otherwise.
+        launched.terminate()
+        launched.wait()
+    assert launched.returncode == 0, errors.decode()
     assert_close(one, load_file(tmp_path / "two" / "head" / "model.safetensors"))
     (a, b), (c, d) = log_lines(tmp_path / "one"), log_lines(tmp_path / "two")
     for single, double in ((a, c), (b, d)):

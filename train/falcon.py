@@ -8,7 +8,7 @@ Every stage continues where an earlier run stopped; the results lie in `output.d
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.features import FeatureCache, build_features
-from specdraft.data.prompts import Prompt, load_prompts
-from specdraft.data.regenerate import Ask
+from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.data.tokens import build_tokens
-from specdraft.eval.decoder import Decoder, Request
-from specdraft.eval.report import evaluate, print_table, write_report
+from specdraft.eval.answers import answer
+from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import entry
@@ -52,14 +51,7 @@ def main() -> None:
         return
     logging.basicConfig(level=logging.WARNING)
     accelerator = make_accelerator(recipe)
-    load_target = partial(
-        Target.load,
-        recipe.target.model,
-        recipe.target.revision,
-        recipe.target.dtype,
-        accelerator.device,
-        recipe.target.trust_remote_code,
-    )
+    load_target = partial(Target.of_recipe, recipe.target, accelerator.device)
     train(recipe, accelerator, load_target)
 
 
@@ -71,17 +63,17 @@ def train(recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Ta
         "world": accelerator.num_processes,
         "barrier": accelerator.wait_for_everyone,
     }
-    tokens = build_tokens(
-        recipe, target.tokenizer, partial(answer, target, recipe), target.identity(), **ranks
-    )
+    generate = partial(answer, target, recipe.data.batch_rows)
+    tokens = build_tokens(recipe, target.tokenizer, generate, target.identity(), **ranks)
     cache = build_features(recipe, tokens, target, **ranks)
     prompts = load_prompts(recipe, target.tokenizer)
+    validation = validation_prompts(recipe, target.tokenizer)
     head, ends = new_head(recipe, target, cache), TargetEnds.of(target)
-    if recipe.train.eval_every is None:
+    if recipe.train.eval_every is None or not validation:
         target = None  # cached training needs its two ends only: leave the memory to the head
         fit(head, cache, ends, recipe, accelerator)
     else:
-        fit(head, cache, ends, recipe, accelerator, partial(measure, recipe, target, prompts))
+        fit(head, cache, ends, recipe, accelerator, partial(measure, recipe, target, validation))
     if accelerator.is_main_process:
         best = FalconHead.from_pretrained(Path(recipe.output.dir) / "head")
         report(recipe, target or load_target(), best, prompts)
@@ -103,17 +95,6 @@ def new_head(recipe: Recipe, target: Target, cache: FeatureCache) -> FalconHead:
     )
 
 
-def answer(target: Target, recipe: Recipe, asks: list[Ask]) -> Iterator[tuple[int, list[int]]]:
-    """Let the target answer, many rows at once, as each is finished."""
-    requests = [
-        Request(ask.prompt_ids, ask.max_new_tokens, ask.temperature, seed=ask.seed) for ask in asks
-    ]
-    capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + 1
-    decoder = Decoder(target, rows=recipe.data.batch_rows, capacity=capacity)
-    for completion in decoder.run(requests):
-        yield completion.index, completion.tokens
-
-
 def measure(
     recipe: Recipe, target: Target, prompts: list[Prompt], head: FalconHead, step: int
 ) -> dict[str, float]:
@@ -126,7 +107,7 @@ def report(recipe: Recipe, target: Target, head: FalconHead, prompts: list[Promp
     """Measure the kept head beside the baselines, and push it where the recipe says."""
     outcome = evaluate(recipe, target, head, prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))
-    print_table(outcome)
+    print_report(outcome)
     hub = recipe.hub
     if hub.repo_id:
         head.push_to_hub(hub.repo_id, private=hub.private, branch=hub.revision)

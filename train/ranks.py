@@ -1,7 +1,9 @@
 """The accelerator: devices, processes and precision, as the launcher and the recipe say."""
 
+import os
 from datetime import timedelta
 
+import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from specdraft.recipes.schema import Recipe
@@ -13,8 +15,12 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
         gradient_accumulation_steps=recipe.train.accumulation,
         # Ranks wait for the slowest one, which may write answers or decode prompts for hours.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=7))],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],
     )
+    if accelerator.device.type == "cpu":
+        # Launchers set one thread per process where nobody told them better.
+        share = max(1, (os.cpu_count() or 1) // accelerator.num_processes)
+        torch.set_num_threads(recipe.train.threads or share)
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:  # what DeepSpeed would otherwise read from a DataLoader or its JSON
         ranks, accumulation = accelerator.num_processes, recipe.train.accumulation
