@@ -1,0 +1,98 @@
+"""The commands of the README, as a user runs them: exit codes, messages, and a whole small run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=40"]
+SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=16", "train.eval_every=3"]
+
+
+def run(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"} | environment
+    arguments = [sys.executable, *command]
+    return subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A head trained for six steps through the launcher of the quickstart."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    places = [f"output.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
+    launcher = ["-m", "accelerate.commands.launch", "train/falcon.py", "recipes/tiny.yaml"]
+    done = run(*launcher, *SMALL, *places)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "falcon_tree" in done.stdout
+    return folder
+
+
+def test_a_run_leaves_everything_behind(finished):
+    names = {path.name for path in (finished / "run").iterdir()}
+    expected = {"recipe.yaml", "log.jsonl", "tensorboard", "checkpoints", "head", "report.json"}
+    assert expected <= names
+    report = json.loads((finished / "run" / "report.json").read_text())
+    rows = {row["method"]: row for row in report["runs"]}
+    for method in ("plain", "generate", "hf_prompt_lookup", "prompt_lookup", "falcon_tree"):
+        assert rows[method]["identical"] + rows[method]["near_ties"] == 3
+    assert {p.name for p in (finished / "run" / "head").iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
+    lines = [json.loads(line) for line in (finished / "run" / "log.jsonl").open()]
+    assert any("tokens_per_step" in json.dumps(line) for line in lines)
+
+
+def test_a_finished_head_is_watched_and_measured(finished):
+    places = [f"output.dir={finished / 'run'}", "eval.max_new_tokens=12", "eval.limit=2"]
+    watched = run("eval/generate.py", "recipes/tiny.yaml", *places, "--prompt", "Hello there!")
+    assert watched.returncode == 0, watched.stderr
+    assert "tokens/s" in watched.stdout
+    out = finished / "bench"
+    options = ["--methods", "plain,falcon_tree", "--batch-sizes", "1,2", "--temperatures", "0,1"]
+    bench = run("eval/bench.py", "recipes/tiny.yaml", *places, *options, "--out", str(out))
+    assert bench.returncode == 0, bench.stderr
+    rows = json.loads((out / "report.json").read_text())["runs"]
+    assert {(row["batch_size"], row["temperature"]) for row in rows} == {
+        (1, 0.0), (1, 1.0), (2, 0.0), (2, 1.0),
+    }  # fmt: skip
+    assert all(row["identical"] + row["near_ties"] == 2 for row in rows)
+
+
+def test_a_head_is_not_used_for_another_target(finished):
+    moved = finished / "other"
+    (moved / "head").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        text = (finished / "run" / "head" / name).read_bytes()
+        (moved / "head" / name).write_bytes(text.replace(b'"weights": "', b'"weights": "0'))
+    done = run("eval/bench.py", "recipes/tiny.yaml", f"output.dir={moved}")
+    assert done.returncode == 2
+    assert "this head was trained for tiny" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("train/falcon.py", ["nowhere.yaml"], "nowhere.yaml"),
+        ("train/falcon.py", ["recipes/tiny.yaml", "optim.learning=1"], "optim.lr"),
+        ("train/falcon.py", ["recipes/tiny.yaml", "data.sources=[gone.jsonl]"], "gone.jsonl"),
+        ("train/falcon.py", ["recipes/tiny.yaml", "target.model=./gone"], "no folder at ./gone"),
+        ("eval/bench.py", ["recipes/tiny.yaml", "output.dir=gone"], "no trained head at gone"),
+        ("eval/bench.py", ["recipes/tiny.yaml", "--methods", "medusa"], "medusa"),
+    ],
+)
+def test_bad_input_is_one_clear_message_and_exit_code_2(script, arguments, message, tmp_path):
+    done = run(str(ROOT / script), *(a if a != "recipes/tiny.yaml" else str(ROOT / a)
+                                     for a in arguments), cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    debug = run(str(ROOT / "eval/bench.py"), "nowhere.yaml", cwd=tmp_path, SPECDRAFT_DEBUG="1")
+    assert "Traceback" in debug.stderr

@@ -1,0 +1,140 @@
+"""Reports: figures by their definitions, outputs compared honestly, all methods side by side."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+from random_models import random_target
+
+from specdraft.data.prompts import load_prompts
+from specdraft.eval.decoder import Completion, Step, Timing
+from specdraft.eval.grow import best_paths, probability
+from specdraft.eval.identity import first_difference
+from specdraft.eval.methods import METHODS, Outcome, make_method
+from specdraft.eval.metrics import Costs, acceptance_by_depth, counts, times
+from specdraft.eval.report import evaluate, print_report, write_report
+from specdraft.eval.show import ACCEPTED, pieces
+from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.target import Target
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import EvalSection
+
+STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Target.load("tiny")
+
+
+def test_figures_are_those_counted_by_hand():
+    outcome = Outcome([Completion(0, list(range(8)), STEPS)], 2.0, Timing(0.3, 0.9, 0.1, 4), 9)
+    figures = counts([outcome], Costs(by_parameters=0.25, measured=0.5))
+    assert figures["tokens_per_step"] == 8 / 4
+    assert figures["accepted_per_step"] == 1.0
+    assert figures["acceptance_rate"] == 4 / 8
+    assert figures["drafted_per_step"] == 30 / 4
+    assert figures["drafter_forwards_per_step"] == 9 / 4
+    assert figures["matchness"] == 4 / 12
+    assert figures["swi_params"] == 8 / (4 + 9 * 0.25)
+    assert figures["swi_measured"] == 8 / (4 + 9 * 0.5)
+    assert figures["mbsu"] == 2.0 / (1 + 0.25 * 9 / 4)
+    clock = times([outcome], tokens=8)
+    assert clock["tokens_per_second"] == 4.0
+    assert clock["draft_ms_per_step"] == pytest.approx(75)
+    assert clock["overhead_ms_per_step"] == pytest.approx(200)
+
+
+def test_acceptance_by_depth_is_conditional_on_the_depth_before():
+    assert acceptance_by_depth(STEPS) == [2 / 3, 1 / 2, 1 / 1, 0 / 1]
+    assert acceptance_by_depth([Step(1, 0, 0, 0)]) == []
+
+
+def test_a_wrong_output_is_no_near_tie_and_a_tie_is():
+    target = random_target()
+    prompt = [1, 2, 3]
+    logits = target.model(torch.tensor([prompt])).logits[0, -1]
+    best, second = logits.topk(2).indices.tolist()
+    assert first_difference(target, prompt, [best, 4], [best, 4]) is None
+    fault = first_difference(target, prompt, [best, 4], [second, 4])
+    assert (fault.position, fault.plain, fault.ours, fault.near_tie) == (0, best, second, False)
+    assert fault.gap == pytest.approx(float(logits[best] - logits[second]), rel=1e-4)
+    with torch.no_grad():  # make the two logits equal
+        target.lm_head.weight[second] = target.lm_head.weight[best]
+    assert first_difference(target, prompt, [best], [second]).near_tie
+    assert not first_difference(target, prompt, [best], [best, 1]).near_tie
+
+
+def test_pieces_put_together_are_the_answer(tiny):
+    tokens = tiny.tokenizer("Once there was a café, and it was blue.")["input_ids"]
+    steps = [Step(1, 0, 0, 0), Step(3, 5, 3, 2), Step(len(tokens) - 4, 5, 3, 3)]
+    runs = pieces(tiny.tokenizer, tokens, steps)
+    assert "".join(text for text, _ in runs) == tiny.tokenizer.decode(tokens)
+    assert [kind == ACCEPTED for _, kind in runs].count(True) == 2
+
+
+@pytest.fixture(scope="module")
+def report(tiny):
+    """Every method on real prompts, with an untrained head."""
+    overrides = ["eval.limit=5", "eval.max_new_tokens=24", "train.threads=1"]
+    recipe = load_recipe("recipes/tiny.yaml", overrides)
+    torch.manual_seed(0)
+    shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}
+    config = FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape)
+    prompts = load_prompts(recipe, tiny.tokenizer)
+    return evaluate(recipe, tiny, FalconHead(config), prompts, METHODS, progress=False)
+
+
+def test_every_method_gives_plain_decodings_tokens(report):
+    rows = {row["method"]: row for row in report["runs"]}
+    assert set(rows) == set(METHODS)
+    for row in rows.values():
+        assert row["outputs"] == row["identical"] + row["near_ties"] == 5, row["differences"]
+        assert row["tokens"] == rows["plain"]["tokens"]
+        assert row["speedup"] == row["tokens_per_second"] / rows["plain"]["tokens_per_second"]
+    assert rows["plain"]["tokens_per_step"] == rows["generate"]["tokens_per_step"] == 1.0
+    assert rows["prompt_lookup"]["tokens_per_step"] > 1.0
+    assert rows["hf_prompt_lookup"]["tokens_per_step"] > 1.0
+    assert rows["falcon_tree"]["drafter_forwards_per_step"] > 2.0
+
+
+def test_a_report_is_written_whole_and_shown(report, tmp_path, capsys):
+    path = write_report(report, tmp_path)
+    assert json.loads(path.read_text())["schema"] == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+    print_report(report)
+    shown = capsys.readouterr().out
+    assert "falcon_tree" in shown
+    assert "a step" in shown
+
+
+def test_an_unknown_method_is_answered_with_the_known_ones(tiny):
+    with pytest.raises(RecipeError, match=r"medusa.*known: plain, generate"):
+        make_method("medusa", EvalSection(), tiny, None, 64)
+    with pytest.raises(RecipeError, match="needs a trained head"):
+        make_method("falcon_tree", EvalSection(), tiny, None, 64)
+
+
+def test_batches_of_rows_change_no_output(tiny, report):
+    recipe = load_recipe("recipes/tiny.yaml", ["eval.limit=5", "eval.max_new_tokens=24"])
+    recipe = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, batch_size=3))
+    prompts = load_prompts(recipe, tiny.tokenizer)
+    methods = ["plain", "generate", "prompt_lookup"]
+    together = evaluate(recipe, tiny, None, prompts, methods, progress=False)
+    for row in together["runs"]:
+        assert row["identical"] + row["near_ties"] == 5
+        assert row["tokens"] == report["runs"][0]["tokens"]
+
+
+def test_the_grown_tree_is_the_best_by_brute_force():
+    shares = torch.tensor([[0.6, 0.2, 0.1], [0.5, 0.3, 0.05], [0.4, 0.1, 0.1]])
+    everything = [p for depth in (1, 2, 3) for p in itertools.product(range(3), repeat=depth)]
+    by_value = sorted(everything, key=lambda path: -probability(shares, path))
+    for nodes in (1, 4, 9, 15):
+        grown = best_paths(shares, nodes)
+        assert all(path[:-1] in [(), *grown] for path in grown)
+        total = sum(probability(shares, path) for path in grown)
+        assert total == pytest.approx(sum(probability(shares, p) for p in by_value[:nodes]))

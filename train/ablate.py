@@ -1,0 +1,137 @@
+"""Ablations of the Falcon head: each variant trained from several seeds at equal steps.
+
+    python train/ablate.py recipes/tiny.yaml --steps 600 --seeds 0,1,2 --jobs 2 --out FILE.json
+
+Every run is train/falcon.py with overrides, so anything here can be repeated by hand; a run whose
+report.json exists is not run again. Tree attention is switched at decoding: each run measures its
+head as a chain and as a tree (Falcon, Table 4); block sizes are Table 5.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from specdraft.recipes.errors import RecipeError, entry
+
+GLANCE_OFF = "glance.enabled=false"
+VARIANTS: dict[str, list[str]] = {
+    "csgd": [],
+    "no_csgd": [GLANCE_OFF],
+    "k1": ["head.block_size=1", "eval.tree=tiny_k1", GLANCE_OFF],
+    "k3": ["head.block_size=3", "eval.tree=tiny_k3"],
+    "k4": ["head.block_size=4", "eval.tree=tiny_k4"],
+    "linear": ["head.fusion=linear"],
+    "rollout1": ["train.rollout=1"],
+    "rollout3": ["train.rollout=3"],
+    "rollout1_no_csgd": ["train.rollout=1", GLANCE_OFF],
+    "csgd_share_0.1": ["glance.start=0.1"],
+    "csgd_constant_0.4": ["glance.end=0.4"],
+    "csgd_supervise_revealed": ["glance.supervise_revealed=true"],
+    "linear_no_csgd": ["head.fusion=linear", GLANCE_OFF],
+}
+SHOWN = ("falcon_chain", "falcon_tree")
+
+
+@entry
+def main() -> None:
+    """Run what is missing, then write and show means and standard errors."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--steps", type=int, default=600, help="optimiser steps of every run")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="default: all")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--runs", type=Path, default=Path("runs/ablation"))
+    parser.add_argument("--out", type=Path, default=Path("runs/ablation/ablation.json"))
+    options = parser.parse_intermixed_args()
+    names = options.variants.split(",")
+    if unknown := set(names) - VARIANTS.keys():
+        raise RecipeError(f"unknown variant {sorted(unknown)[0]!r}; known: {', '.join(VARIANTS)}")
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    common = [*options.overrides, f"train.steps={options.steps}", "train.threads=1"]
+    common += ["eval.methods=[plain,falcon_chain,falcon_tree]"]
+
+    def run(job: tuple[str, int]) -> None:
+        folder = options.runs / f"{job[0]}-seed{job[1]}"
+        _train(options.recipe, [*common, *VARIANTS[job[0]], f"train.seed={job[1]}"], folder)
+
+    jobs = list(product(names, seeds))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(tqdm(pool.map(run, jobs), total=len(jobs), desc="ablation", unit="run"))
+    reports = {
+        name: [_read(options.runs / f"{name}-seed{seed}") for seed in seeds] for name in names
+    }
+    table = {
+        "recipe": options.recipe,
+        "overrides": common,
+        "seeds": seeds,
+        "environment": reports[names[0]][0]["environment"],
+        "variants": {name: _summary(name, reports[name]) for name in names},
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(table, indent=1) + "\n")
+    show(table)
+
+
+def _train(recipe: str, overrides: list[str], folder: Path) -> None:
+    if (folder / "report.json").is_file():
+        return
+    script = Path(__file__).with_name("falcon.py")
+    command = [sys.executable, str(script), recipe, *overrides, f"output.dir={folder}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    if done.returncode:
+        raise RecipeError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1]}")
+
+
+def _read(folder: Path) -> dict:
+    return json.loads((folder / "report.json").read_text())
+
+
+def _summary(name: str, reports: list[dict]) -> dict:
+    """Tokens per step of each seed, their mean and standard error, by decoding method."""
+    summary: dict = {"overrides": VARIANTS[name]}
+    for method in SHOWN:
+        rows = [row for report in reports for row in report["runs"] if row["method"] == method]
+        values = [row["tokens_per_step"] for row in rows]
+        error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+        summary[method] = {
+            "tokens_per_step": values,
+            "mean": statistics.mean(values),
+            "standard_error": error,
+            "identical": sum(row["identical"] for row in rows),
+            "near_ties": sum(row["near_ties"] for row in rows),
+            "outputs": sum(row["outputs"] for row in rows),
+        }
+    return summary
+
+
+def show(table: dict) -> None:
+    """Print mean tokens per step with their standard errors."""
+    grid = Table(title=f"tokens per step, {len(table['seeds'])} seeds")
+    for column in ("variant", "chain", "tree", "identical"):
+        grid.add_column(column)
+    for name, row in table["variants"].items():
+        cells = [
+            f"{row[m]['mean']:.3f}"
+            + ("" if row[m]["standard_error"] is None else f" +- {row[m]['standard_error']:.3f}")
+            for m in SHOWN
+        ]
+        grid.add_row(name, *cells, f"{row[SHOWN[1]]['identical']}/{row[SHOWN[1]]['outputs']}")
+    Console().print(grid)
+
+
+if __name__ == "__main__":
+    main()
