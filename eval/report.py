@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -213,12 +214,16 @@ def print_report(report: dict, console: Console | None = None) -> None:
     table = Table(
         title=f"{first['prompt_set']}: {first['outputs']} prompts, up to "
         f"{first['max_new_tokens']} new tokens, temperature {first['temperature']}, batch "
-        f"{first['batch_size']}, {first['dtype']}"
+        f"{first['batch_size']}, {first['dtype']}",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
-    names = ("method", "tokens/step", "accept rate", "drafted/step", "tokens/s", "x plain")
-    names += ("x generate", "draft ms", "verify ms", "identical")
+    names = ("method", "tokens\n/step", "accept\nrate", "nodes\n/step", "tokens\n/s", "x\nplain")
+    names += ("x gen-\nerate", "draft\nms", "verify\nms", "iden-\ntical")
     for name in names:
-        table.add_column(name, justify="left" if name == "method" else "right")
+        left = name == "method"
+        table.add_column(name, justify="left" if left else "right", no_wrap=left, min_width=6)
     for run in runs:
         table.add_row(
             run["method"],
@@ -245,5 +250,5 @@ def _shown(value: float | None, digits: int = 2) -> str:
 def _agreement(run: dict) -> str:
     if run["identical"] is None:
         return "-"
-    near = f" (+{run['near_ties']} near-ties)" if run["near_ties"] else ""
+    near = f" (+{run['near_ties']} ties)" if run["near_ties"] else ""
     return f"{run['identical']}/{run['outputs']}{near}"

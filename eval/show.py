@@ -20,7 +20,7 @@ def pieces(
     for count, kind in _runs(steps):
         done += count
         # Decoded as a whole each time: a token may be part of a character, or carry a space.
-        text = tokenizer.decode(tokens[:done])
+        text = tokenizer.decode(tokens[:done], skip_special_tokens=True)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             runs.append((text[len(shown) :], kind))
             shown = text

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from test_loop import ToyRows, command, log_lines, train
 
@@ -168,7 +169,7 @@ def test_what_does_not_alter_a_step_may_change():
 
 
 def make_checkpoints(out, keep=2, model=None):
-    Accelerator()  # the shared state that the checkpoints' accelerator reads
+    AcceleratorState._reset_state(True)
     accelerator = Accelerator()
     accelerator.prepare(model or torch.nn.Linear(2, 2))
     return Checkpoints(out, {"a": 1}, 3, accelerator, keep)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from test_loop import SCALE, ToyRows
 from transformers import AutoConfig, LlamaConfig
 
@@ -96,6 +97,7 @@ def test_the_full_7b_head_takes_a_step_on_the_meta_device():
 
 def test_the_7b_recipe_trains_a_step_at_reduced_width(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
     changes = ["train.epochs=null", "train.steps=1", "train.batch_size=2", "train.eval_every=null"]
     recipe = load("vicuna7b", *changes, f"output.dir={tmp_path}")
     shape = replace(KNOWN[recipe.target.model], hidden_size=128, intermediate_size=344)
