@@ -15,7 +15,8 @@ A small chat model of a made-up world, trained from scratch by `python data/tiny
 {layers} layers x {hidden}, {heads} heads over {kv_heads} key/value heads, feed-forward {inner}, a
 vocabulary of {vocab}, tied embeddings, {parameters:,} parameters ({megabytes:.1f} MB in bfloat16).
 It is an experimental target: small enough to train and decode on a CPU, with answers varied enough
-that drafting them is real work. It knows nothing about the real world.
+that drafting them is real work. It knows nothing about the real world, and it often errs about its
+own: the figures below say how often sums, facts and copied names are right.
 
 - **Training.** {steps} steps, {tokens:,} tokens of fresh conversations (no fixed set), AdamW,
   {minutes:.0f} minutes on {threads} CPU threads ({speed:.0f} tokens/s).
@@ -39,6 +40,8 @@ def _table(metrics: dict) -> str:
         ("entropy per token at T=1, on sampled answers", f"{metrics['entropy_sampled']:.3f} nats"),
         ("entropy per token along greedy answers", f"{metrics['entropy_greedy']:.3f} nats"),
     ]
+    known = ", ".join(f"{kind} {share:.0%}" for kind, share in metrics["facts_right"].items())
+    rows.append(("chat: fact right, by what is asked about (greedy)", known))
     both = (
         ("different answers", "distinct_answers", ".0f"),
         ("tokens per answer", "mean_tokens", ".1f"),
@@ -48,6 +51,7 @@ def _table(metrics: dict) -> str:
         ("ends by itself within 256 tokens", "ended", ".1%"),
         ("stuck in a loop (a 4-gram 5 times)", "loops", ".1%"),
         ("math: final number right", "math_right", ".1%"),
+        ("summary: names no person or town but those of the prompt", "summary_faithful", ".1%"),
         ("code: block is valid Python", "code_parses", ".1%"),
     )
     lines = ["| figure | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]

@@ -4,6 +4,7 @@ Shapes: B rows, T time, V vocabulary.
 """
 
 import ast
+import random
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdraft.data.tiny_tokenizer import END
-from specdraft.data.world import KINDS, Message
+from specdraft.data.world import KINDS, Message, to_messages
+from specdraft.data.world_chat import ASK, question
+from specdraft.data.world_lexicon import NAMES, TOWNS, facts
 from specdraft.data.world_math import final_number
 
 MAX_NEW_TOKENS = 256
@@ -26,7 +29,8 @@ class Answer:
     """One generated answer; `ended` says that the model closed it itself."""
 
     kind: str
-    prompt: str
+    prompt: str  # the last request
+    context: str  # all that was said before the answer
     reference: str
     tokens: list[int]
     text: str
@@ -95,8 +99,11 @@ def answer(
             entropy += spreads[:length].sum().item()
             count += length
             text = tokenizer.decode(row[:length], skip_special_tokens=True)
-            prompt, reference = messages[-2]["content"], messages[-1]["content"]
-            answers.append(Answer(kind, prompt, reference, row[:length], text, end in row))
+            *before, reference = (message["content"] for message in messages)
+            context = "\n".join(before)
+            answers.append(
+                Answer(kind, before[-1], context, reference, row[:length], text, end in row)
+            )
     return answers, entropy / count
 
 
@@ -125,6 +132,32 @@ def _parses(text: str) -> bool:
         return False
 
 
+def faithful(made: Answer) -> bool:
+    """Say whether every person and town of an answer was named before the answer."""
+    return all(word in made.context for word in (*NAMES, *TOWNS) if word in made.text)
+
+
+@torch.no_grad()
+def facts_right(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int = 50
+) -> dict[str, float]:
+    """Ask `count` questions about each kind of thing; return how often the fact is in the answer.
+
+    The facts are part of training; how they are asked for is drawn anew.
+    """
+    rng = random.Random(0)
+    shares = {}
+    for kind in ASK:
+        talks, values = [], []
+        for _ in range(count):
+            x, attribute = rng.choice(list(facts()[kind])), rng.choice(list(ASK[kind]))
+            talks.append((kind, to_messages([question(rng, kind, x, attribute)])))
+            values.append(facts()[kind][x][attribute])
+        made, _ = answer(model, tokenizer, talks)
+        shares[kind] = _share([v in a.text for v, a in zip(values, made, strict=True)])
+    return shares
+
+
 def _share(flags: list[bool]) -> float:
     return sum(flags) / len(flags)
 
@@ -146,6 +179,7 @@ def _behaviour(answers: list[Answer]) -> dict[str, float]:
         "ended": _share([made.ended for made in answers]),
         "loops": _share([loops(made) for made in answers]),
         "math_right": _share(solved),
+        "summary_faithful": _share([faithful(a) for a in answers if a.kind == "summary"]),
         "code_parses": _share([_parses(made.text) for made in answers if made.kind == "code"]),
     }
 
@@ -168,6 +202,7 @@ def measure(
         "reference_conversations": len(references),
         "entropy_sampled": entropy,
         "entropy_greedy": greedy_entropy,
+        "facts_right": facts_right(model, tokenizer),
         "greedy": _behaviour(greedy),
         "sampled": _behaviour(sampled),
     }

@@ -131,7 +131,7 @@ ASK: dict[str, dict[str, tuple[str, str, str]]] = {
 }
 
 
-def _question(
+def question(
     rng: random.Random, kind: str, x: str, attribute: str, follow_up: bool = False
 ) -> Exchange:
     """Ask for one attribute of `x` and answer from the facts of the world."""
@@ -160,7 +160,7 @@ def about_entity(rng: random.Random, turns: int) -> list[Exchange]:
     kind = rng.choices(list(ASK), weights=[5, 5, 3, 2])[0]
     x = rng.choice(list(facts()[kind]))
     attributes = rng.sample(list(ASK[kind]), min(turns, len(ASK[kind])))
-    return [_question(rng, kind, x, name, n > 0) for n, name in enumerate(attributes)]
+    return [question(rng, kind, x, name, n > 0) for n, name in enumerate(attributes)]
 
 
 def introduce(rng: random.Random) -> Exchange:

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdraft.data.tiny_measure import Answer, distinct, loops, perplexity
+from specdraft.data.tiny_measure import Answer, distinct, faithful, loops, perplexity
 from specdraft.data.tiny_train import LENGTHS, TrainSettings, batches, encode, learning_rate
 from specdraft.data.world import (
     KINDS,
@@ -261,7 +261,7 @@ def test_the_learning_rate_rises_stays_and_falls():
 
 
 def _answer(tokens):
-    return Answer("chat", "", "", tokens, "", ended=True)
+    return Answer("chat", "", "", "", tokens, "", ended=True)
 
 
 def test_distinct_n_counts_different_ngrams_over_all_answers():
@@ -273,6 +273,12 @@ def test_distinct_n_counts_different_ngrams_over_all_answers():
 def test_a_loop_is_the_same_ngram_again_and_again():
     assert loops(_answer([1, 2, 3] * 7))
     assert not loops(_answer(list(range(30)) * 2))
+
+
+def test_an_answer_is_faithful_if_it_names_nobody_new():
+    said = "Mara from Merrow lost a key."
+    assert faithful(Answer("summary", said, said, "", [], "Mara lost a key.", ended=True))
+    assert not faithful(Answer("summary", said, said, "", [], "Piet lost a key.", ended=True))
 
 
 # --- the bundled target ----------------------------------------------------------------------
@@ -289,16 +295,15 @@ def test_the_bundled_target_is_small_and_stored_as_bfloat16(model):
 
 
 def test_the_bundled_target_knows_its_world(model, tokenizer):
-    torch.manual_seed(0)
     held_out = list(held_out_prompts(seed=9, per_kind=4))
-    assert perplexity(model, tokenizer, held_out)["all"] < 2.5
+    assert perplexity(model, tokenizer, held_out)["all"] < 1.8
 
 
-def test_the_bundled_target_closes_its_answers(model, tokenizer):
-    talk = to_messages([("What does a fox eat?", "")])[:1]
+def test_the_bundled_target_answers_on_the_subject_and_closes_its_answers(model, tokenizer):
+    talk = to_messages([("What do people make in Merrow?", "")])[:1]
     inputs = tokenizer.apply_chat_template(
         talk, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     made = model.generate(**inputs, max_new_tokens=64, do_sample=False)
     assert made[0, -1] == tokenizer.eos_token_id
-    assert facts()["animal"]["fox"]["diet"] in tokenizer.decode(made[0])
+    assert facts()["town"]["Merrow"]["craft"] in tokenizer.decode(made[0])
