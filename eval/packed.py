@@ -11,6 +11,7 @@ Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dime
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +39,51 @@ class Segment:
     bias: Tensor | None
 
 
-@dataclass(frozen=True)
 class Plan:
-    """Which token of a packed forward belongs to which row, and what it may attend to."""
+    """Which token of a packed forward belongs to which row, and what it may attend to.
 
-    pool: KVPool
-    segments: Sequence[Segment]
+    Rows that bring a single token, as in plain decoding, attend together: one call over their
+    regions of the pool, cut at the longest row, instead of one call each. What is stored and what
+    the linear layers see stays unpadded.
+    """
+
+    def __init__(self, pool: KVPool, segments: Sequence[Segment]):
+        self.pool = pool
+        firsts = accumulate((segment.count for segment in segments), initial=0)
+        placed = list(zip(firsts, segments, strict=False))
+        single = [(first, segment) for first, segment in placed if segment.count == 1]
+        self.single = SingleTokens(pool, single) if len(single) > 1 else None
+        self.others = [part for part in placed if self.single is None or part[1].count > 1]
+
+
+class SingleTokens:
+    """The rows of a plan that bring one token each: S of them."""
+
+    def __init__(self, pool: KVPool, placed: Sequence[tuple[int, Segment]]):
+        device = pool.data.device
+        rows = [segment.row for _, segment in placed]
+        starts = [segment.start for _, segment in placed]
+        self.pool = pool
+        self.tokens = torch.tensor([first for first, _ in placed], device=device)
+        self.rows = torch.tensor(rows, device=device)
+        self.slots = torch.tensor(starts, device=device)
+        self.everyone = rows == list(range(pool.data.shape[2]))
+        self.longest = max(starts) + 1
+        self.mask = torch.arange(self.longest, device=device) <= self.slots[:, None, None, None]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
+        """Write and attend; query [1, heads, N, D] of all tokens; returns [1, heads, S, D]."""
+        for kind, tensor in enumerate((key, value)):
+            fresh = tensor[0, :, self.tokens].transpose(0, 1)  # [S, kv_heads, D]
+            self.pool.data[layer, kind, self.rows, :, self.slots] = fresh
+        keys, values = (self._region(layer, kind) for kind in range(2))
+        mine = query[:, :, self.tokens].transpose(0, 2)  # [S, heads, 1, D]
+        output = F.scaled_dot_product_attention(mine, keys, values, self.mask, **options)
+        return output.transpose(0, 2)
+
+    def _region(self, layer: int, kind: int) -> Tensor:
+        region = self.pool.data[layer, kind, :, :, : self.longest]
+        return region if self.everyone else region[self.rows]
 
 
 class TreeBias:
@@ -66,27 +106,30 @@ class TreeBias:
 
 def attend(plan: Plan, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None):
     """Write keys and values to the pool and attend row by row; query [1, heads, N, D]."""
-    outputs, first = [], 0
-    gqa = query.shape[1] != key.shape[1]
-    for segment in plan.segments:
-        last, stop = first + segment.count, segment.start + segment.count
-        plan.pool.write(
-            layer, segment.row, segment.start, key[0, :, first:last], value[0, :, first:last]
+    options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if plan.single is None and len(plan.others) == 1:
+        return _attend_row(plan.pool, plan.others[0], layer, query, key, value, options)
+    output = torch.empty_like(query)
+    for part in plan.others:
+        first, segment = part
+        output[:, :, first : first + segment.count] = _attend_row(
+            plan.pool, part, layer, query, key, value, options
         )
-        keys, values = plan.pool.read(layer, segment.row, stop)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                query[:, :, first:last],
-                keys,
-                values,
-                attn_mask=segment.bias,
-                is_causal=segment.bias is CAUSAL and segment.start == 0 and segment.count > 1,
-                scale=scale,
-                enable_gqa=gqa,
-            )
-        )
-        first = last
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    if plan.single is not None:
+        tokens = plan.single.attend(layer, query, key, value, **options)
+        output[:, :, plan.single.tokens] = tokens
+    return output
+
+
+def _attend_row(pool: KVPool, part: tuple[int, Segment], layer, query, key, value, options):
+    first, segment = part
+    last, stop = first + segment.count, segment.start + segment.count
+    pool.write(layer, segment.row, segment.start, key[0, :, first:last], value[0, :, first:last])
+    keys, values = pool.read(layer, segment.row, stop)
+    causal = segment.bias is CAUSAL and segment.start == 0 and segment.count > 1
+    return F.scaled_dot_product_attention(
+        query[:, :, first:last], keys, values, segment.bias, is_causal=causal, **options
+    )
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, plan=None, **_):
