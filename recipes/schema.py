@@ -129,6 +129,7 @@ class EvalSection(Section):
     prompts: str = "tiny_chat"  # "tiny_chat" (bundled), a JSONL file, or "holdout"
     tree: str = "tiny_k2"  # a file of recipes/trees without .yaml, or a path
     chain_depth: Count = 6  # of falcon_chain
+    threads: Count | None = None  # of a CPU while decoding; null: as in training
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Count = 128
     limit: Count | None = None  # prompts at most

@@ -75,6 +75,8 @@ class FalconDrafter:
         self.forwards, self.max_nodes = 0, len(tree.paths)
         self._biases = {plan: self._bias(plan.visible) for plan in self.passes[1:]}
         self._read_biases: dict[int, TreeBias] = {}
+        everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
+        self._rope = self.head.rope(everywhere)  # cos and sin, [1, 1, capacity, D] each
 
     # -- the Drafter protocol --------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class FalconDrafter:
         plan = Plan(self.pool, segments)
         return self.head.decode(
             fused,
-            self.head.rope(positions),
+            tuple(table[:, :, positions[0]] for table in self._rope),
             lambda layer, query, key, value: attend(plan, layer, query, key, value, None),
         )
 
