@@ -172,15 +172,20 @@ class FalconHead(
         valid: Tensor | None = None,  # [B, T], False at padding
         keep: Tensor | None = None,  # [B, T], positions whose given feature stays in later passes
         passes: int = 1,
+        revised: tuple[Tensor, Tensor] | None = None,  # ahead and features, [B, T, H] each
     ) -> Tensor:
         """Predict f_{i+k} at every i; returns [R, B, T, H], one prediction per pass.
 
         Pass 1 reads the given features. In pass r a block reads what pass r - 1 predicted for it
         from the block before, and sees its r - 2 nearest ancestors as they were in their own
         passes: exactly what drafting r * k tokens ahead meets, for all blocks at once.
+
+        With `revised`, the first prediction is that of blocks which read these inputs in place of
+        their own, each for itself: what precedes a block, LSTM state included, stays as given.
         """
         rope = self.rope(torch.arange(ahead.shape[1], device=ahead.device)[None])
-        layout = BlockLayout(blocks, self.config.block_size) if passes > 1 else None
+        again = passes > 1 or revised is not None
+        layout = BlockLayout(blocks, self.config.block_size) if again else None
         cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         outputs: list[Tensor] = []
         state: State | None = None
@@ -190,7 +195,13 @@ class FalconHead(
             fused, state = self._fuse(self.inputs(ahead, features), state, layout)
             mask = _rollout_mask(blocks, valid, number)
             outputs.append(self.decode(fused, rope, _cached_attention(cached, mask)))
-        return torch.stack(outputs)
+            if number == 0 and revised is not None:
+                fused, _ = self._fuse(self.inputs(*revised), state, layout)
+                aside = [list(parts) for parts in cached]  # no other block sees the revision
+                attend = _cached_attention(aside, _rollout_mask(blocks, valid, 1))
+                glanced = self.decode(fused, rope, attend)
+        first = outputs[:1] if revised is None else [glanced]
+        return torch.stack(first + outputs[1:])
 
     def _fuse(self, inputs: Tensor, state: State | None, layout: "BlockLayout | None"):
         if self.config.fusion == "linear":

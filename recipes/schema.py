@@ -77,6 +77,7 @@ class GlanceSection(Section):
     enabled: bool = True
     start: Fraction = 0.4  # share of the Hamming distance that is revealed, first step
     end: Fraction = 0.0  # the same at the last step
+    isolated: bool = False  # a revealed block's neighbours read it, and the LSTM, as it was
     supervise_revealed: bool = False  # loss also where the answer was put into the input
 
 

@@ -103,6 +103,24 @@ def test_rollout_equals_feeding_each_block_by_hand(target, fusion, k, layers):
 
 
 @pytest.mark.parametrize("fusion", ["lstm", "linear"])
+def test_a_revised_block_is_read_by_itself_alone(target, fusion):
+    """With `revised`, block b's output is that of a sequence revised at block b and nowhere else,
+    and later passes do not know of any revision."""
+    head = random_head(target, 2, fusion=fusion, layers=2)
+    ahead, features = pairs(1, 9)
+    other_ahead, other_features = pairs(2, 9)
+    revised = (other_ahead[1:], other_features[1:])
+    blocks = block_index(9, 2, 1)[None]
+    together = head(ahead, features, blocks, passes=2, revised=revised)
+    for b in range(int(blocks.max()) + 1):
+        here = (blocks == b)[..., None]
+        one = (torch.where(here, revised[0], ahead), torch.where(here, revised[1], features))
+        alone = head(*one, blocks)[0]
+        torch.testing.assert_close(together[0][here[..., 0]], alone[here[..., 0]])
+    torch.testing.assert_close(together[1], head(ahead, features, blocks, passes=2)[1])
+
+
+@pytest.mark.parametrize("fusion", ["lstm", "linear"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k):
     """Whatever was accepted before, a draft equals the head over the whole sequence at once, with

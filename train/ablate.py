@@ -36,6 +36,7 @@ VARIANTS: dict[str, list[str]] = {
     "rollout1_no_csgd": ["train.rollout=1", GLANCE_OFF],
     "csgd_share_0.1": ["glance.start=0.1"],
     "csgd_constant_0.4": ["glance.end=0.4"],
+    "csgd_isolated": ["glance.isolated=true"],
     "csgd_supervise_revealed": ["glance.supervise_revealed=true"],
     "linear_no_csgd": ["head.fusion=linear", GLANCE_OFF],
 }

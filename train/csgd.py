@@ -63,14 +63,16 @@ class CoupledGlancing:
     def loss(self, head: nn.Module, batch: Batch, revealed: Tensor, counted: Tensor) -> tuple:
         """Return the loss summed over `counted` positions, and the sums that the log is made of."""
         loss, k = self.recipe.loss, batch.block_size
-        ahead, features = reveal(*self._inputs(batch), revealed, k)
+        given = self._inputs(batch)
+        revised = reveal(*given, revealed, k)
+        isolated = self.recipe.glance.isolated
         predicted = head(
-            ahead,
-            features,
+            *(given if isolated else revised),
             batch.blocks,
             batch.valid,
-            keep=revealed,
+            keep=None if isolated else revealed,
             passes=self.recipe.train.rollout,
+            revised=revised if isolated and revealed.any() else None,
         )  # [R, B, L, H]
         rows, positions = counted.nonzero(as_tuple=True)  # N positions
         sums = head_loss(
