@@ -30,9 +30,8 @@ class Pass:
     parents: Tensor  # [E], which path of the pass before each path continues
     blocks: Tensor  # [E * K], nodes whose tokens are this pass's input; empty in the first pass
     visible: Tensor  # [E * K, scratch + E * K], which drafted inputs each input attends to
-    sources: Tensor  # [M], row of [E * K] whose distribution fills the m-th node
-    ranks: Tensor  # [M], and the rank it takes there
-    nodes: Tensor  # [M], the nodes filled
+    first: int  # the first of the M nodes filled, which are numbered in a row
+    choices: Tensor  # [M], place of each node's token among the top ranks, [E * K * width]
     width: int  # largest rank + 1
 
 
@@ -70,11 +69,9 @@ class StaticTree:
     def _plan(self, expanded: list[Path], scratch: list[Path]) -> Pass:
         size, depth = self.block_size, len(expanded[0])
         before = sorted({path[: depth - size] for path in expanded}) if depth else []
-        filled = [
-            (expanded.index(path[:depth]) * size + len(path) - depth - 1, path[-1], path)
-            for path in self.paths
-            if depth < len(path) <= depth + size and path[:depth] in expanded
-        ]
+        filled = [path for path in self.paths if depth < len(path) <= depth + size]
+        width = max(path[-1] for path in filled) + 1
+        sources = [expanded.index(path[:depth]) * size + len(path) - depth - 1 for path in filled]
         # Keys: blocks drafted in earlier passes, then this pass's own; a block sees its ancestors.
         keys = [*scratch, *expanded]
         sees = [[path[: len(key)] == key for key in keys] for path in expanded]
@@ -86,8 +83,9 @@ class StaticTree:
             else torch.zeros(1, dtype=torch.long),
             blocks=torch.tensor([self.index[path] for path in inputs] if depth else []).long(),
             visible=visible,
-            sources=torch.tensor([source for source, _, _ in filled]),
-            ranks=torch.tensor([rank for _, rank, _ in filled]),
-            nodes=torch.tensor([self.index[path] for _, _, path in filled]),
-            width=max(rank for _, rank, _ in filled) + 1,
+            first=self.index[filled[0]],
+            choices=torch.tensor(
+                [source * width + path[-1] for source, path in zip(sources, filled, strict=True)]
+            ),
+            width=width,
         )

@@ -45,14 +45,14 @@ def test_passes_fill_every_node_once_from_its_own_path(name, k):
         blocks = plan.blocks.view(-1, k).tolist()
         own = [names[block[-1]] for block in blocks] if number else [()]
         assert len(plan.parents) == len(own)
-        for node, source, rank in zip(
-            plan.nodes.tolist(), plan.sources.tolist(), plan.ranks.tolist(), strict=True
-        ):
+        nodes = range(plan.first, plan.first + len(plan.choices))
+        for node, choice in zip(nodes, plan.choices.tolist(), strict=True):
+            source, rank = divmod(choice, plan.width)
             expanded, offset = own[source // k], source % k
             assert names[node][: len(expanded)] == expanded
             assert len(names[node]) == number * k + offset + 1
             assert names[node][-1] == rank < plan.width
-        filled += plan.nodes.tolist()
+        filled += nodes
         if number:
             for block, path in zip(blocks, own, strict=True):
                 assert [names[node] for node in block] == [

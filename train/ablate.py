@@ -24,21 +24,22 @@ from tqdm import tqdm
 from specdraft.recipes.errors import RecipeError, entry
 
 GLANCE_OFF = "glance.enabled=false"
+LITERAL = "glance.isolated=false"  # a revision reaches later states and blocks, as in the paper
 VARIANTS: dict[str, list[str]] = {
-    "csgd": [],
+    "recipe": [],
     "no_csgd": [GLANCE_OFF],
+    "csgd_literal": [LITERAL, "glance.start=0.4"],
     "k1": ["head.block_size=1", "eval.tree=tiny_k1", GLANCE_OFF],
     "k3": ["head.block_size=3", "eval.tree=tiny_k3"],
     "k4": ["head.block_size=4", "eval.tree=tiny_k4"],
     "linear": ["head.fusion=linear"],
+    "csgd_isolated_0.4": ["glance.start=0.4"],
+    "csgd_literal_0.1": [LITERAL, "glance.start=0.1"],
+    "csgd_literal_constant": [LITERAL, "glance.start=0.4", "glance.end=0.4"],
+    "csgd_literal_supervised": [LITERAL, "glance.start=0.4", "glance.supervise_revealed=true"],
     "rollout1": ["train.rollout=1"],
-    "rollout3": ["train.rollout=3"],
     "rollout1_no_csgd": ["train.rollout=1", GLANCE_OFF],
-    "csgd_share_0.1": ["glance.start=0.1"],
-    "csgd_constant_0.4": ["glance.end=0.4"],
-    "csgd_isolated": ["glance.isolated=true"],
-    "csgd_supervise_revealed": ["glance.supervise_revealed=true"],
-    "linear_no_csgd": ["head.fusion=linear", GLANCE_OFF],
+    "rollout3": ["train.rollout=3"],
 }
 SHOWN = ("falcon_chain", "falcon_tree")
 

@@ -125,8 +125,10 @@ class FalconDrafter:
                 depths = torch.arange(depth + 1, depth + self.k + 1, device=nodes.device)
                 noise = gumbel(request.seed, self.pool.lengths[row] + depths, scores.shape[-1])
                 scores[number] = scores[number] / request.temperature + noise
-        ranked = scores.flatten(1, 2).topk(plan.width).indices  # [R, E * K, width]
-        nodes[:, plan.nodes] = ranked[:, plan.sources, plan.ranks]
+        ranked = scores.topk(plan.width).indices.flatten(1)  # [R, E * K * width]
+        # A pass fills whole depths, and nodes are numbered depth by depth.
+        first, count = plan.first, len(plan.choices)
+        nodes[:, first : first + count] = ranked.index_select(1, plan.choices)
 
     def _extend(
         self,
@@ -140,24 +142,25 @@ class FalconDrafter:
     ) -> tuple[Tensor, State]:
         """Read one drafted block per path; return its predictions [R, E, K, H] and end states."""
         paths = len(plan.parents)
-        features = predicted[:, plan.parents].flatten(0, 1)  # [R * E, K, H]
-        tokens = nodes[:, plan.blocks].view(-1, self.k)
+        features = predicted.index_select(1, plan.parents).flatten(0, 1)  # [R * E, K, H]
+        tokens = nodes.index_select(1, plan.blocks).view(-1, self.k)
         inputs = self.head.inputs(self.target.embed(tokens).float(), features)
         if state is not None:
             state = tuple(
-                s.unflatten(1, (len(rows), -1))[:, :, plan.parents].flatten(1, 2) for s in state
+                s.unflatten(1, (len(rows), -1)).index_select(2, plan.parents).flatten(1, 2)
+                for s in state
             )
         fused, state = self._fuse(inputs, state)
-        offsets = torch.arange(depth - self.k, depth, device=nodes.device).repeat(paths)
         starts = [self.pool.lengths[row] for row in rows]
-        positions = torch.tensor(starts, device=nodes.device)[:, None] + offsets
+        offsets = [*range(depth - self.k, depth)] * paths
+        positions = torch.tensor([start + n for start in starts for n in offsets])
         bias = self._biases[plan]
         segments = [
             Segment(row, start + scratch, paths * self.k, bias.behind(start))
             for row, start in zip(rows, starts, strict=True)
         ]
         output = self._decode(
-            fused.reshape(1, -1, fused.shape[-1]), positions.view(1, -1), segments
+            fused.reshape(1, -1, fused.shape[-1]), positions.to(nodes.device), segments
         )
         ends = None if state is None else tuple(s[:, :, -1] for s in state)
         return output.view(len(rows), paths, self.k, -1), ends
@@ -185,7 +188,7 @@ class FalconDrafter:
             start = self.pool.lengths[row] - again
             segments.append(self._read_segment(row, start, len(ahead)))
             positions += range(start, start + len(ahead))
-        positions = torch.tensor([positions], device=self.target.device)
+        positions = torch.tensor(positions, device=self.target.device)
         output = self._decode(torch.cat(fused)[None], positions, segments)[0]
         last = [part[-self.k :] for part in output.split([len(ahead) for ahead, _, _ in read])]
         for row, inputs, before, after in zip(rows, read, befores, states, strict=True):
@@ -259,7 +262,7 @@ class FalconDrafter:
         plan = Plan(self.pool, segments)
         return self.head.decode(
             fused,
-            tuple(table[:, :, positions[0]] for table in self._rope),
+            tuple(table.index_select(2, positions) for table in self._rope),
             lambda layer, query, key, value: attend(plan, layer, query, key, value, None),
         )
 
