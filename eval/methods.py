@@ -134,7 +134,7 @@ def make_method(
     if name == "generate":
         return Generate(target)
     if name == "hf_prompt_lookup":
-        return Generate(target, settings.lookup_copy)
+        return Generate(target, settings.hf_lookup_copy)
     drafter = None
     if name == "prompt_lookup":
         drafter = PromptLookup(settings.lookup_match, settings.lookup_copy, rows, target.device)

@@ -142,6 +142,7 @@ class EvalSection(Section):
     seed: Natural = 0
     lookup_match: Count = 2  # prompt lookup: longest suffix looked for
     lookup_copy: Count = 7  # prompt lookup: tokens proposed
+    hf_lookup_copy: Count = 3  # the same of transformers' prompt lookup
     prompt_tokens: Count | None = None  # holdout of format text: null: as data.prompt_tokens
 
     def combinations(self) -> list[str]:
