@@ -23,16 +23,15 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _ask(self, *_: object) -> None:
-        self.asked = True
-        self._restore()
-
-    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._previous = {}
+
+    def _ask(self, *_: object) -> None:
+        # Not left to the handler before this one: a process started in the background ignores
+        # SIGINT, and then a second one would do nothing.
+        if self.asked:
+            raise KeyboardInterrupt("stopped at once; what was saved before stays")
+        self.asked = True
 
 
 def resume_command() -> str:
