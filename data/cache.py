@@ -8,7 +8,6 @@ A run that is cut off goes on where it stopped. Training with the same recipe fi
 
 import argparse
 from datetime import timedelta
-from functools import partial
 
 import torch
 import yaml
@@ -17,10 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.feature_cache import FeatureCache
-from specdraft.data.features import build_features
 from specdraft.data.template import preview
-from specdraft.data.tokens import TokenCache, build_tokens
-from specdraft.eval.answers import answer
+from specdraft.data.tokens import TokenCache
+from specdraft.eval.answers import build_caches
 from specdraft.models.target import Target
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
@@ -46,14 +44,7 @@ def main() -> None:
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
     accelerator = Accelerator(kwargs_handlers=[patience])
     target = Target.of_recipe(recipe.target, accelerator.device)
-    ranks = {
-        "rank": accelerator.process_index,
-        "world": accelerator.num_processes,
-        "barrier": accelerator.wait_for_everyone,
-    }
-    generate = partial(answer, target, recipe.data.batch_rows)
-    tokens = build_tokens(recipe, target.tokenizer, generate, target.identity(), **ranks)
-    features = build_features(recipe, tokens, target, **ranks)
+    tokens, features = build_caches(recipe, target, accelerator)
     if accelerator.is_main_process:
         show(tokens, features, target, arguments.preview, console)
     accelerator.end_training()

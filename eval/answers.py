@@ -1,10 +1,17 @@
 """The target answers many prompts at once: what data/regenerate.py is handed by an entry."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
+from accelerate import Accelerator
+
+from specdraft.data.feature_cache import FeatureCache
+from specdraft.data.features import build_features
 from specdraft.data.regenerate import Ask
+from specdraft.data.tokens import TokenCache, build_tokens
 from specdraft.eval.decoder import Decoder, Request
 from specdraft.models.target import Target
+from specdraft.recipes.schema import Recipe
 
 
 def answer(target: Target, rows: int, asks: Sequence[Ask]) -> Iterator[tuple[int, list[int]]]:
@@ -15,3 +22,17 @@ def answer(target: Target, rows: int, asks: Sequence[Ask]) -> Iterator[tuple[int
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
     for completion in Decoder(target, rows=rows, capacity=capacity).run(requests):
         yield completion.index, completion.tokens
+
+
+def build_caches(
+    recipe: Recipe, target: Target, accelerator: Accelerator
+) -> tuple[TokenCache, FeatureCache]:
+    """Build, or open, a recipe's token and feature caches; every rank writes its own share."""
+    ranks = {
+        "rank": accelerator.process_index,
+        "world": accelerator.num_processes,
+        "barrier": accelerator.wait_for_everyone,
+    }
+    generate = partial(answer, target, recipe.data.batch_rows)
+    tokens = build_tokens(recipe, target.tokenizer, generate, target.identity(), **ranks)
+    return tokens, build_features(recipe, tokens, target, **ranks)

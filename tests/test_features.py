@@ -157,8 +157,8 @@ def test_a_build_that_was_cut_off_goes_on_where_it_stopped(made, tmp_path):
 
 def test_a_finished_cache_needs_no_forward(made):
     settings, tokens, target = made
-    build(made)
-    build((settings, tokens, Breaking(target, 0)))
+    whole = build(made)
+    assert same(build((settings, tokens, Breaking(target, 0))), whole)
 
 
 KILLED = """

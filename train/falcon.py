@@ -18,10 +18,9 @@ from accelerate import Accelerator, PartialState
 from rich.console import Console
 from rich.table import Table
 
-from specdraft.data.features import FeatureCache, build_features
+from specdraft.data.features import FeatureCache
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
-from specdraft.data.tokens import build_tokens
-from specdraft.eval.answers import answer
+from specdraft.eval.answers import build_caches
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target, TargetEnds
@@ -58,14 +57,7 @@ def main() -> None:
 def train(recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Target]) -> None:
     """Run every stage of a recipe; all ranks call this."""
     target = load_target()
-    ranks = {
-        "rank": accelerator.process_index,
-        "world": accelerator.num_processes,
-        "barrier": accelerator.wait_for_everyone,
-    }
-    generate = partial(answer, target, recipe.data.batch_rows)
-    tokens = build_tokens(recipe, target.tokenizer, generate, target.identity(), **ranks)
-    cache = build_features(recipe, tokens, target, **ranks)
+    _, cache = build_caches(recipe, target, accelerator)
     prompts = load_prompts(recipe, target.tokenizer)
     validation = validation_prompts(recipe, target.tokenizer)
     head, ends = new_head(recipe, target, cache), TargetEnds.of(target)
