@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.methods import NEEDS_HEAD
+from specdraft.eval.methods import needs_head
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.target import Target
@@ -67,7 +67,7 @@ def measure(recipes: list[Recipe]) -> dict:
     target = Target.of_recipe(first.target)
     prompts = load_prompts(first, target.tokenizer)
     head: FalconHead | None = None
-    if set(first.eval.methods) & set(NEEDS_HEAD):
+    if any(needs_head(name) for name in first.eval.methods):
         head = load_head(Path(first.output.dir) / "head", target.identity())
     reports = []
     for recipe in recipes:

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from specdraft.data.prompts import Prompt
 from specdraft.eval.decoder import Request
 from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import NEEDS_HEAD, Outcome, make_method
-from specdraft.eval.metrics import Costs, counts, times
+from specdraft.eval.methods import Outcome, make_method, needs_head
+from specdraft.eval.metrics import Costs, counts, padding, times
 from specdraft.eval.show import print_sample, sample
 from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target
@@ -51,7 +51,7 @@ def evaluate(
     with cpu_threads(recipe.eval.threads):
         outcomes = decode_all(recipe, target, head, prompts, methods, progress)
         where = environment(target)
-    shown = next((name for name in reversed(methods) if name in NEEDS_HEAD), methods[-1])
+    shown = next((name for name in reversed(methods) if needs_head(name)), methods[-1])
     answers = [done for part in outcomes[shown] for done in part.completions][:SAMPLES]
     return {
         "schema": SCHEMA,
@@ -126,7 +126,7 @@ def summarise(
         plain_ms = times(outcomes[REFERENCE], 1)["verify_ms_per_step"]
     rows = []
     for name, parts in outcomes.items():
-        drafting = name in NEEDS_HEAD
+        drafting = needs_head(name)
         costs = Costs(share if drafting else 0.0, _measured_cost(parts, plain_ms))
         row = {
             "method": name,
@@ -137,8 +137,7 @@ def summarise(
             "dtype": recipe.target.dtype,
             **_identity(target, prompts, outcomes, name),
             **counts(parts, costs),
-            "padding_ratio_inputs": 0.0 if parts[0].timing else None,
-            "padding_ratio_kv": 0.0 if parts[0].timing else None,
+            **padding(parts),
         }
         rows.append(row | times(parts, row["tokens"]))
     speeds = {row["method"]: row["tokens_per_second"] for row in rows}
@@ -171,9 +170,9 @@ def _tokens(parts: Sequence[Outcome]) -> list[list[int]]:
 
 def _measured_cost(parts: Sequence[Outcome], plain_ms: float | None) -> float | None:
     forwards = sum(part.drafter_forwards for part in parts)
-    if plain_ms is None or parts[0].timing is None:
+    if plain_ms is None:
         return None
-    draft_ms = 1e3 * sum(part.timing.draft for part in parts)
+    draft_ms = 1e3 * sum(part.drafter_seconds for part in parts)
     return draft_ms / forwards / plain_ms if forwards else 0.0
 
 
@@ -234,7 +233,7 @@ def print_report(report: dict, console: Console | None = None) -> None:
         pad_edge=False,
     )
     names = ("method", "tokens\n/step", "accept\nrate", "nodes\n/step", "tokens\n/s", "x\nplain")
-    names += ("x gen-\nerate", "draft\nms", "verify\nms", "iden-\ntical")
+    names += ("x gen-\nerate", "draft\nms", "verify\nms", "rest\nms", "iden-\ntical")
     for name in names:
         left = name == "method"
         table.add_column(name, justify="left" if left else "right", no_wrap=left, min_width=6)
@@ -249,6 +248,7 @@ def print_report(report: dict, console: Console | None = None) -> None:
             _shown(run["speedup_over_generate"]),
             _shown(run["draft_ms_per_step"]),
             _shown(run["verify_ms_per_step"]),
+            _shown(run["overhead_ms_per_step"]),
             _agreement(run),
         )
     console = console or Console()

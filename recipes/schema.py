@@ -25,6 +25,9 @@ Method = Literal[
     "plain", "generate", "hf_prompt_lookup", "prompt_lookup", "falcon_chain", "falcon_tree"
 ]
 METHODS: tuple[str, ...] = get_args(Method)
+# How a method may be decoded to be compared with the vanilla multi-sample way (eval/padded.py).
+PADDINGS = ("padded", "pad_kv", "pad_inputs")
+Measured = Literal[("padded", *METHODS, *(f"{m}:{p}" for m in METHODS for p in PADDINGS))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +137,7 @@ class EvalSection(Section):
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Count = 128
     limit: Count | None = None  # prompts at most
-    methods: tuple[Method, ...] = METHODS
+    methods: tuple[Measured, ...] = METHODS  # or padded, METHOD:padded, :pad_kv, :pad_inputs
     temperature: NonNegative = 0.0  # 0: greedy
     top_k: Natural = 0  # 0: off
     top_p: Annotated[float, Interval(0, 1, above=True)] = 1.0
