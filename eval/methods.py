@@ -145,12 +145,13 @@ def make_method(
 ) -> DecodingMethod:
     """Build a method by its name; RecipeError for an unknown one or one whose head is missing.
 
-    `capacity` holds a prompt and its answer. NAME:padded, NAME:pad_kv and NAME:pad_inputs are a
-    drafting method decoded the vanilla way (eval/padded.py); `padded` is prompt_lookup:padded.
+    `capacity` holds a prompt and its answer. NAME:padded, NAME:pad_kv and NAME:pad_inputs are
+    decoded the vanilla way (eval/padded.py), and `padded` is prompt_lookup:padded. NAME:dynamic is
+    the same engine; whoever calls it hands over all requests at once.
     """
     if name not in (known := get_args(Measured)):
         raise RecipeError(f"unknown method {name!r}; known: {', '.join(known)}")
-    base, _, padding = ("prompt_lookup:padded" if name == "padded" else name).partition(":")
+    base, _, way = ("prompt_lookup:padded" if name == "padded" else name).partition(":")
     rows = settings.batch_size
     if base == "generate":
         return Generate(target)
@@ -158,11 +159,11 @@ def make_method(
         return Generate(target, settings.hf_lookup_copy)
     drafter = make_drafter(base, settings, target, head, capacity)
     room = capacity + (drafter.max_nodes if drafter else 0)
-    if not padding:
+    if way not in PADDINGS:
         return Engine(Decoder(target, drafter, rows, room))
     # Aligned caches grow by what the luckiest row accepts: at worst by the sum over rows.
     room += (rows - 1) * settings.max_new_tokens
-    return Engine(PaddedDecoder(target, drafter, rows, room, *PADDINGS[padding]))
+    return Engine(PaddedDecoder(target, drafter, rows, room, *PADDINGS[way]))
 
 
 def make_drafter(

@@ -6,6 +6,7 @@ Methods take turns prompt by prompt, so that a machine that slows down slows all
 import json
 import os
 import platform
+import random
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from specdraft.eval.metrics import Costs, counts, padding, times
 from specdraft.eval.show import print_sample, sample
 from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target
-from specdraft.recipes.schema import Recipe
+from specdraft.recipes.schema import EvalSection, Recipe
 
 SCHEMA = 1
 WARM_UP_TOKENS = 8
@@ -73,30 +74,51 @@ def decode_all(
     methods: Sequence[str],
     progress: bool = True,
 ) -> Outcomes:
-    """Run every method on every batch of prompts, one method after the other per batch."""
+    """Run every method on every batch of prompts, one method after the other per batch.
+
+    A dynamic method takes all prompts as one queue. With repeats, the median by wall-clock of each
+    batch stands.
+    """
     settings = recipe.eval
-    requests = [
-        Request(
-            prompt.input_ids,
-            settings.max_new_tokens,
-            settings.temperature,
-            settings.top_k,
-            settings.top_p,
-            settings.seed + number,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
+    requests = make_requests(settings, prompts)
     capacity = max(len(request.prompt) for request in requests) + settings.max_new_tokens
     runners = {name: make_method(name, settings, target, head, capacity) for name in methods}
     warm_up = Request(requests[0].prompt, min(WARM_UP_TOKENS, settings.max_new_tokens))
     for runner in runners.values():
         runner([warm_up])
+    starts = range(0, len(requests), settings.batch_size)
+    batches = [requests[start : start + settings.batch_size] for start in starts]
+    queued = [name for name in runners if name.endswith(":dynamic")]
+    batched = [name for name in runners if name not in queued]
+    work = [(batched, batch) for batch in batches] + [(queued, requests)] * bool(queued)
     outcomes: Outcomes = {name: [] for name in runners}
-    batches = range(0, len(requests), settings.batch_size)
-    for start in tqdm(batches, desc="evaluating", unit="batch", disable=not progress):
-        for name, runner in runners.items():
-            outcomes[name].append(runner(requests[start : start + settings.batch_size]))
+    for names, batch in tqdm(work, desc="evaluating", unit="batch", disable=not progress):
+        tries = [{name: runners[name](batch) for name in names} for _ in range(settings.repeats)]
+        for name in names:
+            ordered = sorted((each[name] for each in tries), key=lambda outcome: outcome.seconds)
+            outcomes[name].append(ordered[len(ordered) // 2])
     return outcomes
+
+
+def make_requests(settings: EvalSection, prompts: Sequence[Prompt]) -> list[Request]:
+    """One request per prompt, each with its own seed; spread lengths are log-uniform, shuffled."""
+    lengths = [settings.max_new_tokens] * len(prompts)
+    if settings.spread > 1:
+        steps = max(len(prompts) - 1, 1)
+        lengths = [round(n * settings.spread ** (-i / steps)) for i, n in enumerate(lengths)]
+        random.Random(settings.seed).shuffle(lengths)
+    return [
+        Request(
+            prompt.input_ids,
+            max(length, 1),
+            settings.temperature,
+            settings.top_k,
+            settings.top_p,
+            settings.seed + number,
+            eos_ids=frozenset() if settings.spread > 1 else None,
+        )
+        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
 
 
 @contextmanager
@@ -134,6 +156,7 @@ def summarise(
             "batch_size": recipe.eval.batch_size,
             "temperature": recipe.eval.temperature,
             "max_new_tokens": recipe.eval.max_new_tokens,
+            "spread": recipe.eval.spread,
             "dtype": recipe.target.dtype,
             **_identity(target, prompts, outcomes, name),
             **counts(parts, costs),
@@ -255,6 +278,21 @@ def print_report(report: dict, console: Console | None = None) -> None:
     console.print(table)
     for answer in report["samples"]:
         print_sample(answer, console)
+
+
+def print_curves(runs: Sequence[dict], console: Console | None = None) -> None:
+    """Show tokens/s over plain decoding of the same rows, by batch size (EMS-SD, Table 2)."""
+    sizes = sorted({run["batch_size"] for run in runs})
+    if len(sizes) < 2:
+        return
+    table = Table(title="x plain decoding, by batch size", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for size in sizes:
+        table.add_column(str(size), justify="right")
+    for name in dict.fromkeys(run["method"] for run in runs):
+        speeds = {run["batch_size"]: run["speedup"] for run in runs if run["method"] == name}
+        table.add_row(name, *(_shown(speeds.get(size)) for size in sizes))
+    (console or Console()).print(table)
 
 
 def _shown(value: float | None, digits: int = 2) -> str:
