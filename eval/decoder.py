@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdraft.eval.accept import sample, walk
+from specdraft.eval.accept import walk
 from specdraft.eval.packed import PackedTarget
+from specdraft.eval.sampling import sample
 from specdraft.eval.tree import Topology, Tree, chain
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdraft.eval.accept import gumbel
 from specdraft.eval.decoder import Request
 from specdraft.eval.kv import KVPool
 from specdraft.eval.packed import CAUSAL, Plan, Segment, TreeBias, attend
+from specdraft.eval.sampling import gumbel
 from specdraft.eval.static import Pass, StaticTree
 from specdraft.eval.tree import Tree, chain
 from specdraft.models.falcon import FalconHead, block_index
