@@ -61,9 +61,10 @@ def test_the_walk_emits_exactly_what_the_target_would_say_alone():
 @every_tree_rule
 @pytest.mark.parametrize(("count", "vocab"), [(1, 5), (2, 4), (3, 3), (3, 4)])
 def test_one_node_with_siblings_emits_the_targets_law(name, count, vocab, kind):
-    p, q = random_laws(kind, vocab, 2)
-    played = play(RULES[name].rule, drawn(SIBLINGS[count], HOW[name], q), p)
-    assert law_error(played.law, p, 2) <= EXACT
+    for seed in (1, 7):
+        p, q = random_laws(kind, vocab, 2, seed)
+        played = play(RULES[name].rule, drawn(SIBLINGS[count], HOW[name], q), p)
+        assert law_error(played.law, p, 2) <= EXACT
 
 
 @every_kind
@@ -161,7 +162,7 @@ def test_more_siblings_are_accepted_more_often_and_kseq_finds_its_best_rho():
         )
         assert all(many > few for few, many in zip(one, three, strict=True))
         best = 0.0
-        for rho in torch.linspace(1, 3, 2001).tolist():
+        for rho in torch.linspace(1, 3, 401).tolist():
             taken = torch.minimum(q[()], p[()] / rho)
             beta = float(taken.sum())
             some = 1 - (1 - beta) ** 3
@@ -176,26 +177,17 @@ RIVALS = [(recursive, "without_replacement"), (multistep, "iid"), (kseq, "iid")]
 @pytest.mark.parametrize("name", RULES)
 def test_with_seeded_choices_the_first_token_is_distributed_as_p(name):
     """Drafts and decisions as the decoder makes them: one seed, a stream each; 2000 requests."""
-    p, q = (law[()] for law in random_laws("alike", 12, 1))
+    p, q = random_laws("alike", 12, 3)
     topology = chain(2) if name == "block" else SIBLINGS[2]
     counts, size = torch.zeros(12), 2000
     for seed in range(size):
-        draft = drawn(topology, HOW.get(name, "iid"), Everywhere(q))
+        draft = drawn(topology, HOW.get(name, "iid"), q)
         tree, tokens = draft(SeededChance(seed, 40, stream=1))
-        path, bonus = RULES[name].rule(tree, tokens, lambda node: p, SeededChance(seed, 40))
+        chance = SeededChance(seed, 40)
+        path, bonus = RULES[name].rule(tree, tokens, lambda n: p[tokens.text(n)], chance)  # noqa: B023
         counts[tokens[path[1]] if len(path) > 1 else bonus] += 1
-    deviation = (size * p * (1 - p)).sqrt()
-    assert ((counts - size * p).abs() < 4 * deviation).all()
-
-
-class Everywhere(dict):
-    """One distribution after every text."""
-
-    def __init__(self, law):
-        super().__init__({(): law})
-
-    def __missing__(self, text):
-        return self[()]
+    expected = size * p[()]
+    assert ((counts - expected).abs() < 4 * (expected * (1 - p[()])).sqrt()).all()
 
 
 def candidates(topology, tokens):
