@@ -82,7 +82,7 @@ def test_a_run_ends_at_the_first_end_of_sequence_token(target):
 class Foreseeing:
     """A drafter that knows the answer: at each of three depths a wrong token, then the right."""
 
-    forwards, max_nodes = 0, 6
+    forwards, seconds, max_nodes, rules = 0, 0.0, 6, frozenset()
     topology = Topology([-1, 0, 0, 2, 2, 4, 4])
 
     def __init__(self, answer: list[int]):
