@@ -21,7 +21,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import TargetError
 
 PROBE = "specdraft_probe"
-PROBE_TOKENS = 8
+PROBE_TOKENS = 4  # a forward of a large target on a CPU takes as long as it has tokens
 # What layers hand to their attention beside queries, keys and values that changes nothing here.
 HARMLESS = {
     "cache_position",

@@ -190,8 +190,9 @@ class PackedTarget:
         features = []
         for part in (slice(0, half), slice(half, len(ids))):
             if count := len(ids[part]):
-                segment = self.segment(0, chain(count - 1))
-                features.append(self.forward(ids[part], positions[part], [segment]))
+                # Not self.segment: a subclass is not built yet when this runs.
+                segments = [PackedTarget.segment(self, 0, chain(count - 1))]
+                features.append(PackedTarget.forward(self, ids[part], positions[part], segments))
                 self.pool.lengths[0] += count
         self.pool.lengths[0] = 0
         return torch.cat(features)

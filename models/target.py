@@ -7,6 +7,7 @@ Shapes: B rows, T time, H hidden, V vocabulary. A feature `f_i` is the last hidd
 final norm, exactly what lm_head consumes: `p(. | t_<=i) = softmax(lm_head(f_i))`.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -101,6 +102,19 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def _local_folder(name: str) -> Path | None:
+    """The folder a loaded model came from, a Hub snapshot included; never asks the network."""
+    folder = Path(name)
+    if name and not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+        except (OSError, ValueError):
+            return None
+    return folder if name and (folder / "config.json").is_file() else None
+
+
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer that lies beside a target's weights."""
     try:
@@ -155,6 +169,24 @@ class Target:
             raise TargetError(f"cannot load {name}: {_first_line(error)}") from error
         target = cls(model.to(device), load_tokenizer(folder, trust_remote_code), name)
         target._identity = identity(name, revision, folder)
+        return target
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> "Target":
+        """Wrap a model that somebody else loaded and goes on using, without changing it.
+
+        Its structure is copied, its tensors are shared. Its identity is that of the files it was
+        loaded from, as far as they can be found on this machine.
+        """
+        shared = {id(b): b for b in model.buffers()}
+        for tensor in model.parameters():
+            # A detached twin: freezing must not freeze the caller's.
+            frozen = nn.Parameter(tensor.detach(), False) if tensor.requires_grad else tensor
+            shared[id(tensor)] = frozen
+        name = model.name_or_path or type(model).__name__
+        target = cls(copy.deepcopy(model, shared), None, name)
+        if folder := _local_folder(model.name_or_path):
+            target._identity = identity(name, None, folder)
         return target
 
     @classmethod
