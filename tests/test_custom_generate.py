@@ -304,7 +304,7 @@ def test_a_model_is_not_kept_alive(model):
         ({"attention_mask": torch.tensor([[0, 1, 0] + [1] * 11])}, "pad on the left"),
         ({"inputs_embeds": torch.zeros(1, 14, 16)}, "inputs_embeds"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_what_cannot_be_honoured_is_refused_by_name(model, settings, message):
     with pytest.raises(DataError, match=message):

@@ -180,7 +180,7 @@ REFUSALS = {
     ),
     r"\(cohere\).*scaled or shifted": partial(random_model, "Cohere", **GQA, logit_scale=0.0625),
     r"\(granite\).*scaled or shifted": partial(
-        random_model, "Granite", **GQA, logits_scaling=4.0, initializer_range=0.001
+        random_model, "Granite", **GQA, logits_scaling=4.0, initializer_range=1e-4
     ),
     r"\(bloom\).*ALiBi": partial(random_model, "Bloom", n_head=4, n_layer=2),
     r"\(rwkv\).*recurrent state": partial(random_model, "Rwkv", attention_hidden_size=HIDDEN),
