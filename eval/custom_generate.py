@@ -14,7 +14,7 @@ Shapes: B rows of the call, T padded prompt length.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from specdraft.eval.decoder import Decoder, Drafter, Request
+from specdraft.eval.decoder import Decoder, Drafter
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.generate_call import GenerateCall, read_call
@@ -107,8 +107,11 @@ class Speculative:
         """New tokens of every row, up to what a stopping criterion leaves."""
         rows: list[list[int]] = [[] for _ in call.requests]
         stopped: set[int] = set()
-        for index, tokens in _updates(decoder, call.requests):
-            for token in tokens if index not in stopped else ():
+        for update in decoder.stream(call.requests):
+            index = update.index
+            if update.completion and update.completion.error:
+                raise update.completion.error
+            for token in update.tokens if index not in stopped else ():
                 rows[index].append(token)
                 if self.streamer:
                     self.streamer.put(torch.tensor([token]))
@@ -142,19 +145,7 @@ class Loan:
             spare = drafter.max_nodes if drafter else 0
             self._decoder = Decoder(self.target, drafter, rows, needed + spare)
             self._capacity = needed
-        self.target.model.generation_config = GenerationConfig(eos_token_id=call.eos_ids)
         return self._decoder
-
-
-def _updates(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[int, list[int]]]:
-    """Yield (request, its new tokens), as soon as they are known."""
-    if len(requests) > 1:
-        yield from ((done.index, done.tokens) for done in decoder.run(requests))
-        return
-    said = 0
-    for row in decoder.stream(requests[0]):
-        yield 0, row.tokens[said:]
-        said = len(row.tokens)
 
 
 def _addresses(model: PreTrainedModel) -> list[int]:

@@ -58,10 +58,9 @@ UNUSED = {"logits_to_keep", "past_key_values", "use_cache"}  # what generate pre
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """Requests, in the order of the rows, and what ends them."""
+    """Requests, in the order of the rows, and what ends and pads them."""
 
     requests: list[Request]
-    eos_ids: list[int]
     criteria: StoppingCriteriaList  # other than length and end-of-sequence tokens
     pad_id: int | None
 
@@ -90,13 +89,14 @@ def read_call(
     eos_ids = [token for ids in eos for token in ids]
     settings = _sampling(processors, config.do_sample)
     new_tokens = criteria.max_length - input_ids.shape[1]
+    settings |= {"eos_ids": frozenset(eos_ids)}
     requests = [Request(prompt, new_tokens, **settings) for prompt in prompts]
     if config.do_sample:
         seeds = torch.randint(2**63 - 1, (len(requests),)).tolist()
         requests = [replace(r, seed=seed) for r, seed in zip(requests, seeds, strict=True)]
     others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     pad = config.pad_token_id if config.pad_token_id is not None else next(iter(eos_ids), None)
-    return GenerateCall(requests, eos_ids, StoppingCriteriaList(others), pad)
+    return GenerateCall(requests, StoppingCriteriaList(others), pad)
 
 
 def _check_config(config: GenerationConfig) -> None:

@@ -98,6 +98,12 @@ def of_train(train: schema.TrainSection) -> list[str]:
 def of_eval(evaluation: schema.EvalSection) -> list[str]:
     """Methods there are, and a tree that exists and is one."""
     problems = [] if evaluation.methods else ["eval.methods = []: name at least one"]
+    foreign = [name for name in evaluation.methods if name in ("generate", "hf_prompt_lookup")]
+    if evaluation.spread > 1 and foreign:
+        problems.append(
+            f"eval.spread = {evaluation.spread:g}: {foreign[0]} cannot give each row its own "
+            "length; leave it out of eval.methods or set eval.spread to 1"
+        )
     try:
         load_tree_paths(evaluation.tree)
     except InvalidRecipeError as error:

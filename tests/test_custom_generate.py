@@ -329,3 +329,9 @@ def test_rows_of_different_lengths_need_a_padding_token(model):
             stopping_criteria=criteria,
             custom_generate=Speculative(),
         )
+
+
+def test_what_the_decoder_refuses_is_raised(model):
+    ids = torch.tensor([[1, 2], [1, VOCAB]])
+    with pytest.raises(DataError, match=r"request 1: token ids .* outside the vocabulary"):
+        model.generate(ids, max_new_tokens=4, custom_generate=Speculative())
