@@ -3,7 +3,7 @@
     python eval/bench.py recipes/tiny.yaml [--methods plain,falcon_tree] [--batch-sizes 1,8]
         [--temperatures 0,1] [--prompts NAME] [--out DIR] [section.key=value ..]
 
-Reads the trained head of `output.dir` and writes DIR/report.json (default: `output.dir`).
+Reads what was trained from `output.dir` and writes DIR/report.json (default: `output.dir`).
 """
 
 import argparse
@@ -11,9 +11,8 @@ from itertools import product
 from pathlib import Path
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.methods import NEEDS_HEAD
+from specdraft.eval.methods import load_trained
 from specdraft.eval.report import evaluate, print_report, write_report
-from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.target import Target
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
@@ -22,7 +21,7 @@ from specdraft.recipes.schema import Recipe
 
 @entry
 def main() -> None:
-    """Parse, load recipe, target and head, and measure."""
+    """Parse, load recipe, target and drafters, and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -62,16 +61,14 @@ def _variants(options: argparse.Namespace) -> list[list[str]]:
 
 
 def measure(recipes: list[Recipe]) -> dict:
-    """Evaluate each recipe on the same target and head; one report with all runs."""
+    """Evaluate each recipe on the same target and drafters; one report with all runs."""
     first = recipes[0]
     target = Target.of_recipe(first.target)
     prompts = load_prompts(first, target.tokenizer)
-    head: FalconHead | None = None
-    if set(first.eval.methods) & set(NEEDS_HEAD):
-        head = load_head(Path(first.output.dir) / "head", target.identity())
+    trained = load_trained(first, target)
     reports = []
     for recipe in recipes:
-        reports.append(evaluate(recipe, target, head, prompts, recipe.eval.methods))
+        reports.append(evaluate(recipe, target, trained, prompts, recipe.eval.methods))
         print_report(reports[-1])
     return reports[0] | {"runs": [run for report in reports for run in report["runs"]]}
 

@@ -7,21 +7,46 @@ weights, and count target forwards with a hook.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from specdraft.data import fingerprint
 from specdraft.eval.decoder import Completion, Decoder, Drafter, Request, Step, Timing
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.static import StaticTree
-from specdraft.models.falcon import FalconHead
+from specdraft.models.falcon import FalconHead, load_head
+from specdraft.models.maxgram import MaxGramTable, load_table
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.schema import METHODS, EvalSection
+from specdraft.recipes.schema import METHODS, MaxgramSection, Recipe
 from specdraft.recipes.static_trees import load_tree_paths
 
 NEEDS_HEAD = ("falcon_chain", "falcon_tree")
+NEEDS_TABLE = ("maxgram",)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training has left for the methods; None where no method asks for it."""
+
+    head: FalconHead | None = None
+    table: MaxGramTable | None = None
+
+
+def load_trained(recipe: Recipe, target: Target) -> Trained:
+    """Load from `output.dir` what the recipe's methods need. Raises HeadError, TargetError."""
+    out, methods = Path(recipe.output.dir), set(recipe.eval.methods)
+    head = table = None
+    if methods & set(NEEDS_HEAD):
+        head = load_head(out / "head", target.identity())
+    if methods & set(NEEDS_TABLE):
+        tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
+        table = load_table(out / "table", target.name, target.vocab_size, tokenizer)
+    return Trained(head, table)
 
 
 @dataclass(frozen=True)
@@ -123,14 +148,17 @@ def _sampling(request: Request) -> dict:
 
 
 def make_method(
-    name: str, settings: EvalSection, target: Target, head: FalconHead | None, capacity: int
+    name: str, recipe: Recipe, target: Target, trained: Trained, capacity: int
 ) -> DecodingMethod:
-    """Build a method by its name; RecipeError for an unknown one or one whose head is missing."""
+    """Build a method by its name; RecipeError for an unknown one or a drafter that is missing."""
+    settings, head = recipe.eval, trained.head
     rows = settings.batch_size
     if name not in METHODS:
         raise RecipeError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     if name in NEEDS_HEAD and head is None:
         raise RecipeError(f"method {name} needs a trained head; train one first")
+    if name in NEEDS_TABLE and trained.table is None:
+        raise RecipeError(f"method {name} needs a Max-Gram table; count one first")
     if name == "generate":
         return Generate(target)
     if name == "hf_prompt_lookup":
@@ -138,9 +166,26 @@ def make_method(
     drafter = None
     if name == "prompt_lookup":
         drafter = PromptLookup(settings.lookup_match, settings.lookup_copy, rows, target.device)
+    elif name == "maxgram":
+        drafter = make_maxgram(recipe.maxgram, trained.table, rows, target.device)
     elif name in NEEDS_HEAD:
         k = head.config.block_size
         chain = StaticTree.chain(settings.chain_depth, k)
         tree = chain if name == "falcon_chain" else StaticTree(load_tree_paths(settings.tree), k)
         drafter = FalconDrafter(head, target, tree, rows, capacity)
     return Engine(target, drafter, rows, capacity + (drafter.max_nodes if drafter else 0))
+
+
+def make_maxgram(
+    section: MaxgramSection, table: MaxGramTable, rows: int, device: torch.device
+) -> MaxGramDrafter:
+    """Build the Max-Gram drafter that a recipe describes."""
+    return MaxGramDrafter(
+        CONTINUATIONS[section.continuation],
+        section.n,
+        section.min_match,
+        section.branches,
+        table.next_id.tolist(),
+        rows,
+        device,
+    )

@@ -21,10 +21,9 @@ from tqdm import tqdm
 from specdraft.data.prompts import Prompt
 from specdraft.eval.decoder import Request
 from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import NEEDS_HEAD, Outcome, make_method
+from specdraft.eval.methods import NEEDS_HEAD, Outcome, Trained, make_method
 from specdraft.eval.metrics import Costs, counts, times
 from specdraft.eval.show import print_sample, sample
-from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 
@@ -39,7 +38,7 @@ Outcomes = dict[str, list[Outcome]]
 def evaluate(
     recipe: Recipe,
     target: Target,
-    head: FalconHead | None,
+    trained: Trained,
     prompts: Sequence[Prompt],
     methods: Sequence[str],
     progress: bool = True,
@@ -49,7 +48,7 @@ def evaluate(
     `samples` are the first answers of the last method that drafts, cut into what was accepted.
     """
     with cpu_threads(recipe.eval.threads):
-        outcomes = decode_all(recipe, target, head, prompts, methods, progress)
+        outcomes = decode_all(recipe, target, trained, prompts, methods, progress)
         where = environment(target)
     shown = next((name for name in reversed(methods) if name in NEEDS_HEAD), methods[-1])
     answers = [done for part in outcomes[shown] for done in part.completions][:SAMPLES]
@@ -57,7 +56,7 @@ def evaluate(
         "schema": SCHEMA,
         "recipe": recipe.to_dict(),
         "environment": where,
-        "runs": summarise(recipe, target, head, prompts, outcomes),
+        "runs": summarise(recipe, target, trained, prompts, outcomes),
         "samples": [
             {"method": shown} | sample(target.tokenizer, prompt.text, done)
             for prompt, done in zip(prompts, answers, strict=False)
@@ -68,7 +67,7 @@ def evaluate(
 def decode_all(
     recipe: Recipe,
     target: Target,
-    head: FalconHead | None,
+    trained: Trained,
     prompts: Sequence[Prompt],
     methods: Sequence[str],
     progress: bool = True,
@@ -87,7 +86,7 @@ def decode_all(
         for number, prompt in enumerate(prompts)
     ]
     capacity = max(len(request.prompt) for request in requests) + settings.max_new_tokens
-    runners = {name: make_method(name, settings, target, head, capacity) for name in methods}
+    runners = {name: make_method(name, recipe, target, trained, capacity) for name in methods}
     warm_up = Request(requests[0].prompt, min(WARM_UP_TOKENS, settings.max_new_tokens))
     for runner in runners.values():
         runner([warm_up])
@@ -113,14 +112,14 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 def summarise(
     recipe: Recipe,
     target: Target,
-    head: FalconHead | None,
+    trained: Trained,
     prompts: Sequence[Prompt],
     outcomes: Outcomes,
 ) -> list[dict]:
     """Turn outcomes into one row of figures per method."""
     share = 0.0
-    if head is not None:
-        share = _parameters(head) / _parameters(target.model)
+    if trained.head is not None:
+        share = _parameters(trained.head) / _parameters(target.model)
     plain_ms = None
     if REFERENCE in outcomes:
         plain_ms = times(outcomes[REFERENCE], 1)["verify_ms_per_step"]
