@@ -248,8 +248,8 @@ class Counts:
         places = [np.searchsorted(_read(path, "pairs"), cuts) for path in self.paths]
         for starts, stops in pairwise(np.transpose(places)):
             slices = list(zip(self.paths, starts, stops, strict=True))
-            pairs = np.concatenate([_read(path, "pairs", *where) for path, *where in slices])
-            counts = np.concatenate([_read(path, "counts", *where) for path, *where in slices])
+            pairs = np.concatenate([_part(path, "pairs", *where) for path, *where in slices])
+            counts = np.concatenate([_part(path, "counts", *where) for path, *where in slices])
             order = np.argsort(pairs, kind="stable")
             pairs = pairs[order]
             new = _starts(pairs)
@@ -301,9 +301,16 @@ def _metadata(path: Path) -> dict[str, str]:
         return file.metadata()
 
 
-def _read(path: Path, name: str, start: int = 0, stop: int | None = None) -> NDArray:
+def _read(path: Path, name: str) -> NDArray:
     with _opened(path) as file:
-        return file.get_slice(name)[int(start) : stop if stop is None else int(stop)]
+        return file.get_tensor(name)
+
+
+def _part(path: Path, name: str, start: int, stop: int) -> NDArray:
+    if start == stop:  # safetensors refuses to read nothing
+        return np.empty(0, np.int64)
+    with _opened(path) as file:
+        return file.get_slice(name)[int(start) : int(stop)]
 
 
 def _opened(path: Path) -> Any:
