@@ -2,8 +2,8 @@
 
     python eval/bench_suffix.py [--contexts 1024,8192,65536] [--count 10]
 
-Strings: random tokens of a vocabulary of 50 000 and of 4, the bundled conversations, one token again
-and again, and a loop of 37 tokens in which 2% are wrong. `read` is the prompt's own time per token.
+Strings: random tokens of a vocabulary of 50 000 and of 4, the bundled conversations, one token over
+and over, and a loop of 37 tokens in which 2% are wrong. `read` is the time per token of a prompt.
 """
 
 import argparse
