@@ -160,7 +160,7 @@ def processes(target, arguments: list[tuple]) -> list[int]:
 
 
 def test_three_processes_count_what_one_counts(tmp_path):
-    wait = multiprocessing.get_context("fork").Barrier(3)
+    wait = multiprocessing.get_context("fork").Barrier(3, timeout=30)
     jobs = [(Shards(range(8)), tmp_path, 7, rank, 3, wait.wait) for rank in range(3)]
     assert processes(count, jobs) == [0, 0, 0]
     corpus = Shards(range(8))
