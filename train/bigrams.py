@@ -162,21 +162,29 @@ def count(
     share = None if corpus.tokens is None else corpus.tokens // world
     shards = 0
     with tqdm(total=share, desc="bigrams", unit="token", unit_scale=True, disable=rank > 0) as bar:
-        for number, read in corpus.shards():
-            shards += 1
-            path = _shard_path(folder, number)
-            if number % world != rank:
-                continue
-            if path.is_file():
-                tokens = int(_metadata(path)["tokens"])
-                bar.initial += tokens  # no part of this run's tokens/s
-            else:
-                rows = read()
-                _write(path, count_rows(rows, vocab_size), rows)
-                tokens = len(rows.ids)
-            bar.update(tokens)
+        try:
+            for number, read in corpus.shards():
+                shards += 1
+                if number % world == rank:
+                    _count_shard(_shard_path(folder, number), read, vocab_size, bar)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                "interrupted; what is counted is kept: the same command goes on from there"
+            ) from None
     barrier()
     return Counts(folder, shards, vocab_size)
+
+
+def _count_shard(path: Path, read: Callable[[], Rows], vocab_size: int, bar: tqdm) -> None:
+    if path.is_file():
+        tokens = int(_metadata(path)["tokens"])
+        bar.initial += tokens  # no part of this run's tokens/s
+    else:
+        rows = read()
+        counts, tokens = count_rows(rows, vocab_size), len(rows.ids)
+        metadata = {"rows": str(len(rows.lengths)), "tokens": str(tokens)}
+        write_whole(path, safetensors.numpy.save(counts, metadata))
+    bar.update(tokens)
 
 
 def count_rows(rows: Rows, vocab_size: int) -> dict[str, NDArray]:
@@ -289,11 +297,6 @@ def _starts(sorted_values: NDArray) -> NDArray:
 
 def _shard_path(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.safetensors"
-
-
-def _write(path: Path, counts: dict[str, NDArray], rows: Rows) -> None:
-    metadata = {"rows": str(len(rows.lengths)), "tokens": str(len(rows.ids))}
-    write_whole(path, safetensors.numpy.save(counts, metadata))
 
 
 def _metadata(path: Path) -> dict[str, str]:
