@@ -10,7 +10,7 @@ empty turn, turns that do not alternate). Broken rows mean a wrong file or a wro
 1% of them is an error. Useless rows are common in scraped chats: more than 10% is an error.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -86,15 +86,30 @@ def read_conversations(
     Raises: DataError for a missing source, an unknown format, or too many rejected rows.
     """
     corpus = Corpus()
+    for item in iterate(sources, format):
+        if isinstance(item, Reject):
+            corpus.rejects.append(item)
+        else:
+            corpus.conversations.append(item)
+            if len(corpus.conversations) == limit:
+                break
+    check_rejects(len(corpus.conversations), corpus.rejects, sources)
+    return corpus
+
+
+def iterate(
+    sources: Sequence[str], format: str = "auto", streaming: bool = False
+) -> Iterator[Conversation | Reject]:
+    """Yield what becomes of every row of the sources, in order; nothing is kept.
+
+    Raises: DataError for a missing source or an unknown format.
+    """
     for name in sources:
-        kind, rows = format, Source(name).rows()
+        kind, rows = format, Source(name, streaming).rows()
         if format == "auto":
             kind, rows = _detect(name, rows)
         for row in rows:
-            _add(corpus, row, kind)
-            if len(corpus.conversations) == limit:
-                return _checked(corpus, sources)
-    return _checked(corpus, sources)
+            yield _read(row, kind)
 
 
 def split_holdout(data: DataSection) -> tuple[Corpus, list[Conversation]]:
@@ -165,31 +180,29 @@ def _keys(value: Any) -> str:
     return f"keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
 
 
-def _add(corpus: Corpus, row: Row, kind: str) -> None:
+def _read(row: Row, kind: str) -> Conversation | Reject:
     try:
         if row.problem:
             raise BrokenRowError(row.problem)
         messages, text = parse(row.value, kind)
     except (BrokenRowError, UselessRowError) as error:
-        broken = isinstance(error, BrokenRowError)
-        corpus.rejects.append(Reject(row.source, row.line, str(error), broken))
-    else:
-        corpus.conversations.append(Conversation(messages, f"{row.source}:{row.line}", text))
+        return Reject(row.source, row.line, str(error), isinstance(error, BrokenRowError))
+    return Conversation(messages, f"{row.source}:{row.line}", text)
 
 
-def _checked(corpus: Corpus, sources: Sequence[str]) -> Corpus:
-    rows = len(corpus.conversations) + len(corpus.rejects)
+def check_rejects(conversations: int, rejects: Sequence[Reject], sources: Sequence[str]) -> None:
+    """Refuse sources without a conversation or with too many rejected rows. Raises DataError."""
+    rows = conversations + len(rejects)
     if not rows:
         raise DataError(f"no rows in {', '.join(sources)}")
     for broken, share in ((True, BROKEN_SHARE), (False, USELESS_SHARE)):
-        rejects = [reject for reject in corpus.rejects if reject.broken == broken]
-        if len(rejects) > share * rows or (not corpus.conversations and rejects):
-            first = "; ".join(f"{r.file}:{r.line}: {r.reason}" for r in rejects[:3])
+        such = [reject for reject in rejects if reject.broken == broken]
+        if len(such) > share * rows or (not conversations and such):
+            first = "; ".join(f"{r.file}:{r.line}: {r.reason}" for r in such[:3])
             what = "cannot be read" if broken else "have nothing to learn from"
             raise DataError(
-                f"{len(rejects)} of {rows} rows {what}, more than {share:.0%}; first: {first}"
+                f"{len(such)} of {rows} rows {what}, more than {share:.0%}; first: {first}"
             )
-    return corpus
 
 
 def _string(value: Any, name: str) -> str:

@@ -84,19 +84,25 @@ def admit(
             yield Example(ids, mask, example.origin)
 
 
+def check_rendered(rendered: int, rejects: list[Reject]) -> None:
+    """Refuse a template that more than 1% of the conversations do not fit. Raises DataError."""
+    failed = sum(reject.broken for reject in rejects)
+    if failed > 0.01 * (rendered + failed):
+        first = "; ".join(f"{r.file}:{r.line}: {r.reason}" for r in rejects if r.broken)[:400]
+        raise DataError(
+            f"{failed} of {rendered + failed} conversations cannot be rendered, more than 1%; "
+            f"first: {first}"
+        )
+
+
 def check_mask(counts: Counter, rejects: list[Reject], what: str) -> None:
     """Refuse a data set of which 0% or 100% would be supervised, or whose template fails often.
 
     Raises: DataError.
     """
-    seen = counts["rows"] + counts["dropped_short"] + counts["dropped_unsupervised"]
-    failed = sum(reject.broken for reject in rejects)
-    if failed > 0.01 * (seen + failed):
-        first = "; ".join(f"{r.file}:{r.line}: {r.reason}" for r in rejects if r.broken)[:400]
-        raise DataError(
-            f"{failed} of {seen + failed} conversations cannot be rendered, more than 1%; "
-            f"first: {first}"
-        )
+    check_rendered(
+        counts["rows"] + counts["dropped_short"] + counts["dropped_unsupervised"], rejects
+    )
     if not counts["rows"]:
         raise DataError(
             f"0% of the tokens are supervised with {what}: {counts['dropped_unsupervised']} rows "

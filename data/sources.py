@@ -43,22 +43,24 @@ class Row:
 class Source:
     """An opened source: its rows, and a hash of its contents.
 
+    With `streaming`, rows of the Hub are fetched as they are read, not before.
     Raises DataError when it does not exist or cannot be opened.
     """
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, streaming: bool = False):
+        self.name, self._streaming = name, streaming
         self._dataset = None
         self._path = _find(name)
         if self._path is None or self._path.is_dir() or self._path.suffix in (".arrow", ".parquet"):
-            self._dataset = _open_dataset(name, self._path)
+            self._dataset = _open_dataset(name, self._path, streaming)
 
     def content_hash(self) -> str:
         """Return a hash that changes with the contents, not with the place."""
         if self._dataset is None:
             return fingerprint.of_file(self._path)
         if self._path is None:
-            return hashlib.sha256(self._dataset._fingerprint.encode()).hexdigest()
+            version = _hub_commit(self.name) if self._streaming else self._dataset._fingerprint
+            return hashlib.sha256(version.encode()).hexdigest()
         paths = sorted(self._path.rglob("*.arrow")) if self._path.is_dir() else [self._path]
         digests = "".join(fingerprint.of_file(path) for path in paths)
         return hashlib.sha256(digests.encode()).hexdigest()
@@ -120,13 +122,23 @@ def _download(name: str, repo: str, revision: str | None, filename: str) -> Path
         raise DataError(f"data.sources: cannot fetch {name} ({_first_line(error)})") from error
 
 
-def _open_dataset(name: str, path: Path | None) -> Any:
+def _hub_commit(name: str) -> str:
+    """Return name and commit of a Hub dataset: what a stream of it will yield."""
+    from huggingface_hub import HfApi
+
+    try:
+        return f"{name}@{HfApi().dataset_info(_HUB_NAME.fullmatch(name)[1]).sha}"
+    except Exception as error:
+        raise DataError(f"data.sources: cannot ask for {name} ({_first_line(error)})") from error
+
+
+def _open_dataset(name: str, path: Path | None, streaming: bool) -> Any:
     import datasets
 
     try:
         if path is None:
             repo, split = _HUB_NAME.fullmatch(name).groups()
-            return datasets.load_dataset(repo, split=split or "train")
+            return datasets.load_dataset(repo, split=split or "train", streaming=streaming)
         if path.suffix == ".arrow":
             return datasets.Dataset.from_file(str(path))
         if path.suffix == ".parquet":

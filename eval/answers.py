@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -30,11 +31,20 @@ def build_caches(
     recipe: Recipe, target: Target, accelerator: Accelerator
 ) -> tuple[TokenCache, FeatureCache]:
     """Build, or open, a recipe's token and feature caches; every rank writes its own share."""
-    ranks = {
+    tokens = build_token_cache(recipe, target, accelerator)
+    return tokens, build_features(recipe, tokens, target, **ranks(accelerator))
+
+
+def build_token_cache(recipe: Recipe, target: Target, accelerator: Accelerator) -> TokenCache:
+    """Build, or open, a recipe's token cache; every rank has the target write its own share."""
+    generate = partial(answer, target, recipe.data.batch_rows)
+    return build_tokens(recipe, target.tokenizer, generate, target.identity(), **ranks(accelerator))
+
+
+def ranks(accelerator: Accelerator) -> dict[str, Any]:
+    """What the data floor needs to know of the processes: rank, world, barrier."""
+    return {
         "rank": accelerator.process_index,
         "world": accelerator.num_processes,
         "barrier": accelerator.wait_for_everyone,
     }
-    generate = partial(answer, target, recipe.data.batch_rows)
-    tokens = build_tokens(recipe, target.tokenizer, generate, target.identity(), **ranks)
-    return tokens, build_features(recipe, tokens, target, **ranks)

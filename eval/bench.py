@@ -3,7 +3,7 @@
     python eval/bench.py recipes/tiny.yaml [--methods plain,falcon_tree] [--batch-sizes 1,8]
         [--temperatures 0,1] [--prompts NAME] [--out DIR] [section.key=value ..]
 
-Reads the trained head of `output.dir` and writes DIR/report.json (default: `output.dir`). With
+Reads what was trained from `output.dir` and writes DIR/report.json (default: `output.dir`). With
 several batch sizes it ends with their curves: each method over plain decoding of the same rows.
 A method may be decoded the vanilla padded way (METHOD:padded, METHOD:pad_kv, METHOD:pad_inputs;
 EMS-SD, Table 2) or from one queue instead of batches that end together (METHOD:dynamic).
@@ -14,9 +14,8 @@ from itertools import product
 from pathlib import Path
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.methods import needs_head
 from specdraft.eval.report import evaluate, print_curves, print_report, write_report
-from specdraft.models.falcon import FalconHead, load_head
+from specdraft.eval.trained import load_trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
@@ -69,12 +68,10 @@ def measure(recipes: list[Recipe]) -> dict:
     first = recipes[0]
     target = Target.of_recipe(first.target)
     prompts = load_prompts(first, target.tokenizer)
-    head: FalconHead | None = None
-    if any(needs_head(name) for name in first.eval.methods):
-        head = load_head(Path(first.output.dir) / "head", target.identity())
+    trained = load_trained(first, target)
     reports = []
     for recipe in recipes:
-        reports.append(evaluate(recipe, target, head, prompts, recipe.eval.methods))
+        reports.append(evaluate(recipe, target, trained, prompts, recipe.eval.methods))
         print_report(reports[-1])
     report = reports[0] | {"runs": [run for report in reports for run in report["runs"]]}
     print_curves(report["runs"])

@@ -14,18 +14,15 @@ import torch
 from specdraft.eval.decoder import Completion, Decoder, Drafter, Request, Step, Timing
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
 from specdraft.eval.static import StaticTree
-from specdraft.models.falcon import FalconHead
+from specdraft.eval.trained import HOW, Trained, needs
+from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.schema import EvalSection, Measured
+from specdraft.recipes.schema import MaxgramSection, Measured, Recipe
 from specdraft.recipes.static_trees import load_tree_paths
-
-
-def needs_head(method: str) -> bool:
-    """Whether a method, padded or not, drafts with a trained Falcon head."""
-    return method.partition(":")[0] in ("falcon_chain", "falcon_tree")
 
 
 @dataclass(frozen=True)
@@ -141,9 +138,9 @@ def _sampling(request: Request) -> dict:
 
 
 def make_method(
-    name: str, settings: EvalSection, target: Target, head: FalconHead | None, capacity: int
+    name: str, recipe: Recipe, target: Target, trained: Trained, capacity: int
 ) -> DecodingMethod:
-    """Build a method by its name; RecipeError for an unknown one or one whose head is missing.
+    """Build a method by its name; RecipeError for an unknown one or one without its drafter.
 
     `capacity` holds a prompt and its answer. NAME:padded, NAME:pad_kv and NAME:pad_inputs are
     decoded the vanilla way (eval/padded.py), and `padded` is prompt_lookup:padded. NAME:dynamic is
@@ -152,32 +149,49 @@ def make_method(
     if name not in (known := get_args(Measured)):
         raise RecipeError(f"unknown method {name!r}; known: {', '.join(known)}")
     base, _, way = ("prompt_lookup:padded" if name == "padded" else name).partition(":")
-    rows = settings.batch_size
+    rows = recipe.eval.batch_size
     if base == "generate":
         return Generate(target)
     if base == "hf_prompt_lookup":
-        return Generate(target, settings.hf_lookup_copy)
-    drafter = make_drafter(base, settings, target, head, capacity)
+        return Generate(target, recipe.eval.hf_lookup_copy)
+    drafter = make_drafter(base, recipe, target, trained, capacity)
     room = capacity + (drafter.max_nodes if drafter else 0)
     if way not in PADDINGS:
         return Engine(Decoder(target, drafter, rows, room))
     # Aligned caches grow by what the luckiest row accepts: at worst by the sum over rows.
-    room += (rows - 1) * settings.max_new_tokens
+    room += (rows - 1) * recipe.eval.max_new_tokens
     return Engine(PaddedDecoder(target, drafter, rows, room, *PADDINGS[way]))
 
 
 def make_drafter(
-    name: str, settings: EvalSection, target: Target, head: FalconHead | None, capacity: int
+    name: str, recipe: Recipe, target: Target, trained: Trained, capacity: int
 ) -> Drafter | None:
-    """Build the drafter of a method; None for plain decoding."""
+    """Build the drafter of a method, for `eval.batch_size` rows; None for plain decoding."""
     if name == "plain":
         return None
-    rows = settings.batch_size
+    settings, rows = recipe.eval, recipe.eval.batch_size
     if name == "prompt_lookup":
         return PromptLookup(settings.lookup_match, settings.lookup_copy, rows, target.device)
-    if head is None:
-        raise RecipeError(f"method {name} needs a trained head; train one first")
-    k = head.config.block_size
+    if getattr(trained, needs(name)) is None:
+        raise RecipeError(f"method {name} needs {HOW[needs(name)]}")
+    if name == "maxgram":
+        return make_maxgram(recipe.maxgram, trained.table, rows, target.device)
+    k = trained.head.config.block_size
     chain = StaticTree.chain(settings.chain_depth, k)
     tree = chain if name == "falcon_chain" else StaticTree(load_tree_paths(settings.tree), k)
-    return FalconDrafter(head, target, tree, rows, capacity)
+    return FalconDrafter(trained.head, target, tree, rows, capacity)
+
+
+def make_maxgram(
+    section: MaxgramSection, table: MaxGramTable, rows: int, device: torch.device
+) -> MaxGramDrafter:
+    """Build the Max-Gram drafter that a recipe describes."""
+    return MaxGramDrafter(
+        CONTINUATIONS[section.continuation],
+        section.n,
+        section.min_match,
+        section.branches,
+        table.next_id.tolist(),
+        rows,
+        device,
+    )

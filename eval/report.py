@@ -22,10 +22,10 @@ from tqdm import tqdm
 from specdraft.data.prompts import Prompt
 from specdraft.eval.decoder import GUMBEL, Request
 from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import Outcome, make_method, needs_head
+from specdraft.eval.methods import Outcome, make_method
 from specdraft.eval.metrics import Costs, counts, padding, times
 from specdraft.eval.show import print_sample, sample
-from specdraft.models.falcon import FalconHead
+from specdraft.eval.trained import Trained, needs
 from specdraft.models.target import Target
 from specdraft.recipes.schema import EvalSection, Recipe
 
@@ -40,7 +40,7 @@ Outcomes = dict[str, list[Outcome]]
 def evaluate(
     recipe: Recipe,
     target: Target,
-    head: FalconHead | None,
+    trained: Trained,
     prompts: Sequence[Prompt],
     methods: Sequence[str],
     progress: bool = True,
@@ -50,15 +50,15 @@ def evaluate(
     `samples` are the first answers of the last method that drafts, cut into what was accepted.
     """
     with cpu_threads(recipe.eval.threads):
-        outcomes = decode_all(recipe, target, head, prompts, methods, progress)
+        outcomes = decode_all(recipe, target, trained, prompts, methods, progress)
         where = environment(target)
-    shown = next((name for name in reversed(methods) if needs_head(name)), methods[-1])
+    shown = next((name for name in reversed(methods) if needs(name)), methods[-1])
     answers = [done for part in outcomes[shown] for done in part.completions][:SAMPLES]
     return {
         "schema": SCHEMA,
         "recipe": recipe.to_dict(),
         "environment": where,
-        "runs": summarise(recipe, target, head, prompts, outcomes),
+        "runs": summarise(recipe, target, trained, prompts, outcomes),
         "samples": [
             {"method": shown} | sample(target.tokenizer, prompt.text, done)
             for prompt, done in zip(prompts, answers, strict=False)
@@ -69,7 +69,7 @@ def evaluate(
 def decode_all(
     recipe: Recipe,
     target: Target,
-    head: FalconHead | None,
+    trained: Trained,
     prompts: Sequence[Prompt],
     methods: Sequence[str],
     progress: bool = True,
@@ -82,7 +82,7 @@ def decode_all(
     settings = recipe.eval
     requests = make_requests(settings, prompts)
     capacity = max(len(request.prompt) for request in requests) + settings.max_new_tokens
-    runners = {name: make_method(name, settings, target, head, capacity) for name in methods}
+    runners = {name: make_method(name, recipe, target, trained, capacity) for name in methods}
     warm_up = Request(requests[0].prompt, min(WARM_UP_TOKENS, settings.max_new_tokens))
     for runner in runners.values():
         runner([warm_up])
@@ -136,21 +136,19 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 def summarise(
     recipe: Recipe,
     target: Target,
-    head: FalconHead | None,
+    trained: Trained,
     prompts: Sequence[Prompt],
     outcomes: Outcomes,
 ) -> list[dict]:
     """Turn outcomes into one row of figures per method."""
-    share = 0.0
-    if head is not None:
-        share = _parameters(head) / _parameters(target.model)
     plain_ms = None
     if REFERENCE in outcomes:
         plain_ms = times(outcomes[REFERENCE], 1)["verify_ms_per_step"]
     rows = []
     for name, parts in outcomes.items():
-        drafting = needs_head(name)
-        costs = Costs(share if drafting else 0.0, _measured_cost(parts, plain_ms))
+        model = trained.model(name)
+        share = _parameters(model) / _parameters(target.model) if model else 0.0
+        costs = Costs(share, _measured_cost(parts, plain_ms))
         row = {
             "method": name,
             "prompt_set": recipe.eval.prompts,

@@ -112,15 +112,20 @@ def of_eval(evaluation: schema.EvalSection) -> list[str]:
 
 
 def of_recipe(
-    name: Any, data: schema.DataSection | None, evaluation: schema.EvalSection | None
+    name: Any,
+    data: schema.DataSection | None,
+    evaluation: schema.EvalSection | None,
+    maxgram: schema.MaxgramSection | None,
 ) -> list[str]:
-    """A name that can be a folder, and prompts that the data can give.
+    """A name that can be a folder, prompts that the data can give, a stream that can be counted.
 
     A section that is itself unsound is passed as None: nothing more can be said about it.
     """
     problems = []
     if not (isinstance(name, str) and name.strip() and "/" not in name and name[0] != "."):
         problems.append(f"name = {name!r}: must be text that can name a folder, e.g. tiny")
+    if data is not None and maxgram is not None and maxgram.corpus == "stream":
+        problems += _streaming(data)
     if data is None or evaluation is None or evaluation.prompts != "holdout":
         return problems
     if data.holdout == 0:
@@ -132,5 +137,21 @@ def of_recipe(
         problems.append(
             "eval.prompt_tokens = None: a text has no prompt of its own; say how many tokens are "
             "the prompt, e.g. 16"
+        )
+    return problems
+
+
+def _streaming(data: schema.DataSection) -> list[str]:
+    """A stream is read once and kept nowhere: it has no last rows, and nobody answers it."""
+    problems = []
+    if data.holdout:
+        problems.append(
+            f"data.holdout = {data.holdout}: maxgram.corpus=stream cannot know the last rows; "
+            "set it to 0, or maxgram.corpus=tokens"
+        )
+    if data.answers == "target":
+        problems.append(
+            "data.answers = 'target': maxgram.corpus=stream counts texts as they are; set "
+            "data.answers=dataset, or maxgram.corpus=tokens"
         )
     return problems

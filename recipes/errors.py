@@ -28,7 +28,7 @@ class CacheError(UserError):
 
 
 class HeadError(UserError):
-    """A trained head that is missing, damaged or no head."""
+    """A trained head or a counted table that is missing, damaged or none."""
 
 
 class TargetError(UserError):

@@ -55,7 +55,8 @@ def from_dict(tree: dict[str, Any]) -> Recipe:
         except InvalidRecipeError as error:
             problems += error.problems
     name = tree.get("name")
-    problems += combinations.of_recipe(name, built.get("data"), built.get("eval"))
+    together = (built.get(section) for section in ("data", "eval", "maxgram"))
+    problems += combinations.of_recipe(name, *together)
     if problems:
         raise InvalidRecipeError(problems)
     return Recipe(name=name, **built)

@@ -22,9 +22,17 @@ from specdraft.recipes.fields import (
 
 Dtype = Literal["float32", "bfloat16"]
 Method = Literal[
-    "plain", "generate", "hf_prompt_lookup", "prompt_lookup", "falcon_chain", "falcon_tree"
+    "plain",
+    "generate",
+    "hf_prompt_lookup",
+    "prompt_lookup",
+    "falcon_chain",
+    "falcon_tree",
+    "maxgram",
 ]
 METHODS: tuple[str, ...] = get_args(Method)
+# What a recipe measures unless it says more: every method that a Falcon head suffices for.
+HEAD_METHODS = METHODS[:6]
 Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"]
 # METHOD:WAY decodes a method in another way: padded as vanilla multi-sample decoding does (both,
 # or one of its two pads), or with a queue instead of batches that end together.
@@ -140,7 +148,7 @@ class EvalSection(Section):
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Count = 128
     limit: Count | None = None  # prompts at most
-    methods: tuple[Measured, ...] = METHODS  # METHOD or METHOD:WAY; padded: prompt_lookup's
+    methods: tuple[Measured, ...] = HEAD_METHODS  # METHOD or METHOD:WAY; padded: prompt_lookup's
     temperature: NonNegative = 0.0  # 0: greedy
     top_k: Natural = 0  # 0: off
     top_p: Annotated[float, Interval(0, 1, above=True)] = 1.0
@@ -157,6 +165,16 @@ class EvalSection(Section):
 
     def combinations(self) -> list[str]:
         return combinations.of_eval(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxgramSection(Section):
+    n: Count = 10  # tokens drafted: copied, then by bigrams
+    min_match: Annotated[int, Interval(1, 16)] = 1  # shortest suffix copied from
+    continuation: Literal["first", "recent", "frequent"] = "first"  # occurrence that is copied
+    branches: Count = 1  # continuations drafted side by side, as a tree
+    corpus: Literal["tokens", "stream"] = "tokens"  # counted: the token cache, or texts as read
+    pairs: Literal["answers", "all"] = "answers"  # bigrams that end in an answer, or every one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,11 +202,12 @@ class Recipe:
     optim: OptimSection = field(default_factory=OptimSection)
     train: TrainSection
     eval: EvalSection = field(default_factory=EvalSection)
+    maxgram: MaxgramSection = field(default_factory=MaxgramSection)
     output: OutputSection = field(default_factory=OutputSection)
     hub: HubSection = field(default_factory=HubSection)
 
     def __post_init__(self) -> None:
-        problems = combinations.of_recipe(self.name, self.data, self.eval)
+        problems = combinations.of_recipe(self.name, self.data, self.eval, self.maxgram)
         if problems:
             raise InvalidRecipeError(problems)
         if self.output.dir is None:

@@ -16,11 +16,13 @@ from specdraft.eval.methods import Outcome, make_method
 from specdraft.eval.metrics import Costs, acceptance_by_depth, counts, times
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.eval.show import ACCEPTED, pieces
+from specdraft.eval.trained import Trained
 from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
-from specdraft.recipes.schema import METHODS, EvalSection
+from specdraft.recipes.schema import METHODS
 
 STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
 
@@ -80,14 +82,17 @@ def test_pieces_put_together_are_the_answer(tiny):
 
 @pytest.fixture(scope="module")
 def report(tiny):
-    """Every method on real prompts, with an untrained head."""
+    """Every method on real prompts, with an untrained head and a table that says one thing."""
     overrides = ["eval.limit=5", "eval.max_new_tokens=24", "train.threads=1"]
     recipe = load_recipe("recipes/tiny.yaml", overrides)
     torch.manual_seed(0)
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}
     config = FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape)
     prompts = load_prompts(recipe, tiny.tokenizer)
-    return evaluate(recipe, tiny, FalconHead(config), prompts, METHODS, progress=False)
+    ones = torch.ones(tiny.vocab_size, dtype=torch.long)
+    table = MaxGramTable.of_counts(MaxGramConfig(tiny.vocab_size), ones, ones, ones)
+    trained = Trained(FalconHead(config), table)
+    return evaluate(recipe, tiny, trained, prompts, METHODS, progress=False)
 
 
 def test_every_method_gives_plain_decodings_tokens(report):
@@ -114,10 +119,13 @@ def test_a_report_is_written_whole_and_shown(report, tmp_path, capsys):
 
 
 def test_an_unknown_method_is_answered_with_the_known_ones(tiny):
+    recipe = load_recipe("recipes/tiny.yaml")
     with pytest.raises(RecipeError, match=r"medusa.*known: plain, generate"):
-        make_method("medusa", EvalSection(), tiny, None, 64)
+        make_method("medusa", recipe, tiny, Trained(), 64)
     with pytest.raises(RecipeError, match="needs a trained head"):
-        make_method("falcon_tree", EvalSection(), tiny, None, 64)
+        make_method("falcon_tree", recipe, tiny, Trained(), 64)
+    with pytest.raises(RecipeError, match="needs a Max-Gram table"):
+        make_method("maxgram", recipe, tiny, Trained(), 64)
 
 
 def test_batches_of_rows_change_no_output(tiny, report):
@@ -125,7 +133,7 @@ def test_batches_of_rows_change_no_output(tiny, report):
     recipe = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, batch_size=3))
     prompts = load_prompts(recipe, tiny.tokenizer)
     methods = ["plain", "generate", "prompt_lookup"]
-    together = evaluate(recipe, tiny, None, prompts, methods, progress=False)
+    together = evaluate(recipe, tiny, Trained(), prompts, methods, progress=False)
     for row in together["runs"]:
         assert row["identical"] + row["near_ties"] == 5
         assert row["tokens"] == report["runs"][0]["tokens"]

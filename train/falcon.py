@@ -22,6 +22,7 @@ from specdraft.data.features import FeatureCache
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.eval.answers import build_caches
 from specdraft.eval.report import evaluate, print_report, write_report
+from specdraft.eval.trained import Trained
 from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import entry
@@ -91,13 +92,13 @@ def measure(
     recipe: Recipe, target: Target, prompts: list[Prompt], head: FalconHead, step: int
 ) -> dict[str, float]:
     """Decode the prompts with the head's tree: what the best head is chosen by."""
-    outcome = evaluate(recipe, target, head, prompts, ["falcon_tree"], progress=False)
+    outcome = evaluate(recipe, target, Trained(head), prompts, ["falcon_tree"], progress=False)
     return {"tokens_per_step": outcome["runs"][0]["tokens_per_step"]}
 
 
 def report(recipe: Recipe, target: Target, head: FalconHead, prompts: list[Prompt]) -> None:
     """Measure the kept head beside the baselines, and push it where the recipe says."""
-    outcome = evaluate(recipe, target, head, prompts, recipe.eval.methods)
+    outcome = evaluate(recipe, target, Trained(head), prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))
     print_report(outcome)
     hub = recipe.hub

@@ -1,0 +1,126 @@
+"""Max-Gram and prompt lookup: copy what followed the end of the text when it occurred before.
+
+Max-Gram (CS Drafting, arXiv 2312.11462) copies what followed the first occurrence of the longest
+suffix that occurs earlier in prompt or generation; where the copy runs out, or nothing occurs
+again, a bigram table goes on. Prompt lookup (LLMA, PLD) bounds the suffix and has no table. Drafts
+are deterministic: no distribution stands behind them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from specdraft.eval.decoder import Request
+from specdraft.eval.suffix import FirstSuffixes, FrequentSuffixes, RecentSuffixes, Suffixes
+from specdraft.eval.transfer import upload
+from specdraft.eval.tree import Topology, Tree, chain
+
+CONTINUATIONS: dict[str, Callable[[], Suffixes]] = {
+    "first": FirstSuffixes,
+    "recent": RecentSuffixes,
+    "frequent": FrequentSuffixes,
+}
+
+
+class MaxGramDrafter:
+    """A `Drafter` without a model: up to `count` tokens along each of `branches` continuations.
+
+    Suffixes of fewer than `shortest` tokens are not copied from. With `next_id`, the token that
+    most often follows each token, every branch is completed to `count` tokens.
+    """
+
+    rules: frozenset[str] = frozenset()  # its drafts are candidates, not samples
+
+    def __init__(
+        self,
+        suffixes: Callable[[], Suffixes],
+        count: int,
+        shortest: int = 1,
+        branches: int = 1,
+        next_id: Sequence[int] | None = None,
+        rows: int = 1,
+        device: torch.device | str = "cpu",
+    ):
+        if min(count, shortest, branches) < 1:
+            raise ValueError(
+                f"tokens copied ({count}), shortest match ({shortest}) and branches ({branches}) "
+                "must be at least 1"
+            )
+        self.suffixes, self.count, self.shortest, self.branches = (
+            suffixes,
+            count,
+            shortest,
+            branches,
+        )
+        self.next_id, self.device = next_id, device
+        self.forwards, self.seconds, self.max_nodes = 0, 0.0, count * branches
+        self.memory: list[Suffixes] = [suffixes() for _ in range(rows)]
+
+    def start(self, row: int, request: Request) -> None:
+        self.memory[row] = self.suffixes()
+        self.memory[row].extend(request.prompt[:1])
+
+    def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
+        self.memory[row].extend(tokens)
+
+    def draft(self, rows: list[int]) -> list[Tree]:
+        return [self._draft(self.memory[row]) for row in rows]
+
+    def _draft(self, known: Suffixes) -> Tree:
+        copies = known.continuations(self.count, self.shortest)
+        if self.branches == 1:
+            tokens = self._complete(next(copies, []), known.tokens[-1])
+            topology = chain(len(tokens))
+        else:
+            topology, tokens = self._trie(copies, known.tokens[-1])
+        return Tree(topology, upload(tokens, self.device))
+
+    def _complete(self, copied: list[int], last: int) -> list[int]:
+        """Go on from a copy, or from the last known token, with bigrams."""
+        if self.next_id is None:
+            return copied
+        for _ in range(self.count - len(copied)):
+            last = self.next_id[copied[-1] if copied else last]
+            copied.append(last)
+        return copied
+
+    def _trie(self, copies: Iterable[list[int]], last: int) -> tuple[Topology, list[int]]:
+        """Merge the first `branches` continuations that differ; with a table there is always one.
+
+        A copy that another one begins with adds nothing, and bigrams complete the others.
+        """
+        children: dict[tuple[int, int], int] = {}
+        parents, tokens, branches = [-1], [], 0
+        for copied in copies:
+            if branches == self.branches:
+                break
+            if branches and self._holds(children, copied):
+                continue
+            branches += 1
+            self._insert(children, parents, tokens, self._complete(copied, last))
+        if not branches:
+            self._insert(children, parents, tokens, self._complete([], last))
+        return Topology(parents), tokens
+
+    @staticmethod
+    def _holds(children: dict[tuple[int, int], int], path: list[int]) -> bool:
+        node = 0
+        for token in path:
+            node = children.get((node, token))
+            if node is None:
+                return False
+        return True
+
+    @staticmethod
+    def _insert(
+        children: dict[tuple[int, int], int], parents: list[int], tokens: list[int], path: list[int]
+    ) -> None:
+        node = 0
+        for token in path:
+            child = children.get((node, token))
+            if child is None:
+                child = children[node, token] = len(parents)
+                parents.append(node)
+                tokens.append(token)
+            node = child

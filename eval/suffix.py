@@ -1,0 +1,183 @@
+"""Where the end of a growing sequence has occurred before, and what followed: a suffix automaton.
+
+A state stands for the suffixes that end at the same positions; its `link` leads to the next shorter
+ones. When a token has been added, the link of the newest state holds the longest suffix that also
+ended earlier: the longest match is known at no cost, and adding a token is amortised O(1) (Blumer
+et al. 1985). An earlier occurrence may overlap the suffix. A position is the index of the last
+token of an occurrence.
+
+    suffixes = FirstSuffixes()
+    suffixes.extend([5, 6, 7, 5, 6])
+    next(suffixes.continuations(2))  # [7, 5], what followed 5 6 the first time
+
+`continuations` goes on with the next shorter suffixes that occur elsewhere, too, the longest first.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+LONGEST = 16  # tokens of the suffixes that RecentSuffixes and FrequentSuffixes tell apart
+LOOKED = 16  # states looked at for continuations
+
+
+class Suffixes(Protocol):
+    """A growing sequence that knows how its end went on before."""
+
+    tokens: list[int]
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens."""
+
+    def continuations(self, count: int, shortest: int = 1) -> Iterator[list[int]]:
+        """Yield up to `count` known tokens that followed an earlier occurrence of the longest
+        suffix, then of shorter ones down to `shortest` tokens."""
+
+
+class FirstSuffixes:
+    """`Suffixes` by first occurrence: what Max-Gram copies."""
+
+    def __init__(self):
+        self.tokens: list[int] = []
+        # Per state: transitions, link, length of its longest suffix, its first position.
+        self.follow: list[dict[int, int]] = [{}]
+        self.link, self.length, self.first = [-1], [0], [-1]
+        self.newest = 0  # the state of the whole sequence
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self._add(token)
+
+    def continuations(self, count: int, shortest: int = 1) -> Iterator[list[int]]:
+        state = self.link[self.newest]
+        for _ in range(LOOKED):
+            if state <= 0 or self.length[state] < shortest:
+                return
+            start = self.first[state] + 1
+            yield self.tokens[start : start + count]
+            state = self.link[state]
+
+    def _add(self, token: int) -> None:
+        follow, link = self.follow, self.link
+        added, state = len(follow), self.newest
+        follow.append({})
+        self.length.append(self.length[state] + 1)
+        self.first.append(len(self.tokens))
+        self.tokens.append(token)
+        while state >= 0 and token not in follow[state]:
+            follow[state][token] = added
+            state = link[state]
+        self.newest = added
+        if state < 0:
+            link.append(0)
+            return
+        seen = follow[state][token]
+        whole = self.length[seen] == self.length[state] + 1
+        link.append(seen if whole else added + 1)
+        if not whole:
+            self._split(seen, self.length[state] + 1)
+            while state >= 0 and follow[state].get(token) == seen:
+                follow[state][token] = added + 1
+                state = link[state]
+
+    def _split(self, state: int, length: int) -> None:
+        """Part the suffixes of up to `length` tokens, which now end here, too, from a state."""
+        self.follow.append(dict(self.follow[state]))
+        self.link.append(self.link[state])
+        self.length.append(length)
+        self.first.append(self.first[state])
+        self.link[state] = len(self.link) - 1
+
+
+class _BoundedSuffixes(FirstSuffixes):
+    """Keeps a mark per state up to date for every suffix of up to `bound` tokens.
+
+    All suffixes of a sequence that repeats itself are as many states as it has tokens, so marks of
+    unbounded suffixes would cost O(n) a token. `held` is the state of the longest bounded one.
+    """
+
+    def __init__(self, bound: int):
+        super().__init__()
+        self.bound, self.held = bound, 0
+        self.marks = [0]  # per state
+
+    def _add(self, token: int) -> None:
+        self.marks.append(0)
+        super()._add(token)
+        self.held = self._trim(self.follow[self.held][token], self.bound)
+
+    def _split(self, state: int, length: int) -> None:
+        super()._split(state, length)
+        self.marks.append(self.marks[state])
+
+    def _trim(self, state: int, length: int) -> int:
+        """Return the state, `state` or one down its links, of its suffixes of up to `length`."""
+        link, lengths = self.link, self.length
+        while lengths[link[state]] >= length:
+            state = link[state]
+        return state
+
+
+class RecentSuffixes(_BoundedSuffixes):
+    """`Suffixes` of up to `longest` tokens by most recent occurrence: what prompt lookup copies."""
+
+    def __init__(self, longest: int = LONGEST):
+        super().__init__(longest)
+
+    def _add(self, token: int) -> None:
+        # A position becomes one to copy from when a token follows it. A mark is where that token
+        # is: 0 for suffixes that have not occurred before.
+        state, here = self.held, len(self.tokens)
+        while state > 0:
+            self.marks[state] = here
+            state = self.link[state]
+        super()._add(token)
+
+    def continuations(self, count: int, shortest: int = 1) -> Iterator[list[int]]:
+        state, looked = self.held, 0
+        while state > 0 and looked < LOOKED and self.length[state] >= shortest:
+            start = self.marks[state]
+            if start:
+                looked += 1
+                yield self.tokens[start : start + count]
+            state = self.link[state]
+
+
+class FrequentSuffixes(_BoundedSuffixes):
+    """`Suffixes` by frequency: the token that most often followed, then again with that token.
+
+    Every token is the one that has followed the last `longest` tokens of suffix and continuation
+    most often; of equals, the one that did first.
+    """
+
+    def __init__(self, longest: int = LONGEST):
+        super().__init__(longest + 1)  # marks are counts of a suffix and the token behind it
+        self.longest = longest
+
+    def _add(self, token: int) -> None:
+        super()._add(token)
+        state = self.held
+        while state > 0:
+            self.marks[state] += 1
+            state = self.link[state]
+
+    def continuations(self, count: int, shortest: int = 1) -> Iterator[list[int]]:
+        state, looked = self._trim(self.held, self.longest), 0
+        while state > 0 and looked < LOOKED and self.length[state] >= shortest:
+            if self.follow[state]:
+                looked += 1
+                yield self._walk(state, count)
+            state = self.link[state]
+
+    def _walk(self, state: int, count: int) -> list[int]:
+        walked = []
+        while len(walked) < count and self.follow[state]:
+            token, state = self._favourite(state)
+            walked.append(token)
+            state = self._trim(state, self.longest)
+        return walked
+
+    def _favourite(self, state: int) -> tuple[int, int]:
+        followers, marks, first = self.follow[state].items(), self.marks, self.first
+        if len(followers) == 1:  # most of the time
+            return next(iter(followers))
+        return max(followers, key=lambda item: (marks[item[1]], -first[item[1]]))

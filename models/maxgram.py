@@ -1,0 +1,115 @@
+"""The Max-Gram table: for every token the one that most often follows it, 4 bytes an entry.
+
+CS Drafting (arXiv 2312.11462): where copying from the context ends, a bigram table goes on. The
+table is counted (train/bigrams.py), not trained, and belongs to a tokenizer, not to a model.
+
+Shapes: V vocabulary.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from specdraft.recipes.errors import HeadError, TargetError
+
+VERSION = 1  # of the layout on disk
+
+
+@dataclass(frozen=True)
+class MaxGramConfig:
+    """Whose tokens a table speaks of, and what it was counted on; saved beside it."""
+
+    vocab_size: int
+    tokenizer: str | None = None  # hash of the tokenizer; None: unknown
+    fallback: int = 0  # what follows a token that was never seen: the most frequent token
+    corpus: dict = field(default_factory=dict)  # sources, rows, tokens, ...
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ValueError(f"version {self.version} of the table; this release reads {VERSION}")
+        if not 0 <= self.fallback < self.vocab_size:
+            raise ValueError(f"fallback {self.fallback} is outside 0..{self.vocab_size - 1}")
+
+
+class MaxGramTable(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="specdraft",
+    tags=["speculative-decoding", "max-gram", "bigram"],
+    coders={MaxGramConfig: (asdict, lambda data: MaxGramConfig(**data))},
+):
+    """`next_id`, int32 [V], and how sure it is: bigrams counted per first token, int64 [V]."""
+
+    def __init__(self, config: MaxGramConfig):
+        super().__init__()
+        self.config = config
+        size = config.vocab_size
+        # Minus one is no token: a file that lacks a tensor cannot pass for a table.
+        self.register_buffer("next_id", torch.full((size,), -1, dtype=torch.int32))
+        self.register_buffer("seen", torch.full((size,), -1, dtype=torch.int64))  # all bigrams
+        self.register_buffer("agreed", torch.full((size,), -1, dtype=torch.int64))  # the best one
+
+    @classmethod
+    def of_counts(
+        cls, config: MaxGramConfig, next_id: Tensor, seen: Tensor, agreed: Tensor
+    ) -> "MaxGramTable":
+        """Build a table of [V] tensors; ids that were never seen get the fallback."""
+        table = cls(config)
+        table.next_id.copy_(torch.where(seen > 0, next_id, config.fallback))
+        table.seen.copy_(seen)
+        table.agreed.copy_(agreed)
+        return table
+
+    @property
+    def coverage(self) -> float:
+        """Share of the vocabulary that was seen with a token behind it."""
+        return float((self.seen > 0).double().mean())
+
+    @property
+    def agreement(self) -> float:
+        """Share of the counted bigrams that the table predicts."""
+        return int(self.agreed.sum()) / max(1, int(self.seen.sum()))
+
+    def check(self, name: str, vocab_size: int, tokenizer: str | None) -> None:
+        """Raise TargetError when this table speaks of other tokens than the target `name`."""
+        own = self.config
+        if own.vocab_size != vocab_size:
+            raise TargetError(
+                f"this table is for a vocabulary of {own.vocab_size}, {name} has {vocab_size}; "
+                "count one with its tokenizer: python train/maxgram.py RECIPE"
+            )
+        if own.tokenizer and tokenizer and own.tokenizer != tokenizer:
+            raise TargetError(
+                f"this table was counted with the tokenizer {own.tokenizer[:12]}, {name} has "
+                f"{tokenizer[:12]}; count one with its tokenizer: python train/maxgram.py RECIPE"
+            )
+
+
+def load_table(
+    folder: Path, name: str, vocab_size: int, tokenizer: str | None = None
+) -> MaxGramTable:
+    """Load the table of a target called `name`; HeadError when there is none or it is damaged,
+    TargetError when it is another tokenizer's."""
+    for file in ("config.json", "model.safetensors"):
+        if not (folder / file).is_file():
+            raise HeadError(
+                f"no Max-Gram table at {folder} ({file} is missing); count it with: "
+                "python train/maxgram.py and the same recipe"
+            )
+    try:
+        table = MaxGramTable.from_pretrained(folder)
+    except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
+        raise HeadError(f"{folder} holds no whole Max-Gram table: {error}") from error
+    table.check(name, vocab_size, tokenizer)
+    low, high = int(table.next_id.min()), int(table.next_id.max())
+    if low < 0 or high >= vocab_size or int(table.seen.min()) < 0:
+        raise HeadError(
+            f"{folder} holds no whole Max-Gram table: next ids are {low}..{high}, allowed are "
+            f"0..{vocab_size - 1}"
+        )
+    return table

@@ -1,0 +1,149 @@
+"""Suffix matching equals its definition, spelled out on every prefix of random strings."""
+
+import random
+
+import pytest
+
+from specdraft.eval.suffix import LONGEST, LOOKED, FirstSuffixes, FrequentSuffixes, RecentSuffixes
+
+
+def ends(tokens: list[int], pattern: list[int]) -> list[int]:
+    """Every position at which a pattern ends."""
+    size = len(pattern)
+    return [e for e in range(size - 1, len(tokens)) if tokens[e + 1 - size : e + 1] == pattern]
+
+
+def repeated_suffixes(tokens: list[int], longest: int, shortest: int) -> list[list[int]]:
+    """The suffixes that ended before, longest first; of equal occurrences the longest alone."""
+    found: dict[tuple, list[int]] = {}
+    for length in range(min(longest, len(tokens) - 1), 0, -1):
+        suffix = tokens[-length:]
+        where = tuple(ends(tokens, suffix))
+        if len(where) > 1:
+            found.setdefault(where, suffix)
+    return [suffix for suffix in found.values() if len(suffix) >= shortest][:LOOKED]
+
+
+def copied(tokens: list[int], end: int, count: int) -> list[int]:
+    return tokens[end + 1 : end + 1 + count]
+
+
+def by_first(tokens, count, shortest, longest=10**9):
+    return [
+        copied(tokens, ends(tokens, suffix)[0], count)
+        for suffix in repeated_suffixes(tokens, longest, shortest)
+    ]
+
+
+def by_recent(tokens, count, shortest, longest=LONGEST):
+    return [
+        copied(tokens, ends(tokens, suffix)[-2], count)
+        for suffix in repeated_suffixes(tokens, longest, shortest)
+    ]
+
+
+def by_frequency(tokens, count, shortest, longest=LONGEST):
+    def walk(context):
+        walked = []
+        while len(walked) < count:
+            behind = [tokens[e + 1] for e in ends(tokens, context) if e + 1 < len(tokens)]
+            if not behind:
+                break
+            # Python's max keeps the first of equals, and `behind` is in order of occurrence.
+            walked.append(max(behind, key=behind.count))
+            context = [*context, walked[-1]][-longest:]
+        return walked
+
+    return [walk(suffix) for suffix in repeated_suffixes(tokens, longest, shortest)]
+
+
+def strings(seed: int):
+    """Random strings over small alphabets, and repetitive ones with and without faults."""
+    rng = random.Random(seed)
+    for alphabet in (1, 2, 3, 6):
+        yield [rng.randrange(alphabet) for _ in range(36)]
+    period = [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
+    yield (period * 40)[:40]
+    yield [9 if rng.random() < 0.1 else token for token in (period * 40)[:40]]
+    fibonacci = [0], [0, 1]
+    while len(fibonacci[1]) < 45:
+        fibonacci = fibonacci[1], fibonacci[1] + fibonacci[0]
+    yield fibonacci[1]
+
+
+VARIANTS = [
+    (FirstSuffixes, by_first),
+    (RecentSuffixes, by_recent),
+    (FrequentSuffixes, by_frequency),
+    *(
+        (lambda kind=kind, longest=longest: kind(longest),
+         lambda *a, definition=definition, longest=longest: definition(*a, longest))
+        for kind, definition in ((RecentSuffixes, by_recent), (FrequentSuffixes, by_frequency))
+        for longest in (1, 2, 3)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_continuations_are_those_of_the_definition(variant, seed):
+    make, definition = VARIANTS[variant]
+    for string in strings(seed):
+        suffixes = make()
+        for length, token in enumerate(string, start=1):
+            suffixes.extend([token])
+            if length % 3 == seed % 3 or length > 30:
+                known = string[:length]
+                assert list(suffixes.continuations(5)) == definition(known, 5, 1), known
+        assert suffixes.tokens == string
+
+
+@pytest.mark.parametrize("shortest", [1, 2, 3, 7])
+@pytest.mark.parametrize("variant", [0, 1, 2])
+def test_suffixes_shorter_than_the_shortest_are_not_copied_from(variant, shortest):
+    make, definition = VARIANTS[variant]
+    for seed in range(20):
+        rng = random.Random(seed)
+        string = [rng.randrange(3) for _ in range(30)]
+        suffixes = make()
+        suffixes.extend(string)
+        assert list(suffixes.continuations(4, shortest)) == definition(string, 4, shortest)
+
+
+@pytest.mark.parametrize("kind", [FirstSuffixes, RecentSuffixes, FrequentSuffixes])
+def test_tokens_may_come_one_by_one_or_together(kind):
+    for string in strings(1):
+        single, together = kind(), kind()
+        for token in string:
+            single.extend([token])
+        together.extend(string[:7])
+        together.extend(string[7:])
+        assert list(single.continuations(9)) == list(together.continuations(9))
+
+
+@pytest.mark.parametrize("kind", [FirstSuffixes, RecentSuffixes, FrequentSuffixes])
+def test_a_sequence_in_which_nothing_recurs_has_no_continuation(kind):
+    suffixes = kind()
+    assert list(suffixes.continuations(3)) == []
+    suffixes.extend(range(50))
+    assert list(suffixes.continuations(3)) == []
+
+
+@pytest.mark.parametrize("kind", [FirstSuffixes, RecentSuffixes, FrequentSuffixes])
+@pytest.mark.parametrize("period", [1, 7, 1000])
+def test_a_match_looks_at_as_few_states_in_a_long_repetition_as_in_a_short_one(kind, period):
+    # The work of a token is the states that it touches: count them where they are read.
+    class Counting(list):
+        reads = 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            return super().__getitem__(index)
+
+    suffixes = kind()
+    suffixes.extend((list(range(period)) * 20_000)[:20_000])
+    suffixes.link = Counting(suffixes.link)
+    for token in (n % period for n in range(20_000, 20_100)):
+        suffixes.extend([token])
+        next(suffixes.continuations(10))
+    assert suffixes.link.reads <= 100 * 10 * (LONGEST + 3)

@@ -1,0 +1,326 @@
+"""Bigrams of a corpus, counted exactly, in bounded memory, by any number of processes.
+
+A corpus is cut into shards of whole conversations. Each is counted on its own (one sort of
+first * V + second) and its sparse counts are written whole or not at all, so a run that is cut off
+goes on where it stopped, with any number of processes. The table is merged range by range of first
+tokens, so that neither the vocabulary nor the corpus decides the memory. Of second tokens that are
+equally frequent the lowest id wins.
+
+Shapes: N tokens of a shard, R its rows (conversations), P different bigrams, V vocabulary.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import safetensors.numpy
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from specdraft.data import chat, fingerprint
+from specdraft.data.examples import Renderer, check_rendered
+from specdraft.data.shards import write_whole
+from specdraft.data.sources import Source
+from specdraft.data.tokens import TokenCache
+from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
+from specdraft.recipes.errors import CacheError, DataError
+from specdraft.recipes.schema import Recipe
+from specdraft.train.checkpoint import sync_tree
+
+VERSION = 1  # of the counts on disk; another one is another folder
+SHARD_TOKENS = 1 << 22  # about 150 MB while it is counted
+SHARD_CHARACTERS = 1 << 24  # the same of a text that has no tokens yet
+MERGED_PAIRS = 1 << 24  # bigrams merged at once: 16 bytes each, and as much again twice
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Conversations behind one another. A bigram counts where `counted` marks its second token."""
+
+    ids: NDArray[np.int32]  # [N]
+    lengths: NDArray[np.int64]  # [R]
+    counted: NDArray[np.bool_]  # [N]
+
+
+Shard = tuple[int, Callable[[], Rows]]  # its number, and how to read it
+
+
+class Corpus(Protocol):
+    """Rows in shards; `settings` decide every count."""
+
+    settings: dict[str, Any]
+    tokens: int | None  # None: unknown before it is read
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield every shard in order; rows are read when asked for."""
+
+
+class CachedTokens:
+    """The rows of a token cache. `everything`: prompts count like answers."""
+
+    def __init__(
+        self, cache: TokenCache, everything: bool = False, shard_tokens: int = SHARD_TOKENS
+    ):
+        self.cache, self.everything, self.shard_tokens = cache, everything, shard_tokens
+        self.tokens = sum(cache.lengths)
+        self.settings = {"tokens": cache.key, "everything": everything, "shard": shard_tokens}
+
+    def shards(self) -> Iterator[Shard]:
+        ends = np.cumsum(self.cache.lengths)
+        marks = np.arange(self.shard_tokens, ends[-1] + self.shard_tokens, self.shard_tokens)
+        # The first rows that reach the next multiple: a row is in one shard only.
+        stops = np.unique(np.minimum(np.searchsorted(ends, marks) + 1, len(ends)))
+        for number, (start, stop) in enumerate(pairwise([0, *stops.tolist()])):
+            yield number, lambda start=start, stop=stop: self._read(start, stop)
+
+    def _read(self, start: int, stop: int) -> Rows:
+        table = self.cache.dataset.with_format("arrow")[start:stop]
+        columns = [table.column(name).combine_chunks() for name in ("input_ids", "loss_mask")]
+        ids, mask = (column.flatten().to_numpy(zero_copy_only=False) for column in columns)
+        lengths = np.asarray(self.cache.lengths[start:stop])
+        return Rows(ids, lengths, np.ones_like(mask) if self.everything else mask)
+
+
+class StreamedTexts:
+    """The sources of a recipe, read once, tokenised and kept nowhere; texts are not cut."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: PreTrainedTokenizerBase,
+        everything: bool = False,
+        shard_characters: int = SHARD_CHARACTERS,
+    ):
+        self.data, self.everything, self.tokens = recipe.data, everything, None
+        self.renderer, self.shard_characters = Renderer(tokenizer, recipe.data), shard_characters
+        names = ("format", "limit", "prompt_tokens")
+        self.settings = {
+            "sources": [Source(name, True).content_hash() for name in self.data.sources],
+            **fingerprint.of_tokenizer(tokenizer),
+            **{name: getattr(self.data, name) for name in names},
+            "everything": everything,
+            "shard": shard_characters,
+        }
+
+    def shards(self) -> Iterator[Shard]:
+        number, characters, texts = 0, 0, []
+        for conversation in self._conversations():
+            texts.append(conversation)
+            characters += len(conversation.text or "")
+            characters += sum(len(message["content"]) for message in conversation.messages)
+            if characters >= self.shard_characters:
+                yield number, lambda texts=texts: self._read(texts)
+                number, characters, texts = number + 1, 0, []
+        if texts:
+            yield number, lambda: self._read(texts)
+
+    def _conversations(self) -> Iterator[chat.Conversation]:
+        found, rejects = 0, []
+        for item in chat.iterate(self.data.sources, self.data.format, streaming=True):
+            if isinstance(item, chat.Reject):
+                rejects.append(item)
+                continue
+            found += 1
+            yield item
+            if found == self.data.limit:
+                break
+        chat.check_rejects(found, rejects, self.data.sources)
+
+    def _read(self, conversations: list[chat.Conversation]) -> Rows:
+        before = len(self.renderer.rejects)
+        examples = list(self.renderer.examples(conversations))
+        check_rendered(len(examples), self.renderer.rejects[before:])
+        ids = [np.asarray(example.ids, dtype=np.int32) for example in examples]
+        mask = np.concatenate([np.asarray(example.mask, dtype=bool) for example in examples])
+        if self.everything:
+            mask = np.ones_like(mask)
+        return Rows(np.concatenate(ids), np.asarray([len(row) for row in ids]), mask)
+
+
+def count(
+    corpus: Corpus,
+    cache_dir: Path,
+    vocab_size: int,
+    rank: int = 0,
+    world: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+) -> "Counts":
+    """Count every shard that is not counted yet; all ranks call this, each does its share.
+
+    Raises: DataError for a token id outside the vocabulary.
+    """
+    settings = {"version": VERSION, "vocab_size": vocab_size, **corpus.settings}
+    folder = cache_dir / f"bigrams-{fingerprint.of_settings(settings)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    share = None if corpus.tokens is None else corpus.tokens // world
+    shards = 0
+    with tqdm(total=share, desc="bigrams", unit="token", unit_scale=True, disable=rank > 0) as bar:
+        try:
+            for number, read in corpus.shards():
+                shards += 1
+                if number % world == rank:
+                    _count_shard(_shard_path(folder, number), read, vocab_size, bar)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                "interrupted; what is counted is kept: the same command goes on from there"
+            ) from None
+    barrier()
+    return Counts(folder, shards, vocab_size)
+
+
+def _count_shard(path: Path, read: Callable[[], Rows], vocab_size: int, bar: tqdm) -> None:
+    if path.is_file():
+        tokens = int(_metadata(path)["tokens"])
+        bar.initial += tokens  # no part of this run's tokens/s
+    else:
+        rows = read()
+        counts, tokens = count_rows(rows, vocab_size), len(rows.ids)
+        metadata = {"rows": str(len(rows.lengths)), "tokens": str(tokens)}
+        write_whole(path, safetensors.numpy.save(counts, metadata))
+    bar.update(tokens)
+
+
+def count_rows(rows: Rows, vocab_size: int) -> dict[str, NDArray]:
+    """Count the bigrams within rows.
+
+    Returns: `pairs` [P] int64, ascending first * V + second; their `counts` [P] int32; `tokens` [V]
+    int64, how often each id stands where `counted` marks it.
+    Raises: DataError for an id outside the vocabulary.
+    """
+    ids, counted = rows.ids, rows.counted
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise DataError(
+            f"the corpus has token ids {ids.min()}..{ids.max()}, outside the vocabulary "
+            f"0..{vocab_size - 1}: it was made with another tokenizer"
+        )
+    inside = counted[1:].copy()
+    starts = np.cumsum(rows.lengths)[:-1]  # a bigram never crosses from one row to the next
+    inside[starts[(starts > 0) & (starts < len(ids))] - 1] = False
+    pairs = ids[:-1].astype(np.int64) * vocab_size + ids[1:]
+    pairs, counts = np.unique(pairs[inside], return_counts=True)
+    tokens = np.bincount(ids[counted], minlength=vocab_size)
+    return {"pairs": pairs, "counts": counts.astype(np.int32), "tokens": tokens}
+
+
+class Counts:
+    """The counted shards of a whole corpus, mapped from disk."""
+
+    def __init__(self, folder: Path, shards: int, vocab_size: int):
+        self.folder, self.vocab_size = folder, vocab_size
+        self.paths = [_shard_path(folder, number) for number in range(shards)]
+        metadata = [_metadata(path) for path in self.paths]
+        self.rows = sum(int(entry["rows"]) for entry in metadata)
+        self.tokens = sum(int(entry["tokens"]) for entry in metadata)
+
+    def table(self, tokenizer: str | None, corpus: dict[str, Any]) -> MaxGramTable:
+        """Merge the shards into a table. Raises DataError when there is no bigram in them."""
+        size = self.vocab_size
+        next_id = np.zeros(size, np.int64)
+        seen, agreed = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        different = 0
+        for pairs, counts in self.merged():
+            firsts = pairs // size
+            starts = _starts(firsts)
+            best = np.maximum.reduceat(counts, starts)
+            group = np.repeat(np.arange(len(starts)), np.diff([*starts, len(pairs)]))
+            # Pairs ascend, so the first of the most frequent ones has the lowest id.
+            ties = np.flatnonzero(counts == best[group])
+            winners = ties[_starts(group[ties])]
+            first = firsts[starts]
+            next_id[first] = pairs[winners] % size
+            seen[first], agreed[first] = np.add.reduceat(counts, starts), best
+            different += len(pairs)
+        if not different:
+            raise DataError(
+                f"no bigram in {self.tokens:,} tokens of {self.rows:,} rows: nothing to count; "
+                "check data.sources, or set maxgram.pairs=all"
+            )
+        tokens = sum(_read(path, "tokens") for path in self.paths)
+        described = {"rows": self.rows, "tokens": self.tokens, "different_bigrams": different}
+        config = MaxGramConfig(size, tokenizer, int(tokens.argmax()), corpus | described)
+        return MaxGramTable.of_counts(config, *map(torch.from_numpy, (next_id, seen, agreed)))
+
+    def merged(self, at_once: int = MERGED_PAIRS) -> Iterator[tuple[NDArray, NDArray]]:
+        """Yield all bigrams in ascending order with their counts, in ranges of first tokens.
+
+        A range holds about `at_once` bigrams of all shards; those of one first token stay together.
+        """
+        cuts = self._cuts(at_once)
+        places = [np.searchsorted(_read(path, "pairs"), cuts) for path in self.paths]
+        for starts, stops in pairwise(np.transpose(places)):
+            slices = list(zip(self.paths, starts, stops, strict=True))
+            pairs = np.concatenate([_part(path, "pairs", *where) for path, *where in slices])
+            counts = np.concatenate([_part(path, "counts", *where) for path, *where in slices])
+            order = np.argsort(pairs, kind="stable")
+            pairs = pairs[order]
+            new = _starts(pairs)
+            yield pairs[new], np.add.reduceat(counts[order], new, dtype=np.int64)
+
+    def _cuts(self, at_once: int) -> list[int]:
+        """Return first bigrams of ranges, and their end; no range is empty."""
+        firsts = np.arange(self.vocab_size + 1) * self.vocab_size
+        before = sum(np.searchsorted(_read(path, "pairs"), firsts) for path in self.paths)
+        cuts, start = [0], 0
+        while before[start] < before[-1]:
+            stop = int(np.searchsorted(before, before[start] + at_once, side="right")) - 1
+            if before[stop] == before[start]:  # one first token with more than fit
+                stop = int(np.searchsorted(before, before[start], side="right"))
+            cuts.append(stop * self.vocab_size)
+            start = stop
+        return cuts
+
+
+def save_table(table: MaxGramTable, folder: Path) -> None:
+    """Save a table so that `folder` holds the old one, the new one or none, never a mixture."""
+    writing, old = (folder.with_name(f".{what}-{folder.name}") for what in ("writing", "deleted"))
+    for leftover in (writing, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    table.save_pretrained(writing)
+    sync_tree(writing)
+    if folder.exists():
+        folder.rename(old)
+    writing.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _starts(sorted_values: NDArray) -> NDArray:
+    """Return where each new value begins."""
+    return np.flatnonzero(np.diff(sorted_values, prepend=-1))
+
+
+def _shard_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.safetensors"
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with _opened(path) as file:
+        return file.metadata()
+
+
+def _read(path: Path, name: str) -> NDArray:
+    with _opened(path) as file:
+        return file.get_tensor(name)
+
+
+def _part(path: Path, name: str, start: int, stop: int) -> NDArray:
+    if start == stop:  # safetensors refuses to read nothing
+        return np.empty(0, np.int64)
+    with _opened(path) as file:
+        return file.get_slice(name)[int(start) : int(stop)]
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "numpy")
+    except (OSError, SafetensorError) as error:
+        raise CacheError(
+            f"the counts {path} cannot be read ({error}); delete that file and run again: only "
+            "it is counted anew"
+        ) from error

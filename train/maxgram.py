@@ -1,0 +1,118 @@
+"""Count a Max-Gram table: conversations -> tokens -> bigrams -> table -> measured drafter.
+
+    python train/maxgram.py recipes/tiny_maxgram.yaml [section.key=value ..]
+    accelerate launch --cpu --num_processes 8 train/maxgram.py RECIPE     # eight processes count
+    python train/maxgram.py RECIPE maxgram.corpus=stream data.sources=[owner/name] data.format=text
+
+A run that is cut off goes on where it stopped. The table lies in `output.dir`/table.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+import yaml
+from accelerate import Accelerator, PartialState
+from rich.console import Console
+from rich.table import Table
+
+from specdraft.data import fingerprint
+from specdraft.data.prompts import load_prompts
+from specdraft.eval.answers import build_token_cache, ranks
+from specdraft.eval.report import evaluate, print_report, write_report
+from specdraft.eval.trained import Trained
+from specdraft.models.maxgram import MaxGramTable
+from specdraft.models.target import Target
+from specdraft.recipes.errors import entry
+from specdraft.recipes.load import dump, load_recipe
+from specdraft.recipes.schema import Recipe
+from specdraft.train.bigrams import CachedTokens, Corpus, StreamedTexts, count, save_table
+from specdraft.train.plan import counted, size
+from specdraft.train.ranks import make_accelerator
+from specdraft.train.shapes import target_shape
+
+
+@entry
+def main() -> None:
+    """Parse, load the recipe, count, save and measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny_maxgram.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    arguments = parser.parse_intermixed_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        show_plan(recipe)
+        return
+    logging.basicConfig(level=logging.WARNING)
+    accelerator = make_accelerator(recipe)
+    target = Target.of_recipe(recipe.target, accelerator.device)
+    corpus = open_corpus(recipe, target, accelerator)
+    counts = count(corpus, Path(recipe.data.cache_dir), target.vocab_size, **ranks(accelerator))
+    if accelerator.is_main_process:
+        tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
+        table = counts.table(tokenizer, describe(recipe))
+        save_table(table, Path(recipe.output.dir) / "table")
+        dump(recipe, Path(recipe.output.dir) / "recipe.yaml")
+        report(recipe, target, table)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def open_corpus(recipe: Recipe, target: Target, accelerator: Accelerator) -> Corpus:
+    """Open what is counted: the token cache, which is built first, or the sources as a stream."""
+    everything = recipe.maxgram.pairs == "all"
+    if recipe.maxgram.corpus == "stream":
+        return StreamedTexts(recipe, target.tokenizer, everything)
+    return CachedTokens(build_token_cache(recipe, target, accelerator), everything)
+
+
+def describe(recipe: Recipe) -> dict:
+    """Say what a table was counted on."""
+    data, section = recipe.data, recipe.maxgram
+    return {
+        "sources": list(data.sources),
+        "format": data.format,
+        "answers": data.answers,
+        "corpus": section.corpus,
+        "pairs": section.pairs,
+    }
+
+
+def report(recipe: Recipe, target: Target, table: MaxGramTable) -> None:
+    """Show the table, measure its drafter beside the baselines, push it where the recipe says."""
+    rows = Table.grid(padding=(0, 2))
+    for name in ("rows", "tokens", "different_bigrams"):
+        rows.add_row(name.replace("_", " "), f"{table.config.corpus[name]:,}")
+    rows.add_row("coverage", f"{table.coverage:.1%} of the vocabulary has been seen")
+    rows.add_row("agreement", f"{table.agreement:.1%} of the bigrams are those of the table")
+    Console(soft_wrap=True).print(rows)
+    prompts = load_prompts(recipe, target.tokenizer)
+    outcome = evaluate(recipe, target, Trained(table=table), prompts, recipe.eval.methods)
+    write_report(outcome, Path(recipe.output.dir))
+    print_report(outcome)
+    hub = recipe.hub
+    if hub.repo_id:
+        table.push_to_hub(hub.repo_id, private=hub.private, branch=hub.revision)
+
+
+def show_plan(recipe: Recipe) -> None:
+    """Print the resolved recipe and what a run of it would count and write."""
+    shape, origin = target_shape(recipe)
+    what = "counted while they are streamed"
+    if recipe.maxgram.corpus == "tokens":
+        rows, tokens = counted(recipe)
+        what = "counted when the sources are read" if rows is None else f"at most {rows:,} rows"
+        what = what if tokens is None else f"{rows:,} rows, {tokens:,} tokens"
+    table = Table.grid(padding=(0, 2))
+    table.add_row("target", f"{recipe.target.model}: vocabulary {shape.vocab_size} ({origin})")
+    table.add_row("data", what)
+    table.add_row("processes", str(PartialState().num_processes))
+    table.add_row("table", f"{size(20 * shape.vocab_size)} at {recipe.output.dir}/table")
+    console = Console(soft_wrap=True)
+    console.print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), highlight=False)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
