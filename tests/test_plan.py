@@ -13,6 +13,7 @@ from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.target import TargetEnds
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import load_recipe
+from specdraft.train.csgd import CoupledGlancing
 from specdraft.train.loop import fit
 from specdraft.train.plan import duration, lines, make_plan, measured_flops, size
 from specdraft.train.ranks import make_accelerator
@@ -108,7 +109,8 @@ def test_the_7b_recipe_trains_a_step_at_reduced_width(tmp_path, monkeypatch):
     embedding, lm_head = torch.randn(2, 32000, 128, dtype=torch.bfloat16)
     ends = TargetEnds(embedding, lm_head, "toy", {"weights": "toy"})
     before = [p.clone() for p in head.parameters()]
-    assert fit(head, data, ends, recipe, make_accelerator(recipe)).step == 1
+    objective = CoupledGlancing(recipe, ends, head.config)
+    assert fit(head, data, objective, recipe, make_accelerator(recipe)).step == 1
     assert all((p != b).any() for p, b in zip(head.parameters(), before, strict=True))
 
 
