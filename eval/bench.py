@@ -3,7 +3,8 @@
     python eval/bench.py recipes/tiny.yaml [--methods plain,falcon_tree] [--batch-sizes 1,8]
         [--temperatures 0,1] [--prompts NAME] [--out DIR] [section.key=value ..]
 
-Reads the trained head of `output.dir` and writes DIR/report.json (default: `output.dir`).
+Reads the trained head or student of `output.dir` and writes DIR/report.json (default:
+`output.dir`).
 """
 
 import argparse
@@ -11,9 +12,10 @@ from itertools import product
 from pathlib import Path
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.methods import NEEDS_HEAD
+from specdraft.eval.methods import NEEDS_HEAD, NEEDS_STUDENT
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.models.falcon import FalconHead, load_head
+from specdraft.models.student import finished_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
@@ -62,16 +64,21 @@ def _variants(options: argparse.Namespace) -> list[list[str]]:
 
 
 def measure(recipes: list[Recipe]) -> dict:
-    """Evaluate each recipe on the same target and head; one report with all runs."""
+    """Evaluate each recipe on the same target and drafters; one report with all runs."""
     first = recipes[0]
     target = Target.of_recipe(first.target)
     prompts = load_prompts(first, target.tokenizer)
     head: FalconHead | None = None
     if set(first.eval.methods) & set(NEEDS_HEAD):
         head = load_head(Path(first.output.dir) / "head", target.identity())
+    student: Target | None = None
+    if set(first.eval.methods) & set(NEEDS_STUDENT):
+        student = finished_student(first.student, Path(first.output.dir) / "student", target)
     reports = []
     for recipe in recipes:
-        reports.append(evaluate(recipe, target, head, prompts, recipe.eval.methods))
+        reports.append(
+            evaluate(recipe, target, head, prompts, recipe.eval.methods, student=student)
+        )
         print_report(reports[-1])
     return reports[0] | {"runs": [run for report in reports for run in report["runs"]]}
 

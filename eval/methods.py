@@ -13,6 +13,7 @@ import torch
 
 from specdraft.eval.decoder import Completion, Decoder, Drafter, Request, Step, Timing
 from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.static import StaticTree
 from specdraft.models.falcon import FalconHead
@@ -22,6 +23,7 @@ from specdraft.recipes.schema import METHODS, EvalSection
 from specdraft.recipes.static_trees import load_tree_paths
 
 NEEDS_HEAD = ("falcon_chain", "falcon_tree")
+NEEDS_STUDENT = ("ssd",)
 
 
 @dataclass(frozen=True)
@@ -123,14 +125,21 @@ def _sampling(request: Request) -> dict:
 
 
 def make_method(
-    name: str, settings: EvalSection, target: Target, head: FalconHead | None, capacity: int
+    name: str,
+    settings: EvalSection,
+    target: Target,
+    head: FalconHead | None,
+    capacity: int,
+    student: Target | None = None,
 ) -> DecodingMethod:
-    """Build a method by its name; RecipeError for an unknown one or one whose head is missing."""
+    """Build a method by its name; RecipeError for an unknown one or one without its drafter."""
     rows = settings.batch_size
     if name not in METHODS:
         raise RecipeError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     if name in NEEDS_HEAD and head is None:
         raise RecipeError(f"method {name} needs a trained head; train one first")
+    if name in NEEDS_STUDENT and student is None:
+        raise RecipeError(f"method {name} needs a student; give the recipe one and train it")
     if name == "generate":
         return Generate(target)
     if name == "hf_prompt_lookup":
@@ -138,6 +147,8 @@ def make_method(
     drafter = None
     if name == "prompt_lookup":
         drafter = PromptLookup(settings.lookup_match, settings.lookup_copy, rows, target.device)
+    elif name in NEEDS_STUDENT:
+        drafter = SSD(student, rows, capacity, settings.ssd_gamma, settings.ssd_theta)
     elif name in NEEDS_HEAD:
         k = head.config.block_size
         chain = StaticTree.chain(settings.chain_depth, k)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from specdraft.data.prompts import Prompt
 from specdraft.eval.decoder import Request
 from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import NEEDS_HEAD, Outcome, make_method
+from specdraft.eval.methods import NEEDS_HEAD, NEEDS_STUDENT, Outcome, make_method
 from specdraft.eval.metrics import Costs, counts, times
 from specdraft.eval.show import print_sample, sample
 from specdraft.models.falcon import FalconHead
@@ -43,21 +43,23 @@ def evaluate(
     prompts: Sequence[Prompt],
     methods: Sequence[str],
     progress: bool = True,
+    student: Target | None = None,
 ) -> dict:
     """Decode all prompts by all methods; return the report (see the README for its schema).
 
     `samples` are the first answers of the last method that drafts, cut into what was accepted.
     """
     with cpu_threads(recipe.eval.threads):
-        outcomes = decode_all(recipe, target, head, prompts, methods, progress)
+        outcomes = decode_all(recipe, target, head, prompts, methods, progress, student)
         where = environment(target)
-    shown = next((name for name in reversed(methods) if name in NEEDS_HEAD), methods[-1])
+    trained = (*NEEDS_HEAD, *NEEDS_STUDENT)
+    shown = next((name for name in reversed(methods) if name in trained), methods[-1])
     answers = [done for part in outcomes[shown] for done in part.completions][:SAMPLES]
     return {
         "schema": SCHEMA,
         "recipe": recipe.to_dict(),
         "environment": where,
-        "runs": summarise(recipe, target, head, prompts, outcomes),
+        "runs": summarise(recipe, target, head, prompts, outcomes, student),
         "samples": [
             {"method": shown} | sample(target.tokenizer, prompt.text, done)
             for prompt, done in zip(prompts, answers, strict=False)
@@ -72,6 +74,7 @@ def decode_all(
     prompts: Sequence[Prompt],
     methods: Sequence[str],
     progress: bool = True,
+    student: Target | None = None,
 ) -> Outcomes:
     """Run every method on every batch of prompts, one method after the other per batch."""
     settings = recipe.eval
@@ -87,7 +90,9 @@ def decode_all(
         for number, prompt in enumerate(prompts)
     ]
     capacity = max(len(request.prompt) for request in requests) + settings.max_new_tokens
-    runners = {name: make_method(name, settings, target, head, capacity) for name in methods}
+    runners = {
+        name: make_method(name, settings, target, head, capacity, student) for name in methods
+    }
     warm_up = Request(requests[0].prompt, min(WARM_UP_TOKENS, settings.max_new_tokens))
     for runner in runners.values():
         runner([warm_up])
@@ -116,18 +121,19 @@ def summarise(
     head: FalconHead | None,
     prompts: Sequence[Prompt],
     outcomes: Outcomes,
+    student: Target | None = None,
 ) -> list[dict]:
     """Turn outcomes into one row of figures per method."""
-    share = 0.0
-    if head is not None:
-        share = _parameters(head) / _parameters(target.model)
+    shares = dict.fromkeys(outcomes, 0.0)  # of the target's parameters, by method
+    for drafter, names in ((head, NEEDS_HEAD), (student and student.model, NEEDS_STUDENT)):
+        if drafter is not None:
+            shares |= dict.fromkeys(names, _parameters(drafter) / _parameters(target.model))
     plain_ms = None
     if REFERENCE in outcomes:
         plain_ms = times(outcomes[REFERENCE], 1)["verify_ms_per_step"]
     rows = []
     for name, parts in outcomes.items():
-        drafting = name in NEEDS_HEAD
-        costs = Costs(share if drafting else 0.0, _measured_cost(parts, plain_ms))
+        costs = Costs(shares[name], _measured_cost(parts, plain_ms))
         row = {
             "method": name,
             "prompt_set": recipe.eval.prompts,

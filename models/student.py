@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from specdraft.models.target import DTYPES, Target, load_tokenizer, resolve
+from specdraft.models.target import Target, load_tokenizer, resolve
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.schema import StudentSection
 
@@ -122,7 +122,9 @@ def own_config(section: StudentSection, target: Target) -> LlamaConfig:
         max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
-        **{name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **{
+            name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        },
     )
 
 
@@ -166,9 +168,7 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
 def check_layers(keep: tuple[int, ...], count: int, name: str) -> None:
     """Raise RecipeError for layers beyond the target's `count`."""
     if max(keep) >= count:
-        raise RecipeError(
-            f"student.keep_layers = {list(keep)}: {name} has layers 0 to {count - 1}"
-        )
+        raise RecipeError(f"student.keep_layers = {list(keep)}: {name} has layers 0 to {count - 1}")
 
 
 def load_student(

@@ -186,7 +186,9 @@ def of_distillation(
     if train and student.training != "none" and train.steps is None and train.epochs is None:
         problems.append("train.steps and train.epochs are both null: set exactly one")
     if data and data.features == "online" and not student.given:
-        problems.append("data.features = 'online': comes with a later version for heads; use cached")
+        problems.append(
+            "data.features = 'online': comes with a later version for heads; use cached"
+        )
     if evaluation and "ssd" in evaluation.methods and not student.given:
         problems.append(
             "eval.methods: ssd drafts with a student; set one of student.model, "

@@ -16,7 +16,13 @@ from test_loop import ToyRows, command, log_lines, train
 
 from specdraft.models.falcon import FalconHead
 from specdraft.recipes.errors import CacheError, RecipeError
-from specdraft.train.checkpoint import Checkpoints, TrainState, differences, read_state, save_drafter
+from specdraft.train.checkpoint import (
+    Checkpoints,
+    TrainState,
+    differences,
+    read_state,
+    save_drafter,
+)
 from specdraft.train.interrupt import StopRequest
 
 

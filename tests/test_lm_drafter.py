@@ -136,6 +136,6 @@ def test_nothing_is_drafted_beyond_the_students_context(target):
     places = [len(prompt)]
     for step in done.steps:
         places.append(places[-1] + step.emitted)
-    assert all((s.drafted > 0) == (0 < n and p <= 20)
+    assert all((s.drafted > 0) == (n > 0 and p <= 20)
                for n, (s, p) in enumerate(zip(done.steps, places, strict=False)))  # fmt: skip
     assert max(done.tokens) < VOCAB

@@ -20,7 +20,6 @@ from specdraft.models.falcon import block_index
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.train.glance import block_offsets
 
-
 Key = tuple[int, int, int]  # (seed, step, slot) of a row
 
 

@@ -10,7 +10,7 @@ the text, which enters at temperature 1. With weights w a mixture is the sum of
     cross_entropy     -log q(t)
 
 (DistillSpec, arXiv 2310.08461, section 3; the JSD is that of GKD, arXiv 2306.13649, eq. 1.) A
-divergence D whose slope in q is g has the slope q * (g - sum q g) / T in the student's logits. It is
+divergence with the slope g in q has the slope q * (g - sum q g) / T in the student's logits. It is
 taken with the value, chunk by chunk over the positions, and carried to the hidden states and to
 lm_head at once, so neither [N, V] logits nor a graph through them is ever kept.
 
