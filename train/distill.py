@@ -7,6 +7,7 @@ The student lies in `output.dir`/student as a plain Hugging Face model. Every st
 an earlier run stopped. A student that is used as it is (student.training=none) is only measured.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,9 @@ from specdraft.train.run import SHARDING
 @entry
 def main() -> None:
     """Parse, load the recipe, and go through the stages."""
-    transformers_logging.disable_progress_bar()  # of every student that is saved on the way
+    # What a checkpoint says of tied weights and of every file it writes is no news to a user.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
     run(__doc__, train, check)
 
 

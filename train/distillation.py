@@ -72,8 +72,9 @@ class Distillation:
     def report(self, sums: Sums) -> dict[str, float | list]:
         """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""
         counted = sums["counted"].clamp(min=1)
+        written = {"on_policy": float(sums["written"] / sums["rows"])} if self.on_policy else {}
         return {
             **{name: float(sums[name] / counted) for name in ("loss", *self.mixture.weights())},
             "accuracy": [float(sums["agreed"] / counted)],  # of the target's own greedy choices
-            "on_policy": float(sums["written"] / sums["rows"]),
+            **written,
         }
