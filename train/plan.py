@@ -72,6 +72,7 @@ def make_plan(
     memory = (
         student.memory(per_forward) if student else _memory(recipe, shape, parameters, per_forward)
     )
+    frozen = student.frozen_bytes if student else 0  # a checkpoint holds every weight
     known = train.steps is not None or (rows and train.epochs is not None)
     return Plan(
         target=shape,
@@ -85,7 +86,7 @@ def make_plan(
         cache_flops=None if tokens is None else 2.0 * shape.parameters * tokens,
         memory_per_gpu=memory,
         rows_per_forward=per_forward,
-        checkpoint_bytes=12 * parameters * (train.keep + 1),
+        checkpoint_bytes=(12 * parameters + frozen) * (train.keep + 1),
         steps=total_steps(recipe, rows or 0) if known else None,
     )
 

@@ -41,6 +41,11 @@ class StudentPlan:
         return section.lora_rank * shape.layers * sum(adapted)
 
     @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the weights that are not trained."""
+        return BYTES[self.recipe.target.dtype] * (self.shape.parameters - self.trained)
+
+    @property
     def features(self) -> bool:
         """Whether a feature cache is made."""
         distill = self.recipe.distill
@@ -55,13 +60,12 @@ class StudentPlan:
     def memory(self, rows: int) -> int:
         """Estimate the bytes one process holds while training on `rows` rows at a time."""
         recipe, shape, dtype = self.recipe, self.shape, BYTES[self.recipe.target.dtype]
-        frozen = shape.parameters - self.trained
         held = self.target.parameters if self.runs_target else self.target.ends
         # Kept for backward per position: per decoder layer about 12H and the MLP's 4I.
         floats = shape.layers * (12 * shape.hidden_size + 4 * shape.intermediate_size)
         activations = rows * recipe.data.max_length * floats * BYTES[recipe.train.precision]
         slopes = 4 * shape.vocab_size * shape.hidden_size  # of lm_head, taken with the loss
-        weights = BYTES_PER_PARAMETER * self.trained + dtype * (frozen + held)
+        weights = BYTES_PER_PARAMETER * self.trained + self.frozen_bytes + dtype * held
         return weights + activations + slopes + LOGITS_BYTES
 
     def lines(self) -> list[tuple[str, str]]:
