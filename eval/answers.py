@@ -21,6 +21,8 @@ def answer(target: Target, rows: int, asks: Sequence[Ask]) -> Iterator[tuple[int
     ]
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
     for completion in Decoder(target, rows=rows, capacity=capacity).run(requests):
+        if completion.error:
+            raise completion.error
         yield completion.index, completion.tokens
 
 

@@ -4,7 +4,10 @@
         [--temperatures 0,1] [--prompts NAME] [--out DIR] [section.key=value ..]
 
 Reads the trained head or student of `output.dir` and writes DIR/report.json (default:
-`output.dir`).
+`output.dir`). With several batch sizes it ends with their curves: each method over plain decoding
+of the same rows. A method may be decoded the vanilla padded way (METHOD:padded, METHOD:pad_kv,
+METHOD:pad_inputs; EMS-SD, Table 2) or from one queue instead of batches that end together
+(METHOD:dynamic).
 """
 
 import argparse
@@ -12,8 +15,8 @@ from itertools import product
 from pathlib import Path
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.methods import NEEDS_HEAD, NEEDS_STUDENT
-from specdraft.eval.report import evaluate, print_report, write_report
+from specdraft.eval.methods import needs_head, needs_student
+from specdraft.eval.report import evaluate, print_curves, print_report, write_report
 from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
@@ -69,10 +72,10 @@ def measure(recipes: list[Recipe]) -> dict:
     target = Target.of_recipe(first.target)
     prompts = load_prompts(first, target.tokenizer)
     head: FalconHead | None = None
-    if set(first.eval.methods) & set(NEEDS_HEAD):
+    if any(needs_head(name) for name in first.eval.methods):
         head = load_head(Path(first.output.dir) / "head", target.identity())
     student: Target | None = None
-    if set(first.eval.methods) & set(NEEDS_STUDENT):
+    if any(needs_student(name) for name in first.eval.methods):
         student = finished_student(first.student, Path(first.output.dir) / "student", target)
     reports = []
     for recipe in recipes:
@@ -80,7 +83,9 @@ def measure(recipes: list[Recipe]) -> dict:
             evaluate(recipe, target, head, prompts, recipe.eval.methods, student=student)
         )
         print_report(reports[-1])
-    return reports[0] | {"runs": [run for report in reports for run in report["runs"]]}
+    report = reports[0] | {"runs": [run for report in reports for run in report["runs"]]}
+    print_curves(report["runs"])
+    return report
 
 
 if __name__ == "__main__":

@@ -1,39 +1,45 @@
 """The one decoding loop: admit, draft, verify, accept, compact, observe, retire.
 
 Plain decoding is this loop without a drafter, batch 1 is this loop with one row. A step is one
-packed forward of the target over all rows: a new row brings its prompt, a running row its last
-committed token and the tree drafted behind it. Every step of a row commits what was accepted and
-one bonus token.
+packed forward of the target over all rows: a new row brings its prompt or a part of it, a running
+row its last committed token and the tree drafted behind it. Every step of a row commits what was
+accepted and one bonus token.
 
 Shapes: N packed tokens, H hidden, V vocabulary.
 """
 
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from specdraft.eval.accept import sample, walk
 from specdraft.eval.packed import PackedTarget
-from specdraft.eval.tree import Topology, Tree, chain
+from specdraft.eval.stop import tokens_until_stop
+from specdraft.eval.transfer import download, upload
+from specdraft.eval.tree import Tree, chain
 from specdraft.models.target import Target
-from specdraft.recipes.errors import DataError
+from specdraft.recipes.errors import DataError, UserError
+
+PREFILL = 1024  # prompt tokens that one step reads at most, over all rows
 
 
 @dataclass(frozen=True)
 class Request:
     """One prompt and how to continue it. Temperature 0 is greedy; top_k 0 and top_p 1 are off."""
 
-    prompt: list[int]
+    prompt: Sequence[int]
     max_new_tokens: int
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    eos_ids: frozenset[int] | None = None  # ids that end it; None: the target's
+    stop: tuple[str, ...] = ()  # strings that end it; the token that completes one is kept
 
 
 @dataclass(frozen=True)
@@ -48,27 +54,50 @@ class Step:
 
 @dataclass
 class Completion:
-    """A finished request. `tokens` are the new ones, the end-of-sequence token included."""
+    """A finished request. `tokens` are the new ones, the end-of-sequence token included.
+
+    A request that cannot be decoded ends as "refused", with the reason in `error`.
+    """
 
     index: int
     tokens: list[int]
     steps: list[Step]
+    reason: Literal["eos", "stop", "length", "refused"] = "length"
+    error: UserError | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step added to one request; the last one of a request carries its completion."""
+
+    index: int
+    tokens: list[int]
+    steps: list[Step]
+    completion: Completion | None = None
 
 
 @dataclass
 class Timing:
-    """Seconds spent in each phase of the loop, summed over steps."""
+    """Seconds of the loop, and tokens that were real and pads, summed over steps.
 
-    draft: float = 0.0
+    `verify` is the target's own forward, lm_head included, and `total` everything; what a drafter's
+    model takes, the drafter counts. Time on a CUDA device counts where the host waits for it.
+    """
+
     verify: float = 0.0
-    rest: float = 0.0
+    total: float = 0.0
     forwards: int = 0
+    inputs: int = 0
+    input_pads: int = 0
+    cached: int = 0
+    cache_pads: int = 0
 
 
 class Drafter(Protocol):
     """Proposes a tree per row. State per row lives here, never on a model."""
 
     forwards: int  # passes of its own model so far
+    seconds: float  # that they took
     max_nodes: int  # of a tree it may return, the root not counted
 
     def start(self, row: int, request: Request) -> None:
@@ -89,124 +118,234 @@ class Row:
     index: int
     request: Request
     unread: list[int]
+    eos_ids: frozenset[int]
+    drafts: bool  # whether the drafter still knows this row
     tokens: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
     @property
-    def length(self) -> int:
-        return len(self.request.prompt) + len(self.tokens)
+    def read(self) -> int:
+        """Tokens the target has read, and the position of the next one."""
+        return len(self.request.prompt) + len(self.tokens) - len(self.unread)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One row's share of a packed forward: prompt tokens or a committed token, and a draft."""
+
+    slot: int
+    row: Row
+    count: int  # unread tokens that are read now
+    tree: Tree
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the end of what is committed is reached, so that the target can speak."""
+        return self.count == len(self.row.unread)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The target's answer on one row: what it read, and what it would say after each node."""
+
+    tokens: list[int]  # of the nodes, the root included
+    greedy: list[int]  # argmax after each node
+    logits: Tensor | None  # [nodes, V] on the host; None for a greedy request
 
 
 class Decoder:
     """Decode requests with a target and, if given, a drafter, `rows` at a time.
 
     The output of a request is what plain decoding of the target gives, token for token, greedy or
-    sampled, whatever the drafter, the number of rows and the neighbours.
+    sampled, whatever the drafter, the number of rows, the neighbours and the order of admission.
+    A row that is free takes the next request at the next step; its prompt is read together with
+    the others' drafts, at most `prefill` prompt tokens a step.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, rows: int = 1, capacity: int = 2048
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        rows: int = 1,
+        capacity: int = 2048,
+        prefill: int = PREFILL,
     ):
-        self.target = target
-        self.drafter = drafter
-        self.packed = PackedTarget(target, rows, capacity)
+        if prefill < 1:
+            raise ValueError(f"prefill is {prefill}; at least one prompt token a step")
+        self.target, self.drafter, self.prefill = target, drafter, prefill
+        self.packed = self._pack(target, rows, capacity)
         self.rows: list[Row | None] = [None] * rows
         self.spare = drafter.max_nodes if drafter else 0  # cache slots a draft may need
         self.timing = Timing()
+        self._warned = False
+        self._nothing = Tree(chain(0), upload([], target.device))
+
+    def _pack(self, target: Target, rows: int, capacity: int) -> PackedTarget:
+        return PackedTarget(target, rows, capacity)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Decode all requests; yield each when it is finished."""
-        waiting = deque(enumerate(requests))
-        for index, request in waiting:
-            self._check(index, request)
+        """Decode all requests; yield each when it is finished, the refused ones too."""
+        for update in self.stream(requests):
+            if update.completion:
+                yield update.completion
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Update]:
+        """Decode requests, taken from the iterable as rows become free; yield every row's
+        new tokens after every step."""
+        waiting = enumerate(requests)
         self.rows = [None] * len(self.rows)
-        while waiting or any(self.rows):
-            self._admit(waiting)
+        while True:
+            yield from self._admit(waiting)
+            if not any(self.rows):
+                return
             yield from self.step()
 
-    def stream(self, request: Request) -> Iterator[Row]:
-        """Decode one request; yield its row after every step, for whoever watches."""
-        self._check(0, request)
-        self.rows = [None] * len(self.rows)
-        self._admit(deque([(0, request)]))
-        row = self.rows[0]
-        while any(self.rows):
-            self.step()
-            yield row
+    def _admit(self, waiting: Iterator[tuple[int, Request]]) -> Iterator[Update]:
+        """Fill the free rows; yield what is refused on the way."""
+        for slot, taken in enumerate(self.rows):
+            while taken is None and (item := next(waiting, None)):
+                index, request = item
+                try:
+                    self._check(index, request)
+                except DataError as error:
+                    yield Update(index, [], [], Completion(index, [], [], "refused", error))
+                else:
+                    taken = self._start(slot, index, request)
 
-    def _admit(self, waiting: deque[tuple[int, Request]]) -> None:
-        for slot, row in enumerate(self.rows):
-            if row is None and waiting:
-                index, request = waiting.popleft()
-                self.rows[slot] = Row(index, request, unread=list(request.prompt))
-                self.packed.pool.lengths[slot] = 0
-                if self.drafter:
-                    self.drafter.start(slot, request)
+    def _start(self, slot: int, index: int, request: Request) -> Row:
+        eos = self.target.eos_ids if request.eos_ids is None else request.eos_ids
+        row = Row(index, request, list(request.prompt), eos, drafts=self.drafter is not None)
+        self.rows[slot] = row
+        self.packed.pool.lengths[slot] = 0
+        if row.drafts:
+            self._guard([slot], self.drafter.start, slot, request)
+        return row
 
     @torch.inference_mode()
-    def step(self) -> list[Completion]:
-        """Draft for, verify and advance every running row; return what finished."""
-        active = [slot for slot, row in enumerate(self.rows) if row]
+    def step(self) -> list[Update]:
+        """Draft for, verify and advance every running row; return what each has gained."""
         began = time.perf_counter()
-        trees = self._draft(active)
-        drafted = time.perf_counter()
-        verdicts = self._verify(active, trees)
-        verified = time.perf_counter()
-        finished = []
-        for slot, verdict in zip(active, verdicts, strict=True):
-            row = self.rows[slot]
-            self._advance(slot, row, verdict)
-            if self._is_done(row):
-                finished.append(Completion(row.index, row.tokens, row.steps))
-                self.rows[slot] = None
-        self.timing.draft += drafted - began
-        self.timing.verify += verified - drafted
-        self.timing.rest += time.perf_counter() - verified
+        parts = self._draft(self._share())
+        verdicts, features = self._verify(parts)
+        updates = []
+        for part, verdict, read in zip(parts, verdicts, features, strict=True):
+            update = self._advance(part, verdict, read)
+            if update:
+                updates.append(update)
+            if update and update.completion:
+                self.rows[part.slot] = None
+        self.timing.total += time.perf_counter() - began
         self.timing.forwards += 1
-        return finished
+        return updates
 
-    def _draft(self, active: list[int]) -> list[Tree]:
-        nothing = Tree(chain(0), torch.empty(0, dtype=torch.long, device=self.target.device))
+    def _share(self) -> list[tuple[int, Row, int]]:
+        """(slot, row, unread tokens to read now) of the rows that take part in this step.
+
+        Prompts share the budget in the order of admission; the others always take part.
+        """
+        running = [(slot, row) for slot, row in enumerate(self.rows) if row]
+        left, taken = self.prefill, {}
+        for slot, row in sorted(running, key=lambda item: item[1].index):
+            taken[slot] = 1 if row.tokens else min(len(row.unread), left)
+            left -= 0 if row.tokens else taken[slot]
+        return [(slot, row, taken[slot]) for slot, row in running if taken[slot]]
+
+    def _draft(self, shares: list[tuple[int, Row, int]]) -> list[Part]:
         # A row that has just been admitted has nothing to draft from: no feature yet.
-        running = [slot for slot in active if self.rows[slot].tokens] if self.drafter else []
-        drafts = dict(zip(running, self.drafter.draft(running), strict=True)) if running else {}
-        return [drafts.get(slot, nothing) for slot in active]
+        slots = [slot for slot, row, _ in shares if row.drafts and row.tokens]
+        trees = self._guard(slots, self.drafter.draft, slots) if slots else None
+        drafts = dict(zip(slots, trees or [self._nothing] * len(slots), strict=True))
+        return [
+            Part(slot, row, count, drafts.get(slot, self._nothing)) for slot, row, count in shares
+        ]
 
-    def _verify(self, active: list[int], trees: list[Tree]) -> "list[Verdict]":
+    def _guard(self, slots: list[int], call, *arguments):
+        """Call the drafter; rows on which it raises are finished by plain decoding."""
+        try:
+            return call(*arguments)
+        except Exception as error:
+            for slot in slots:
+                self.rows[slot].drafts = False
+            if not self._warned:
+                names = ", ".join(str(self.rows[slot].index) for slot in slots)
+                warnings.warn(
+                    f"the drafter raised {type(error).__name__} ({error}); request {names} goes on "
+                    "by plain decoding, with the same output",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self._warned = True
+            return None
+
+    def _verify(self, parts: list[Part]) -> tuple[list[Verdict | None], list[Tensor]]:
         """Run the target over all rows, and ask it for its choice after every node."""
-        device = self.target.device
         ids, positions, segments = [], [], []
-        for slot, tree in zip(active, trees, strict=True):
-            unread, start = self.rows[slot].unread, self.packed.pool.lengths[slot]
-            topology = tree.topology if len(unread) == 1 else chain(len(unread) - 1)
-            segments.append(self.packed.segment(slot, topology))
-            ids += [torch.tensor(unread, device=device), tree.tokens]
-            positions += [start + depth for depth in topology.depths]
-        ids = torch.cat(ids)
-        features = self.packed.forward(ids, torch.tensor(positions, device=device), segments)
-        by_row = features.split([segment.count for segment in segments])
-        sizes = [len(tree.topology) for tree in trees]
-        nodes = [part[-size:] for part, size in zip(by_row, sizes, strict=True)]
-        logits = self.target.logits(nodes[0] if len(nodes) == 1 else torch.cat(nodes))
-        # The one synchronisation of the step: drafts and greedy choices come over together.
-        host = torch.cat((logits.argmax(-1), *(tree.tokens for tree in trees))).tolist()
-        greedy, drafts = host[: len(logits)], iter(host[len(logits) :])
-        verdicts, first = [], 0
-        for slot, tree, size, part in zip(active, trees, sizes, by_row, strict=True):
-            tokens = [self.rows[slot].unread[-1], *(next(drafts) for _ in range(size - 1))]
-            row = slice(first, first + size)
-            verdicts.append(Verdict(tree.topology, tokens, greedy[row], logits[row], part))
-            first += size
-        return verdicts
+        for part in parts:
+            unread, read = part.row.unread[: part.count], part.row.read
+            topology = part.tree.topology if part.count == 1 else chain(part.count - 1)
+            segments.append(self.packed.segment(part.slot, topology))
+            ids += [upload(unread, self.target.device), part.tree.tokens]
+            positions += [read + depth for depth in topology.depths]
+        positions = upload(positions, self.target.device)
+        began = time.perf_counter()
+        features = self.packed.forward(torch.cat(ids), positions, segments)
+        self._count(parts, segments)
+        features = features.split([segment.count for segment in segments])
+        verified = [part for part in parts if part.verifies]
+        verdicts = self._ask(parts, features) if verified else [None] * len(parts)
+        self.timing.verify += time.perf_counter() - began
+        return verdicts, list(features)
 
-    def _advance(self, slot: int, row: Row, verdict: "Verdict") -> None:
-        """Commit the accepted path and the bonus token of one row; tell the drafter."""
-        request, length = row.request, row.length
+    def _ask(self, parts: list[Part], features: Sequence[Tensor]) -> list[Verdict | None]:
+        """The target's choices after the nodes of every part that has reached its end."""
+        asked = [(part, read) for part, read in zip(parts, features, strict=True) if part.verifies]
+        nodes = [read[-len(part.tree.topology) :] for part, read in asked]
+        logits = self.target.logits(nodes[0] if len(nodes) == 1 else torch.cat(nodes))
+        by_part = logits.split([len(part) for part in nodes])
+        sampled = [
+            number for number, (part, _) in enumerate(asked) if part.row.request.temperature > 0
+        ]
+        # The one synchronisation of the step: drafts, choices and what is sampled from.
+        choices = torch.cat((logits.argmax(-1), *(part.tree.tokens for part, _ in asked)))
+        choices, *scores = download(choices, *(by_part[number] for number in sampled))
+        host = choices.tolist()
+        scores = dict(zip(sampled, scores, strict=True))
+        drafts, verdicts, first = iter(host[len(logits) :]), {}, 0
+        for number, (part, _) in enumerate(asked):
+            size = len(part.tree.topology)
+            tokens = [part.row.unread[-1], *(next(drafts) for _ in range(size - 1))]
+            greedy = host[first : first + size]
+            verdicts[part.slot] = Verdict(tokens, greedy, scores.get(number))
+            first += size
+        return [verdicts.get(part.slot) for part in parts]
+
+    def _advance(self, part: Part, verdict: Verdict | None, features: Tensor) -> Update | None:
+        """Commit what one row has gained; tell the drafter. None for a part of a prompt."""
+        slot, row = part.slot, part.row
+        if verdict is None:
+            self.packed.pool.lengths[slot] += part.count
+            self._tell(slot, row.unread[1 : part.count + 1], features)
+            row.unread = row.unread[part.count :]
+            return None
+        path, bonus = self._accept(row, part.tree, verdict)
+        before = part.count - 1  # tokens of a prompt before the root
+        kept = [*range(before), *(before + node for node in path)]
+        self.packed.pool.keep(slot, kept)
+        fresh = [*(verdict.tokens[node] for node in path[1:]), bonus]
+        if len(kept) < len(features):
+            features = features[upload(kept, features.device)]
+        self._tell(slot, row.unread[1:] + fresh, features)
+        row.unread = [bonus]
+        return self._commit(row, fresh, part.tree, len(path) - 1)
+
+    def _accept(self, row: Row, tree: Tree, verdict: Verdict) -> tuple[list[int], int]:
+        """The accepted nodes, the root first, and the bonus token."""
+        request = row.request
 
         def pick(node: int) -> int:
-            if request.temperature == 0.0:
+            if verdict.logits is None:
                 return verdict.greedy[node]
-            position = length + verdict.topology.depths[node]
+            position = row.read + len(row.unread) + tree.topology.depths[node]
             return sample(
                 verdict.logits[node],
                 position,
@@ -216,32 +355,40 @@ class Decoder:
                 request.top_p,
             )
 
-        path, bonus = walk(verdict.topology, verdict.tokens, pick)
-        read = len(row.unread) - 1  # tokens of a prompt before the root
-        kept = [*range(read), *(read + node for node in path)]
-        self.packed.pool.keep(slot, kept)
-        fresh = [*(verdict.tokens[node] for node in path[1:]), bonus]
-        emitted = self._until_stop(request, len(row.tokens), fresh)
-        row.tokens += fresh[:emitted]
-        depths = verdict.topology.depths
-        row.steps.append(Step(emitted, len(depths) - 1, max(depths), len(path) - 1))
-        if self.drafter:
-            features = verdict.features
-            if len(kept) < len(features):
-                features = features[torch.tensor(kept, device=features.device)]
-            self.drafter.observe(slot, row.unread[1:] + fresh, features)
-        row.unread = [bonus]
+        return walk(tree.topology, verdict.tokens, pick)
 
-    def _until_stop(self, request: Request, before: int, fresh: list[int]) -> int:
-        """How many of the fresh tokens stand: up to an end-of-sequence token or the limit."""
-        for count, token in enumerate(fresh, start=1):
-            if token in self.target.eos_ids or before + count == request.max_new_tokens:
-                return count
-        return len(fresh)
+    def _tell(self, slot: int, tokens: list[int], features: Tensor) -> None:
+        if self.rows[slot].drafts:
+            self._guard([slot], self.drafter.observe, slot, tokens, features)
 
-    def _is_done(self, row: Row) -> bool:
-        full = len(row.tokens) == row.request.max_new_tokens
-        return full or row.tokens[-1] in self.target.eos_ids
+    def _commit(self, row: Row, fresh: list[int], tree: Tree, accepted: int) -> Update:
+        """Append the fresh tokens, as far as they stand: an end or the limit may cut them."""
+        request, known = row.request, len(row.tokens)
+        ends = (n for n, token in enumerate(fresh, start=1) if token in row.eos_ids)
+        cuts = [(next(ends, None), "eos")]
+        if request.stop:
+            tokenizer = self.target.tokenizer
+            cuts.append((tokens_until_stop(tokenizer, row.tokens, fresh, request.stop), "stop"))
+        cuts.append((request.max_new_tokens - known, "length"))
+        cut, reason = min((cut for cut in cuts if cut[0] is not None), key=lambda cut: cut[0])
+        fresh = fresh[:cut]
+        depths = tree.topology.depths
+        step = Step(len(fresh), len(depths) - 1, max(depths), accepted)
+        row.tokens += fresh
+        row.steps.append(step)
+        done = len(fresh) == cut
+        completion = Completion(row.index, row.tokens, row.steps, reason) if done else None
+        return Update(row.index, fresh, [step], completion)
+
+    def _count(self, parts: list[Part], segments: Sequence) -> None:
+        """Keep count of real tokens and of pads, in inputs and cache (EMS-SD)."""
+        timing = self.timing
+        inputs = sum(segment.count for segment in segments)
+        timing.inputs += inputs
+        timing.input_pads += self.packed.inputs - inputs
+        for part, segment in zip(parts, segments, strict=True):
+            timing.cached += part.row.read
+            timing.cache_pads += segment.start - part.row.read
 
     def _check(self, index: int, request: Request) -> None:
         """Raise DataError, naming the request, for one that cannot be decoded."""
@@ -265,14 +412,5 @@ class Decoder:
                 f"{name}: temperature {request.temperature}, top_k {request.top_k}, top_p "
                 f"{request.top_p}; allowed: temperature >= 0, top_k >= 0, 0 < top_p <= 1"
             )
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The target's answer on one row: what it read, and what it would say after each node."""
-
-    topology: Topology
-    tokens: list[int]  # of the nodes, the root included
-    greedy: list[int]  # argmax after each node
-    logits: Tensor  # [nodes, V]
-    features: Tensor  # [unread + drafted, H]
+        if request.stop and (self.target.tokenizer is None or not all(request.stop)):
+            raise DataError(f"{name}: stop strings need a tokenizer and must not be empty")

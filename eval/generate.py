@@ -52,15 +52,19 @@ def answer(recipe: Recipe, question: str) -> None:
         settings.top_p,
         settings.seed,
     )
-    console, shown, began = Console(highlight=False), 0, time.perf_counter()
-    for row in decoder.stream(request):
-        runs = pieces(target.tokenizer, row.tokens, row.steps)
+    console, began = Console(highlight=False), time.perf_counter()
+    tokens, steps, shown = [], [], 0
+    for update in decoder.stream([request]):
+        if update.completion and update.completion.error:
+            raise update.completion.error
+        tokens, steps = tokens + update.tokens, steps + update.steps
+        runs = pieces(target.tokenizer, tokens, steps)
         console.print(Text.assemble(*((t, STYLES[kind]) for t, kind in runs[shown:])), end="")
         shown = len(runs)
-    seconds, ratio = time.perf_counter() - began, len(row.tokens) / len(row.steps)
+    seconds, ratio = time.perf_counter() - began, len(tokens) / len(steps)
     console.print(
-        f"\n[cyan]{len(row.tokens)} tokens in {len(row.steps)} steps: {ratio:.2f} a step, "
-        f"{len(row.tokens) / seconds:.0f} tokens/s[/cyan]"
+        f"\n[cyan]{len(tokens)} tokens in {len(steps)} steps: {ratio:.2f} a step, "
+        f"{len(tokens) / seconds:.0f} tokens/s[/cyan]"
     )
 
 

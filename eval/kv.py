@@ -9,6 +9,8 @@ Shapes: L layers, R rows, C capacity, D head dimension.
 import torch
 from torch import Tensor
 
+from specdraft.eval.transfer import upload
+
 
 class KVPool:
     """Keys and values of R rows in one tensor [L, 2, R, kv_heads, C, D]; `lengths[r]` are valid."""
@@ -39,6 +41,11 @@ class KVPool:
         """Views of the first `stop` keys and values of a row, each [1, kv_heads, stop, D]."""
         return self.data[layer, 0, row, None, :, :stop], self.data[layer, 1, row, None, :, :stop]
 
+    def region(self, layer: int, row: int, size: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Views of the first `stop` slots of neighbouring rows, each [size, kv_heads, stop, D]."""
+        rows = slice(row, row + size)
+        return self.data[layer, 0, rows, :, :stop], self.data[layer, 1, rows, :, :stop]
+
     def keep(self, row: int, path: list[int]) -> None:
         """Commit an accepted path: slots length + path[j] move to length + j, in all layers.
 
@@ -47,7 +54,7 @@ class KVPool:
         start = self.lengths[row]
         moved = next((j for j, node in enumerate(path) if node != j), len(path))
         if moved < len(path):
-            source = torch.tensor(path[moved:], device=self.data.device) + start
+            source = upload(path[moved:], self.data.device) + start
             kept = self.data[:, :, row].index_select(3, source)
             self.data[:, :, row, :, start + moved : start + len(path)] = kept
         self.lengths[row] = start + len(path)

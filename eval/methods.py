@@ -6,8 +6,8 @@ weights, and count target forwards with a hook.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, get_args
 
 import torch
 
@@ -15,25 +15,34 @@ from specdraft.eval.decoder import Completion, Decoder, Drafter, Request, Step, 
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.padded import PADDINGS, PaddedDecoder
 from specdraft.eval.static import StaticTree
 from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.schema import METHODS, EvalSection
+from specdraft.recipes.schema import STUDENT_METHODS, EvalSection, Measured
 from specdraft.recipes.static_trees import load_tree_paths
 
-NEEDS_HEAD = ("falcon_chain", "falcon_tree")
-NEEDS_STUDENT = ("ssd",)
+
+def needs_head(method: str) -> bool:
+    """Whether a method, padded or not, drafts with a trained Falcon head."""
+    return method.partition(":")[0] in ("falcon_chain", "falcon_tree")
+
+
+def needs_student(method: str) -> bool:
+    """Whether a method, padded or not, drafts with a student."""
+    return method.partition(":")[0] in STUDENT_METHODS
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One batch of requests decoded by one method. `timing` is None where it is not ours to see."""
+    """One batch of requests decoded by one method. `timing` has no tokens where it is not ours."""
 
     completions: list[Completion]
     seconds: float
-    timing: Timing | None = None
+    timing: Timing
     drafter_forwards: int = 0
+    drafter_seconds: float = 0.0
 
 
 class DecodingMethod(Protocol):
@@ -43,20 +52,26 @@ class DecodingMethod(Protocol):
 
 
 class Engine:
-    """Our decoder, with or without a drafter."""
+    """Our decoder, with or without a drafter, or the vanilla padded form of it."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, rows: int, capacity: int):
-        self.decoder = Decoder(target, drafter, rows, capacity)
+    def __init__(self, decoder: Decoder):
+        self.decoder = decoder
 
     def __call__(self, requests: Sequence[Request]) -> Outcome:
         decoder, drafter = self.decoder, self.decoder.drafter
+        if isinstance(decoder, PaddedDecoder):
+            decoder.packed.begin(len(requests))
         decoder.timing = Timing()
-        before = drafter.forwards if drafter else 0
+        before = (drafter.forwards, drafter.seconds) if drafter else (0, 0.0)
         began = time.perf_counter()
         completions = sorted(decoder.run(requests), key=lambda done: done.index)
         seconds = time.perf_counter() - began
-        spent = (drafter.forwards if drafter else 0) - before
-        return Outcome(completions, seconds, replace(decoder.timing), spent)
+        for done in completions:
+            if done.error:
+                raise done.error
+        after = (drafter.forwards, drafter.seconds) if drafter else (0, 0.0)
+        spent = (b - a for a, b in zip(before, after, strict=True))
+        return Outcome(completions, seconds, decoder.timing, *spent)
 
 
 class Generate:
@@ -71,24 +86,30 @@ class Generate:
         # Assisted generation takes one row only, and so does a sampling seed.
         together = not self.options and requests[0].temperature == 0.0
         batches = [list(requests)] if together else [[request] for request in requests]
-        completions, began = [], time.perf_counter()
+        completions, timing, began = [], Timing(), time.perf_counter()
         for batch in batches:
-            completions += self._generate(batch, first=len(completions))
-        return Outcome(completions, time.perf_counter() - began)
+            completions += self._generate(batch, len(completions), timing)
+        return Outcome(completions, time.perf_counter() - began, timing)
 
-    def _generate(self, batch: list[Request], first: int) -> list[Completion]:
-        longest, forwards = max(len(request.prompt) for request in batch), 0
+    def _generate(self, batch: list[Request], first: int, timing: Timing) -> list[Completion]:
+        longest, before = max(len(request.prompt) for request in batch), timing.forwards
 
-        def count(*_) -> None:
-            nonlocal forwards
-            forwards += 1
+        def enter(*_) -> None:
+            timing.verify -= time.perf_counter()
+
+        def leave(*_) -> None:
+            timing.verify += time.perf_counter()
+            timing.forwards += 1
 
         pads = [longest - len(request.prompt) for request in batch]
-        ids = torch.tensor([[self.pad] * p + r.prompt for p, r in zip(pads, batch, strict=True)])
+        ids = torch.tensor(
+            [[self.pad] * p + list(r.prompt) for p, r in zip(pads, batch, strict=True)]
+        )
         mask = torch.tensor([[0] * p + [1] * (longest - p) for p in pads])
-        hook = self.target.model.register_forward_hook(count)
+        model = self.target.model
+        hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
         try:
-            output = self.target.model.generate(
+            output = model.generate(
                 input_ids=ids.to(self.target.device),
                 attention_mask=mask.to(self.target.device),
                 max_new_tokens=batch[0].max_new_tokens,
@@ -97,9 +118,10 @@ class Generate:
                 **self.options,
             )
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         return [
-            self._completion(first + n, row[longest:].tolist(), forwards)
+            self._completion(first + n, row[longest:].tolist(), timing.forwards - before)
             for n, row in enumerate(output)
         ]
 
@@ -132,26 +154,50 @@ def make_method(
     capacity: int,
     student: Target | None = None,
 ) -> DecodingMethod:
-    """Build a method by its name; RecipeError for an unknown one or one without its drafter."""
+    """Build a method by its name; RecipeError for an unknown one or one without its drafter.
+
+    `capacity` holds a prompt and its answer. NAME:padded, NAME:pad_kv and NAME:pad_inputs are
+    decoded the vanilla way (eval/padded.py), and `padded` is prompt_lookup:padded. NAME:dynamic is
+    the same engine; whoever calls it hands over all requests at once.
+    """
+    if name not in (known := get_args(Measured)):
+        raise RecipeError(f"unknown method {name!r}; known: {', '.join(known)}")
+    base, _, way = ("prompt_lookup:padded" if name == "padded" else name).partition(":")
     rows = settings.batch_size
-    if name not in METHODS:
-        raise RecipeError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
-    if name in NEEDS_HEAD and head is None:
-        raise RecipeError(f"method {name} needs a trained head; train one first")
-    if name in NEEDS_STUDENT and student is None:
-        raise RecipeError(f"method {name} needs a student; give the recipe one and train it")
-    if name == "generate":
+    if base == "generate":
         return Generate(target)
-    if name == "hf_prompt_lookup":
+    if base == "hf_prompt_lookup":
         return Generate(target, settings.hf_lookup_copy)
-    drafter = None
+    drafter = make_drafter(base, settings, target, head, capacity, student)
+    room = capacity + (drafter.max_nodes if drafter else 0)
+    if way not in PADDINGS:
+        return Engine(Decoder(target, drafter, rows, room))
+    # Aligned caches grow by what the luckiest row accepts: at worst by the sum over rows.
+    room += (rows - 1) * settings.max_new_tokens
+    return Engine(PaddedDecoder(target, drafter, rows, room, *PADDINGS[way]))
+
+
+def make_drafter(
+    name: str,
+    settings: EvalSection,
+    target: Target,
+    head: FalconHead | None,
+    capacity: int,
+    student: Target | None = None,
+) -> Drafter | None:
+    """Build the drafter of a method; None for plain decoding."""
+    if name == "plain":
+        return None
+    rows = settings.batch_size
     if name == "prompt_lookup":
-        drafter = PromptLookup(settings.lookup_match, settings.lookup_copy, rows, target.device)
-    elif name in NEEDS_STUDENT:
-        drafter = SSD(student, rows, capacity, settings.ssd_gamma, settings.ssd_theta)
-    elif name in NEEDS_HEAD:
-        k = head.config.block_size
-        chain = StaticTree.chain(settings.chain_depth, k)
-        tree = chain if name == "falcon_chain" else StaticTree(load_tree_paths(settings.tree), k)
-        drafter = FalconDrafter(head, target, tree, rows, capacity)
-    return Engine(target, drafter, rows, capacity + (drafter.max_nodes if drafter else 0))
+        return PromptLookup(settings.lookup_match, settings.lookup_copy, rows, target.device)
+    if needs_student(name):
+        if student is None:
+            raise RecipeError(f"method {name} needs a student; give the recipe one and train it")
+        return SSD(student, rows, capacity, settings.ssd_gamma, settings.ssd_theta)
+    if head is None:
+        raise RecipeError(f"method {name} needs a trained head; train one first")
+    k = head.config.block_size
+    chain = StaticTree.chain(settings.chain_depth, k)
+    tree = chain if name == "falcon_chain" else StaticTree(load_tree_paths(settings.tree), k)
+    return FalconDrafter(head, target, tree, rows, capacity)

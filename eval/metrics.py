@@ -64,15 +64,26 @@ def acceptance_by_depth(steps: Sequence[Step]) -> list[float]:
 
 
 def times(outcomes: Sequence[Outcome], tokens: int) -> dict:
-    """Wall-clock of one method: tokens per second and milliseconds per step by phase."""
+    """Wall-clock of one method: tokens per second, and milliseconds per forward of the target.
+
+    The three phases sum to the whole: the drafter's own forwards, the target's own, and all else.
+    """
     seconds = sum(outcome.seconds for outcome in outcomes)
-    phases = {"draft": None, "verify": None, "overhead": None}
-    timings = [outcome.timing for outcome in outcomes if outcome.timing]
-    if timings:
-        forwards = sum(timing.forwards for timing in timings)
-        draft = sum(timing.draft for timing in timings)
-        verify = sum(timing.verify for timing in timings)
-        phases = {"draft": draft, "verify": verify, "overhead": seconds - draft - verify}
-        phases = {name: 1e3 * value / forwards for name, value in phases.items()}
-    milliseconds = {f"{name}_ms_per_step": value for name, value in phases.items()}
-    return {"tokens_per_second": tokens / seconds, "seconds": seconds} | milliseconds
+    forwards = sum(outcome.timing.forwards for outcome in outcomes)
+    draft = sum(outcome.drafter_seconds for outcome in outcomes)
+    verify = sum(outcome.timing.verify for outcome in outcomes)
+    phases = {"draft": draft, "verify": verify, "overhead": seconds - draft - verify}
+    phases = {f"{name}_ms_per_step": 1e3 * value / forwards for name, value in phases.items()}
+    return {"tokens_per_second": tokens / seconds, "seconds": seconds} | phases
+
+
+def padding(outcomes: Sequence[Outcome]) -> dict:
+    """Pads per real token in inputs and in the cache, over all forwards; None where not ours."""
+    inputs = sum(outcome.timing.inputs for outcome in outcomes)
+    cached = sum(outcome.timing.cached for outcome in outcomes)
+    input_pads = sum(outcome.timing.input_pads for outcome in outcomes)
+    cache_pads = sum(outcome.timing.cache_pads for outcome in outcomes)
+    return {
+        "padding_ratio_inputs": input_pads / inputs if inputs else None,
+        "padding_ratio_kv": cache_pads / cached if cached else None,
+    }

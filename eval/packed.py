@@ -9,9 +9,10 @@ Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dime
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +20,15 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from specdraft.eval.kv import KVPool
+from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Topology
 from specdraft.models.target import Target
 from specdraft.recipes.errors import TargetError
 
 ATTENTION = "specdraft_packed"
 CAUSAL = None  # a segment without a bias is a chain that starts an empty row
+LONG = 64  # tokens; a longer segment is a prompt: it attends alone and its mask is not kept
+KEPT_BIASES = 64  # topologies whose masks are kept, the most recently used
 
 
 @dataclass(frozen=True)
@@ -38,52 +42,139 @@ class Segment:
     # start 0, a causal chain.
     bias: Tensor | None
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    @property
+    def is_causal(self) -> bool:
+        return self.bias is CAUSAL and self.start == 0 and self.count > 1
+
 
 class Plan:
     """Which token of a packed forward belongs to which row, and what it may attend to.
 
-    Rows that bring a single token, as in plain decoding, attend together: one call over their
-    regions of the pool, cut at the longest row, instead of one call each. What is stored and what
-    the linear layers see stays unpadded.
+    What is stored and what the linear layers see is never padded. Attention runs per row, or for
+    several neighbouring rows in one call over their regions of the pool, cut at the longest row.
     """
 
     def __init__(self, pool: KVPool, segments: Sequence[Segment]):
         self.pool = pool
         firsts = accumulate((segment.count for segment in segments), initial=0)
-        placed = list(zip(firsts, segments, strict=False))
-        single = [(first, segment) for first, segment in placed if segment.count == 1]
-        self.single = SingleTokens(pool, single) if len(single) > 1 else None
-        self.others = [part for part in placed if self.single is None or part[1].count > 1]
+        self.placed = list(zip(firsts, segments, strict=False))
+        self.alone = len(segments) == 1
+        if self.alone:
+            return
+        device = pool.data.device
+        rows = [s.row for s in segments for _ in range(s.count)]
+        slots = [slot for s in segments for slot in range(s.start, s.stop)]
+        self.rows, self.slots = upload(rows, device), upload(slots, device)
+        self.groups = [Group(pool, part) for part in _neighbours(self.placed, device)]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None):
+        """Write keys and values to the pool and attend; query and result are [1, heads, N, D]."""
+        options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+        if self.alone:
+            return self._attend_alone(layer, query, key, value, options)
+        for kind, fresh in enumerate((key, value)):
+            self.pool.data[layer, kind, self.rows, :, self.slots] = fresh[0].transpose(0, 1)
+        output = torch.empty_like(query)
+        for group in self.groups:
+            group.attend(layer, query, output, options)
+        return output
+
+    def _attend_alone(self, layer, query, key, value, options) -> Tensor:
+        """One row: written by slices, attended as it lies."""
+        segment = self.placed[0][1]
+        self.pool.write(layer, segment.row, segment.start, key[0], value[0])
+        keys, values = self.pool.read(layer, segment.row, segment.stop)
+        return F.scaled_dot_product_attention(
+            query, keys, values, segment.bias, is_causal=segment.is_causal, **options
+        )
 
 
-class SingleTokens:
-    """The rows of a plan that bring one token each: S of them."""
+class Group:
+    """Neighbouring rows that attend in one call, S of them with up to T tokens each.
+
+    On a CPU a group's rows bring equally many tokens, so that queries are a view; on CUDA, where a
+    call costs more than a pad inside it, all short segments are one group.
+    """
 
     def __init__(self, pool: KVPool, placed: Sequence[tuple[int, Segment]]):
-        device = pool.data.device
-        rows = [segment.row for _, segment in placed]
-        starts = [segment.start for _, segment in placed]
-        self.pool = pool
-        self.tokens = torch.tensor([first for first, _ in placed], device=device)
-        self.rows = torch.tensor(rows, device=device)
-        self.slots = torch.tensor(starts, device=device)
-        self.everyone = rows == list(range(pool.data.shape[2]))
-        self.longest = max(starts) + 1
-        self.mask = torch.arange(self.longest, device=device) <= self.slots[:, None, None, None]
+        segments = [segment for _, segment in placed]
+        self.pool, self.segments = pool, segments
+        self.first, self.row = placed[0][0], segments[0].row
+        self.size = segments[-1].row + 1 - self.row
+        self.count = max(segment.count for segment in segments)
+        self.longest = max(segment.stop for segment in segments)
+        self.total = sum(segment.count for segment in segments)
+        self.mask, self.cells = segments[0].bias, None
+        self.is_causal = len(segments) == 1 and segments[0].is_causal
+        if len(segments) > 1:
+            self.mask = self._mask(segments)
+        if self.size * self.count != self.total:
+            device = pool.data.device
+            cells = [(s.row - self.row) * self.count + n for s in segments for n in range(s.count)]
+            self.cells = upload(cells, device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
-        """Write and attend; query [1, heads, N, D] of all tokens; returns [1, heads, S, D]."""
-        for kind, tensor in enumerate((key, value)):
-            fresh = tensor[0, :, self.tokens].transpose(0, 1)  # [S, kv_heads, D]
-            self.pool.data[layer, kind, self.rows, :, self.slots] = fresh
-        keys, values = (self._region(layer, kind) for kind in range(2))
-        mine = query[:, :, self.tokens].transpose(0, 2)  # [S, heads, 1, D]
-        output = F.scaled_dot_product_attention(mine, keys, values, self.mask, **options)
-        return output.transpose(0, 2)
+    def _mask(self, segments: Sequence[Segment]) -> Tensor:
+        """[S, 1, T, longest]; what no token asks for stays visible, so that nothing is NaN."""
+        dtype = self.pool.data.dtype
+        shape = (self.size, 1, self.count, self.longest)
+        mask = torch.zeros(shape, dtype=dtype, device=self.pool.data.device)
+        for segment in segments:
+            place = mask[segment.row - self.row, 0, : segment.count]
+            place[:, segment.stop :] = float("-inf")
+            if segment.bias is not CAUSAL:
+                place[:, : segment.stop] = segment.bias
+            elif segment.is_causal:
+                place[:, : segment.stop].masked_fill_(
+                    _later(segment.count, mask.device), -torch.inf
+                )
+        return mask
 
-    def _region(self, layer: int, kind: int) -> Tensor:
-        region = self.pool.data[layer, kind, :, :, : self.longest]
-        return region if self.everyone else region[self.rows]
+    def attend(self, layer: int, query: Tensor, output: Tensor, options: dict) -> None:
+        """Attend for this group's part of query [1, heads, N, D], into the same part of output."""
+        part = slice(self.first, self.first + self.total)
+        mine, heads = query[0, :, part], query.shape[1]  # [heads, total, D]
+        shape = (heads, self.size, self.count, query.shape[-1])
+        if self.cells is not None:
+            spread = mine.new_zeros(heads, self.size * self.count, shape[-1])
+            mine = spread.index_copy_(1, self.cells, mine)
+        keys, values = self.pool.region(layer, self.row, self.size, self.longest)
+        attended = F.scaled_dot_product_attention(
+            mine.reshape(shape).transpose(0, 1),
+            keys,
+            values,
+            self.mask,
+            is_causal=self.is_causal,
+            **options,
+        )
+        attended = attended.transpose(0, 1).flatten(1, 2)
+        if self.cells is not None:
+            attended = attended.index_select(1, self.cells)
+        output[0, :, part] = attended
+
+
+def _later(count: int, device: torch.device) -> Tensor:
+    return torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
+
+
+def _neighbours(
+    placed: Sequence[tuple[int, Segment]], device: torch.device
+) -> list[list[tuple[int, Segment]]]:
+    """Cut placed segments into runs that attend together."""
+    ragged = device.type == "cuda"
+
+    def key(item: tuple[int, tuple[int, Segment]]) -> tuple:
+        number, (_, segment) = item
+        if segment.count > LONG:
+            return (number, -1, -1)
+        if ragged:
+            return (-1, -1, -1)
+        return (-1, segment.count, segment.row - number)
+
+    return [[part for _, part in run] for _, run in groupby(enumerate(placed), key)]
 
 
 class TreeBias:
@@ -104,37 +195,8 @@ class TreeBias:
         return self.full[:, self.capacity - start :]
 
 
-def attend(plan: Plan, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None):
-    """Write keys and values to the pool and attend row by row; query [1, heads, N, D]."""
-    options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    if plan.single is None and len(plan.others) == 1:
-        return _attend_row(plan.pool, plan.others[0], layer, query, key, value, options)
-    output = torch.empty_like(query)
-    for part in plan.others:
-        first, segment = part
-        output[:, :, first : first + segment.count] = _attend_row(
-            plan.pool, part, layer, query, key, value, options
-        )
-    if plan.single is not None:
-        tokens = plan.single.attend(layer, query, key, value, **options)
-        output[:, :, plan.single.tokens] = tokens
-    return output
-
-
-def _attend_row(pool: KVPool, part: tuple[int, Segment], layer, query, key, value, options):
-    first, segment = part
-    last, stop = first + segment.count, segment.start + segment.count
-    pool.write(layer, segment.row, segment.start, key[0, :, first:last], value[0, :, first:last])
-    keys, values = pool.read(layer, segment.row, stop)
-    causal = segment.bias is CAUSAL and segment.start == 0 and segment.count > 1
-    return F.scaled_dot_product_attention(
-        query[:, :, first:last], keys, values, segment.bias, is_causal=causal, **options
-    )
-
-
 def _attention(module, query, key, value, attention_mask, scaling=None, plan=None, **_):
-    output = attend(plan, module.layer_idx, query, key, value, scaling)
-    return output.transpose(1, 2), None
+    return plan.attend(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
 
 
 class PackedTarget:
@@ -161,26 +223,35 @@ class PackedTarget:
             dtype=target.dtype,
             device=target.device,
         )
-        self._biases: dict[Topology, TreeBias] = {}
+        self.inputs = 0  # tokens that the linear layers saw in the last forward, pads included
+        self._biases: OrderedDict[Topology, TreeBias] = OrderedDict()
 
     def segment(self, row: int, topology: Topology) -> Segment:
         """Plan one row's tree (or, on an empty row, its prompt as a chain) behind its cache."""
         start, count = self.pool.lengths[row], len(topology)
         if count == 1 or (start == 0 and topology.is_chain):
             return Segment(row, start, count, CAUSAL)
-        if topology not in self._biases:
-            self._biases[topology] = TreeBias(
-                topology.ancestors, self.pool.capacity, self.target.dtype, self.target.device
-            )
-        return Segment(row, start, count, self._biases[topology].behind(start))
+        return Segment(row, start, count, self._bias(topology).behind(start))
+
+    def _bias(self, topology: Topology) -> TreeBias:
+        """The masks of a topology, kept for the next draft of the same shape."""
+        bias = self._biases.pop(topology, None) or TreeBias(
+            topology.ancestors, self.pool.capacity, self.target.dtype, self.target.device
+        )
+        if len(topology) <= LONG:
+            self._biases[topology] = bias
+        if len(self._biases) > KEPT_BIASES:
+            self._biases.popitem(last=False)
+        return bias
 
     def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Run packed ids [N] at absolute positions [N]; return features [N, H]."""
+        self.inputs = len(ids)
+        return self._run(ids, positions, Plan(self.pool, segments))
+
+    def _run(self, ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         hidden = self.base(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            plan=Plan(self.pool, segments),
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan
         )
         return hidden.last_hidden_state[0]
 

@@ -6,6 +6,7 @@ Methods take turns prompt by prompt, so that a machine that slows down slows all
 import json
 import os
 import platform
+import random
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +22,12 @@ from tqdm import tqdm
 from specdraft.data.prompts import Prompt
 from specdraft.eval.decoder import Request
 from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import NEEDS_HEAD, NEEDS_STUDENT, Outcome, make_method
-from specdraft.eval.metrics import Costs, counts, times
+from specdraft.eval.methods import Outcome, make_method, needs_head, needs_student
+from specdraft.eval.metrics import Costs, counts, padding, times
 from specdraft.eval.show import print_sample, sample
 from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target
-from specdraft.recipes.schema import Recipe
+from specdraft.recipes.schema import EvalSection, Recipe
 
 SCHEMA = 1
 WARM_UP_TOKENS = 8
@@ -52,8 +53,8 @@ def evaluate(
     with cpu_threads(recipe.eval.threads):
         outcomes = decode_all(recipe, target, head, prompts, methods, progress, student)
         where = environment(target)
-    trained = (*NEEDS_HEAD, *NEEDS_STUDENT)
-    shown = next((name for name in reversed(methods) if name in trained), methods[-1])
+    trained = [name for name in methods if needs_head(name) or needs_student(name)]
+    shown = trained[-1] if trained else methods[-1]
     answers = [done for part in outcomes[shown] for done in part.completions][:SAMPLES]
     return {
         "schema": SCHEMA,
@@ -76,19 +77,13 @@ def decode_all(
     progress: bool = True,
     student: Target | None = None,
 ) -> Outcomes:
-    """Run every method on every batch of prompts, one method after the other per batch."""
+    """Run every method on every batch of prompts, one method after the other per batch.
+
+    A dynamic method takes all prompts as one queue. With repeats, the median by wall-clock of each
+    batch stands.
+    """
     settings = recipe.eval
-    requests = [
-        Request(
-            prompt.input_ids,
-            settings.max_new_tokens,
-            settings.temperature,
-            settings.top_k,
-            settings.top_p,
-            settings.seed + number,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
+    requests = make_requests(settings, prompts)
     capacity = max(len(request.prompt) for request in requests) + settings.max_new_tokens
     runners = {
         name: make_method(name, settings, target, head, capacity, student) for name in methods
@@ -96,12 +91,39 @@ def decode_all(
     warm_up = Request(requests[0].prompt, min(WARM_UP_TOKENS, settings.max_new_tokens))
     for runner in runners.values():
         runner([warm_up])
+    starts = range(0, len(requests), settings.batch_size)
+    batches = [requests[start : start + settings.batch_size] for start in starts]
+    queued = [name for name in runners if name.endswith(":dynamic")]
+    batched = [name for name in runners if name not in queued]
+    work = [(batched, batch) for batch in batches] + [(queued, requests)] * bool(queued)
     outcomes: Outcomes = {name: [] for name in runners}
-    batches = range(0, len(requests), settings.batch_size)
-    for start in tqdm(batches, desc="evaluating", unit="batch", disable=not progress):
-        for name, runner in runners.items():
-            outcomes[name].append(runner(requests[start : start + settings.batch_size]))
+    for names, batch in tqdm(work, desc="evaluating", unit="batch", disable=not progress):
+        tries = [{name: runners[name](batch) for name in names} for _ in range(settings.repeats)]
+        for name in names:
+            ordered = sorted((each[name] for each in tries), key=lambda outcome: outcome.seconds)
+            outcomes[name].append(ordered[len(ordered) // 2])
     return outcomes
+
+
+def make_requests(settings: EvalSection, prompts: Sequence[Prompt]) -> list[Request]:
+    """One request per prompt, each with its own seed; spread lengths are log-uniform, shuffled."""
+    lengths = [settings.max_new_tokens] * len(prompts)
+    if settings.spread > 1:
+        steps = max(len(prompts) - 1, 1)
+        lengths = [round(n * settings.spread ** (-i / steps)) for i, n in enumerate(lengths)]
+        random.Random(settings.seed).shuffle(lengths)
+    return [
+        Request(
+            prompt.input_ids,
+            max(length, 1),
+            settings.temperature,
+            settings.top_k,
+            settings.top_p,
+            settings.seed + number,
+            eos_ids=frozenset() if settings.spread > 1 else None,
+        )
+        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
 
 
 @contextmanager
@@ -124,27 +146,23 @@ def summarise(
     student: Target | None = None,
 ) -> list[dict]:
     """Turn outcomes into one row of figures per method."""
-    shares = dict.fromkeys(outcomes, 0.0)  # of the target's parameters, by method
-    for drafter, names in ((head, NEEDS_HEAD), (student and student.model, NEEDS_STUDENT)):
-        if drafter is not None:
-            shares |= dict.fromkeys(names, _parameters(drafter) / _parameters(target.model))
     plain_ms = None
     if REFERENCE in outcomes:
         plain_ms = times(outcomes[REFERENCE], 1)["verify_ms_per_step"]
     rows = []
     for name, parts in outcomes.items():
-        costs = Costs(shares[name], _measured_cost(parts, plain_ms))
+        costs = Costs(_share(target, head, student, name), _measured_cost(parts, plain_ms))
         row = {
             "method": name,
             "prompt_set": recipe.eval.prompts,
             "batch_size": recipe.eval.batch_size,
             "temperature": recipe.eval.temperature,
             "max_new_tokens": recipe.eval.max_new_tokens,
+            "spread": recipe.eval.spread,
             "dtype": recipe.target.dtype,
             **_identity(target, prompts, outcomes, name),
             **counts(parts, costs),
-            "padding_ratio_inputs": 0.0 if parts[0].timing else None,
-            "padding_ratio_kv": 0.0 if parts[0].timing else None,
+            **padding(parts),
         }
         rows.append(row | times(parts, row["tokens"]))
     speeds = {row["method"]: row["tokens_per_second"] for row in rows}
@@ -152,6 +170,12 @@ def summarise(
         for key, base in (("speedup", REFERENCE), ("speedup_over_generate", "generate")):
             row[key] = row["tokens_per_second"] / speeds[base] if base in speeds else None
     return rows
+
+
+def _share(target: Target, head: FalconHead | None, student: Target | None, name: str) -> float:
+    """The size of a method's trained drafter as a share of the target's parameters."""
+    drafter = head if needs_head(name) else student.model if needs_student(name) else None
+    return 0.0 if drafter is None else _parameters(drafter) / _parameters(target.model)
 
 
 def _identity(target, prompts: Sequence[Prompt], outcomes: Outcomes, name: str) -> dict:
@@ -177,9 +201,9 @@ def _tokens(parts: Sequence[Outcome]) -> list[list[int]]:
 
 def _measured_cost(parts: Sequence[Outcome], plain_ms: float | None) -> float | None:
     forwards = sum(part.drafter_forwards for part in parts)
-    if plain_ms is None or parts[0].timing is None:
+    if plain_ms is None:
         return None
-    draft_ms = 1e3 * sum(part.timing.draft for part in parts)
+    draft_ms = 1e3 * sum(part.drafter_seconds for part in parts)
     return draft_ms / forwards / plain_ms if forwards else 0.0
 
 
@@ -240,7 +264,7 @@ def print_report(report: dict, console: Console | None = None) -> None:
         pad_edge=False,
     )
     names = ("method", "tokens\n/step", "accept\nrate", "nodes\n/step", "tokens\n/s", "x\nplain")
-    names += ("x gen-\nerate", "draft\nms", "verify\nms", "iden-\ntical")
+    names += ("x gen-\nerate", "draft\nms", "verify\nms", "rest\nms", "iden-\ntical")
     for name in names:
         left = name == "method"
         table.add_column(name, justify="left" if left else "right", no_wrap=left, min_width=6)
@@ -255,12 +279,28 @@ def print_report(report: dict, console: Console | None = None) -> None:
             _shown(run["speedup_over_generate"]),
             _shown(run["draft_ms_per_step"]),
             _shown(run["verify_ms_per_step"]),
+            _shown(run["overhead_ms_per_step"]),
             _agreement(run),
         )
     console = console or Console()
     console.print(table)
     for answer in report["samples"]:
         print_sample(answer, console)
+
+
+def print_curves(runs: Sequence[dict], console: Console | None = None) -> None:
+    """Show tokens/s over plain decoding of the same rows, by batch size (EMS-SD, Table 2)."""
+    sizes = sorted({run["batch_size"] for run in runs})
+    if len(sizes) < 2:
+        return
+    table = Table(title="x plain decoding, by batch size", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for size in sizes:
+        table.add_column(str(size), justify="right")
+    for name in dict.fromkeys(run["method"] for run in runs):
+        speeds = {run["batch_size"]: run["speedup"] for run in runs if run["method"] == name}
+        table.add_row(name, *(_shown(speeds.get(size)) for size in sizes))
+    (console or Console()).print(table)
 
 
 def _shown(value: float | None, digits: int = 2) -> str:

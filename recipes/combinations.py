@@ -140,6 +140,12 @@ def of_train(train: schema.TrainSection) -> list[str]:
 def of_eval(evaluation: schema.EvalSection) -> list[str]:
     """Methods there are, and a tree that exists and is one."""
     problems = [] if evaluation.methods else ["eval.methods = []: name at least one"]
+    foreign = [name for name in evaluation.methods if name in ("generate", "hf_prompt_lookup")]
+    if evaluation.spread > 1 and foreign:
+        problems.append(
+            f"eval.spread = {evaluation.spread:g}: {foreign[0]} cannot give each row its own "
+            "length; leave it out of eval.methods or set eval.spread to 1"
+        )
     try:
         load_tree_paths(evaluation.tree)
     except InvalidRecipeError as error:
@@ -189,10 +195,12 @@ def of_distillation(
         problems.append(
             "data.features = 'online': comes with a later version for heads; use cached"
         )
-    if evaluation and "ssd" in evaluation.methods and not student.given:
-        problems.append(
-            "eval.methods: ssd drafts with a student; set one of student.model, "
+    if evaluation and not student.given:
+        problems.extend(
+            f"eval.methods: {method} drafts with a student; set one of student.model, "
             "student.keep_layers and student.layers"
+            for method in evaluation.methods
+            if method.partition(":")[0] == "ssd"
         )
     if data and distill and distill.on_policy and data.format == "text" and not data.prompt_tokens:
         problems.append(

@@ -25,10 +25,16 @@ Method = Literal[
     "plain", "generate", "hf_prompt_lookup", "prompt_lookup", "falcon_chain", "falcon_tree", "ssd"
 ]
 METHODS: tuple[str, ...] = get_args(Method)
+STUDENT_METHODS = ("ssd",)  # draft with a student
 # What a recipe for a Falcon head measures unless it says otherwise.
 HEAD_METHODS = (
     "plain", "generate", "hf_prompt_lookup", "prompt_lookup", "falcon_chain", "falcon_tree"
 )  # fmt: skip
+# METHOD:WAY decodes a method in another way: padded as vanilla multi-sample decoding does (both,
+# or one of its two pads), or with a queue instead of batches that end together.
+WAYS = ("padded", "pad_kv", "pad_inputs", "dynamic")
+OURS = tuple(name for name in METHODS if name not in ("generate", "hf_prompt_lookup"))
+Measured = Literal[(*METHODS, "padded", *(f"{name}:{way}" for name in OURS for way in WAYS))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +195,14 @@ class EvalSection(Section):
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Count = 128
     limit: Count | None = None  # prompts at most
-    methods: tuple[Method, ...] = HEAD_METHODS
+    methods: tuple[Measured, ...] = HEAD_METHODS  # METHOD or METHOD:WAY; padded: prompt_lookup's
     temperature: NonNegative = 0.0  # 0: greedy
     top_k: Natural = 0  # 0: off
     top_p: Annotated[float, Interval(0, 1, above=True)] = 1.0
     batch_size: Count = 1  # rows decoded at once
+    repeats: Count = 1  # times each batch is decoded; the median by wall-clock stands
+    # Lengths range over max_new_tokens / spread .. max_new_tokens, and no end token cuts them.
+    spread: Annotated[float, Interval(1)] = 1.0
     seed: Natural = 0
     lookup_match: Count = 2  # prompt lookup: longest suffix looked for
     lookup_copy: Count = 7  # prompt lookup: tokens proposed

@@ -1,5 +1,7 @@
 """The decoder gives plain decoding's tokens, whatever drafts, neighbours and row count."""
 
+import re
+
 import pytest
 import torch
 from random_models import VOCAB, random_head, random_target
@@ -9,6 +11,7 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.static import StaticTree
 from specdraft.eval.tree import Topology, Tree
+from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, TargetError
 
 PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0), (0,) * 5]
@@ -127,12 +130,123 @@ def test_the_callers_model_keeps_its_attention_and_its_outputs(target):
         (Request([1], 0), "give at least 1"),
         (Request([1], 4, temperature=-1.0), "temperature -1"),
         (Request([1], 4, top_p=0.0), "top_p 0"),
+        (Request([1], 4, stop=("x",)), "need a tokenizer"),
     ],
 )
-def test_a_bad_request_is_named(target, request_, message):
-    with pytest.raises(DataError, match=message) as error:
-        list(Decoder(target, None, 1, 64).run([Request([1], 2), request_]))
-    assert "request 1" in str(error.value)
+def test_a_bad_request_is_refused_by_name_and_the_others_go_on(target, request_, message):
+    good = [Request(prompt, 5) for prompt in prompts(3)]
+    alone = decode(Decoder(target, None, 1, 64), good)
+    for rows in (1, 3):
+        done = list(Decoder(target, None, rows, 64).run([good[0], request_, *good[1:]]))
+        refused = next(c for c in done if c.index == 1)
+        assert (refused.reason, refused.tokens) == ("refused", [])
+        assert isinstance(refused.error, DataError)
+        assert re.search(f"request 1: .*{message}", str(refused.error))
+        assert {c.index: c.tokens for c in done if c.index != 1} == dict(
+            zip((0, 2, 3), alone, strict=True)
+        )
+
+
+@pytest.mark.parametrize("fault", ["start", "draft", "observe"])
+def test_a_drafter_that_raises_costs_drafts_not_output(target, fault):
+    requests = [Request(prompt, 17) for prompt in prompts()]
+    expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
+
+    class Failing(PromptLookup):
+        calls = 0
+
+        def fail(self, name):
+            self.calls += name == fault
+            if name == fault and self.calls == 3:
+                raise RuntimeError("planted")
+
+        def start(self, row, request):
+            self.fail("start")
+            super().start(row, request)
+
+        def draft(self, rows):
+            self.fail("draft")
+            return super().draft(rows)
+
+        def observe(self, row, tokens, features):
+            self.fail("observe")
+            super().observe(row, tokens, features)
+
+    for rows in (1, 3):
+        with pytest.warns(RuntimeWarning, match="planted") as caught:
+            assert decode(Decoder(target, Failing(1, 5, rows), rows, 128), requests) == expected
+        assert len(caught) == 1
+
+
+@pytest.mark.parametrize("prefill", [1, 7, 1000])
+def test_prompts_are_read_in_parts_and_requests_admitted_late(target, prefill):
+    """More requests than rows, prompts of 3 to 28 tokens, mixed settings, lengths and seeds."""
+    requests = [
+        Request(prompt, 4 + 5 * n, temperature=(0.0, 1.2)[n % 2], top_p=0.9, seed=n)
+        for n, prompt in enumerate(prompts())
+    ]
+    expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
+    for name, drafter in drafters(target, 3):
+        decoder = Decoder(target, drafter, 3, 128, prefill)
+        reads, forward = [], decoder.packed.forward
+
+        def watch(ids, positions, segments, reads=reads, forward=forward):
+            reads.append(sum(s.count for s in segments if s.start == 0 or s.count > 11))
+            return forward(ids, positions, segments)
+
+        decoder.packed.forward = watch
+        assert decode(decoder, requests) == expected, name
+        assert decode(decoder, requests[::-1]) == expected[::-1], name
+        assert max(reads) <= max(prefill, 3 * 11), name
+
+
+def test_updates_add_up_to_the_completions(target):
+    requests = (Request(prompt, 9) for prompt in prompts())  # a queue: taken as rows are free
+    tokens, done = {}, {}
+    for update in Decoder(target, PromptLookup(1, 5, 2), 2, 128).stream(requests):
+        tokens.setdefault(update.index, []).extend(update.tokens)
+        assert update.index not in done
+        if update.completion:
+            done[update.index] = update.completion
+    assert tokens == {index: completion.tokens for index, completion in done.items()}
+    assert {completion.reason for completion in done.values()} == {"length"}
+
+
+def test_a_request_may_bring_its_own_ends(target):
+    prompt = prompts()[2]
+    free = plain_tokens(target, prompt, 12)
+    ends = frozenset([free[3]])
+    first = free.index(free[3]) + 1
+    for name, drafter in drafters(target, 2):
+        requests = [Request(prompt, 12, eos_ids=ends), Request(prompt, 12)]
+        done = sorted(Decoder(target, drafter, 2, 128).run(requests), key=lambda c: c.index)
+        assert [c.tokens for c in done] == [free[:first], free], name
+        assert [c.reason for c in done] == ["eos", "length"], name
+
+
+def test_stop_strings_end_at_the_token_that_completes_them():
+    target = Target.load("tiny")
+    ids = target.tokenizer("Once upon a time").input_ids
+    text = ""
+    free = decode(Decoder(target, None, 1, 128), [Request(ids, 40)])[0]
+    text = target.tokenizer.decode(free)
+    stop = text[len(text) // 2 : len(text) // 2 + 5]
+    texts = [target.tokenizer.decode(free[:n]) for n in range(len(free) + 1)]
+    count = next(n for n, text in enumerate(texts) if stop in text)
+    for drafter in (None, PromptLookup(1, 7, 1)):
+        request = Request(ids, 40, stop=("never said", stop))
+        done = next(iter(Decoder(target, drafter, 1, 128).run([request])))
+        assert (done.tokens, done.reason) == (free[:count], "stop")
+
+
+def test_nothing_is_padded_and_the_pool_never_moves(target):
+    requests = [Request(prompt, 17) for prompt in prompts()]
+    decoder = Decoder(target, PromptLookup(1, 5, 3), 3, 128)
+    where = decoder.packed.pool.data.data_ptr()
+    list(decoder.run(requests))
+    assert decoder.timing.inputs > decoder.timing.forwards
+    assert decoder.timing.input_pads == decoder.timing.cache_pads == 0
+    assert decoder.packed.pool.data.data_ptr() == where
 
 
 def test_a_head_of_another_target_is_refused_with_both_names(target):
@@ -143,8 +257,6 @@ def test_a_head_of_another_target_is_refused_with_both_names(target):
 
 def test_sliding_window_targets_are_refused(target):
     from transformers import MistralConfig, MistralForCausalLM
-
-    from specdraft.models.target import Target
 
     config = MistralConfig(
         vocab_size=VOCAB,

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from specdraft.data.feature_cache import FeatureCache
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.eval.answers import build_caches, build_token_cache
-from specdraft.eval.methods import NEEDS_HEAD
+from specdraft.eval.methods import needs_head
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.models.student import Student, finished_student, make_student
 from specdraft.models.target import Target, TargetEnds
@@ -49,7 +49,7 @@ def check(recipe: Recipe) -> None:
             f"{recipe.name}: no student; set one of student.layers, student.keep_layers and "
             "student.model"
         )
-    if heads := [name for name in recipe.eval.methods if name in NEEDS_HEAD]:
+    if heads := [name for name in recipe.eval.methods if needs_head(name)]:
         raise RecipeError(f"eval.methods: {heads[0]} needs a head, which train/distill.py has not")
 
 

@@ -8,6 +8,7 @@ read of drafts is scratch behind the row's cache, forgotten at the next draft.
 Shapes: R rows, E paths of a pass, K block size, L LSTM layers, H hidden, M inputs of a row.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 from specdraft.eval.accept import gumbel
 from specdraft.eval.decoder import Request
 from specdraft.eval.kv import KVPool
-from specdraft.eval.packed import CAUSAL, Plan, Segment, TreeBias, attend
+from specdraft.eval.packed import CAUSAL, LONG, Plan, Segment, TreeBias
 from specdraft.eval.static import Pass, StaticTree
 from specdraft.eval.tree import Tree, chain
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.lstm import State
 from specdraft.models.target import Target
-
-LONG = 64  # inputs; a prompt is read on its own, so that short rows are not padded to it
 
 
 @dataclass
@@ -72,7 +71,7 @@ class FalconDrafter:
             device=target.device,
         )
         self.memory: list[Memory | None] = [None] * rows
-        self.forwards, self.max_nodes = 0, len(tree.paths)
+        self.forwards, self.seconds, self.max_nodes = 0, 0.0, len(tree.paths)
         self._biases = {plan: self._bias(plan.visible) for plan in self.passes[1:]}
         self._read_biases: dict[int, TreeBias] = {}
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
@@ -117,7 +116,7 @@ class FalconDrafter:
         self, nodes: Tensor, rows: list[int], plan: Pass, predicted: Tensor, depth: int
     ) -> None:
         """Rank each path's K distributions and put the tokens the tree wants into its nodes."""
-        scores = self.target.logits(predicted.to(self.target.dtype))  # [R, E, K, V]
+        scores = self._timed(self.target.logits, predicted.to(self.target.dtype))  # [R, E, K, V]
         for number, row in enumerate(rows):
             request = self.memory[row].request
             if request.temperature > 0:
@@ -254,17 +253,24 @@ class FalconDrafter:
 
     def _fuse(self, inputs: Tensor, state: State | None):
         if self.head.config.fusion == "linear":
-            return self.head.fuse(inputs), None
-        after = self.head.fuse(inputs, state)
+            return self._timed(self.head.fuse, inputs), None
+        after = self._timed(self.head.fuse, inputs, state)
         return after[0][-1], after
 
     def _decode(self, fused: Tensor, positions: Tensor, segments: list[Segment]) -> Tensor:
         plan = Plan(self.pool, segments)
-        return self.head.decode(
+        return self._timed(
+            self.head.decode,
             fused,
             tuple(table.index_select(2, positions) for table in self._rope),
-            lambda layer, query, key, value: attend(plan, layer, query, key, value, None),
+            lambda layer, query, key, value: plan.attend(layer, query, key, value, None),
         )
+
+    def _timed(self, part, *inputs):
+        began = time.perf_counter()
+        output = part(*inputs)
+        self.seconds += time.perf_counter() - began
+        return output
 
     def _zeros(self) -> State | None:
         if self.head.config.fusion == "linear":

@@ -5,9 +5,10 @@ one; drafted tokens that are read while drafting go behind it. When the target h
 the entries of its accepted tokens stay and the others are dropped, so nothing accepted is ever read
 twice. What shape a draft has is `grow`, the part of a strategy; everything else is shared by all.
 
-Shapes: R rows, N packed tokens, V vocabulary.
+Shapes: R rows, N packed tokens, A of them asked for, V vocabulary.
 """
 
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from specdraft.eval.accept import gumbel
 from specdraft.eval.decoder import Request
 from specdraft.eval.packed import CAUSAL, PackedTarget, Segment
+from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Tree, chain
 from specdraft.models.target import Target
 
@@ -43,7 +45,7 @@ class LMDrafter:
         context = getattr(student.config, "max_position_embeddings", None)
         self.room = (context or self.pool.capacity) - max_nodes
         self.memory: list[Memory | None] = [None] * rows
-        self.forwards, self.max_nodes = 0, max_nodes
+        self.forwards, self.seconds, self.max_nodes = 0, 0.0, max_nodes
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
         """Draft behind the committed tokens of each row, given the logits [R, V] after them."""
@@ -52,7 +54,7 @@ class LMDrafter:
     # -- the Drafter protocol --------------------------------------------------------------------
 
     def start(self, row: int, request: Request) -> None:
-        self.memory[row] = Memory(request, request.prompt[:1])
+        self.memory[row] = Memory(request, list(request.prompt[:1]))
         self.pool.lengths[row] = 0
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
@@ -73,16 +75,21 @@ class LMDrafter:
 
     # -- what a strategy draws on ----------------------------------------------------------------
 
-    def forward(self, ids: Tensor, positions: list[int], segments: list[Segment]) -> Tensor:
-        """Run packed ids [N] of the segments' rows; return features [N, H] after each."""
+    def forward(
+        self, ids: Tensor, positions: list[int], segments: list[Segment], asked: Tensor | None
+    ) -> Tensor:
+        """Run packed ids [N] of the segments' rows; return the logits [A, V] after the asked."""
+        began, places = time.perf_counter(), upload(positions, self.student.device)
+        features = self.packed.forward(ids, places, segments)
+        logits = self.student.logits(features if asked is None else features[asked])
+        self.seconds += time.perf_counter() - began
         self.forwards += len(segments)
-        places = torch.tensor(positions, device=self.student.device)
-        return self.packed.forward(ids, places, segments)
+        return logits
 
     def rank(self, rows: list[int], logits: Tensor, depth: int) -> Tensor:
         """Scores [R, V] by which the rows' nodes at a depth are chosen: log q, with the same noise
         that the target's own choice will see where the request samples."""
-        scores = logits.float()
+        scores = logits.to(torch.float32, copy=True)
         for number, row in enumerate(rows):
             request = self.memory[row].request
             if request.temperature > 0:
@@ -99,20 +106,17 @@ class LMDrafter:
 
     def _read(self, rows: list[int]) -> Tensor:
         """Read what is committed and not cached; return the logits [R, V] after it."""
-        ids, positions, segments = [], [], []
+        ids, positions, segments, lasts = [], [], [], []
         for row in rows:
             start = self.pool.lengths[row]
             unread = self.memory[row].tokens[start:]
             segments.append(self.packed.segment(row, chain(len(unread) - 1)))
             ids += unread
             positions += range(start, start + len(unread))
-        features = self.forward(torch.tensor(ids, device=self.student.device), positions, segments)
-        lasts, last = [], -1
-        for row, segment in zip(rows, segments, strict=True):
-            self.pool.lengths[row] += segment.count
-            last += segment.count
-            lasts.append(last)
-        return self.student.logits(features[torch.tensor(lasts, device=features.device)])
+            lasts.append(len(ids) - 1)
+            self.pool.lengths[row] = len(self.memory[row].tokens)
+        device = self.student.device
+        return self.forward(upload(ids, device), positions, segments, upload(lasts, device))
 
     @staticmethod
     def _foreseen(memory: Memory, tokens: list[int]) -> list[int]:
@@ -180,4 +184,4 @@ class SSD(LMDrafter):
             segments.append(Segment(row, self.pool.lengths[row] + len(cached), 1, CAUSAL))
             cached.append(len(cached) + 1)
         positions = [segment.start for segment in segments]
-        return self.student.logits(self.forward(tokens, positions, segments))
+        return self.forward(tokens, positions, segments, asked=None)

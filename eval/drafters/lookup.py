@@ -18,13 +18,13 @@ class PromptLookup:
         if match < 1 or copy < 1:
             raise ValueError(f"match ({match}) and copy ({copy}) must be at least 1")
         self.match, self.copy, self.device = match, copy, device
-        self.forwards, self.max_nodes = 0, copy
+        self.forwards, self.seconds, self.max_nodes = 0, 0.0, copy
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         # Gram -> where it ended before its latest occurrence, which is often the suffix itself.
         self.latest: list[dict[tuple, int]] = [{} for _ in range(rows)]
 
     def start(self, row: int, request: Request) -> None:
-        self.tokens[row], self.latest[row] = request.prompt[:1], {}
+        self.tokens[row], self.latest[row] = list(request.prompt[:1]), {}
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         known, latest = self.tokens[row], self.latest[row]

@@ -1,0 +1,62 @@
+"""Ten thousand steps cost no memory: the pool is allocated once and nothing piles up behind it."""
+
+import gc
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import VOCAB, random_target
+
+from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.tree import Topology, Tree
+
+STATUS = Path("/proc/self/status")
+
+
+class RandomTrees:
+    """A drafter whose every draft has a shape of its own."""
+
+    forwards, seconds, max_nodes = 0, 0.0, 9
+
+    def __init__(self):
+        self.random = random.Random(0)
+
+    def start(self, row, request):
+        pass
+
+    def observe(self, row, tokens, features):
+        pass
+
+    def draft(self, rows):
+        return [self._tree() for _ in rows]
+
+    def _tree(self):
+        parents = [-1, *(self.random.randrange(node) for node in range(1, 10))]
+        return Tree(Topology(parents), torch.randint(VOCAB, (9,)))
+
+
+def resident() -> int:
+    """Resident bytes of this process."""
+    gc.collect()
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not STATUS.is_file(), reason="resident memory is read from /proc")
+def test_resident_memory_does_not_grow_with_steps():
+    decoder = Decoder(random_target(), RandomTrees(), 2, 128)
+
+    def steps(count: int) -> None:
+        requests = (Request([1, 2, 3], 100, seed=n) for n in range(10**6))
+        stream = decoder.stream(requests)
+        target = decoder.timing.forwards + count
+        while decoder.timing.forwards < target:
+            next(stream)
+        stream.close()
+
+    steps(1000)
+    pool, before = decoder.packed.pool.data.data_ptr(), resident()
+    steps(10_000)
+    assert resident() - before < 4 << 20
+    assert decoder.packed.pool.data.data_ptr() == pool

@@ -1,0 +1,48 @@
+"""The vanilla padded baseline: the same outputs, and pads where EMS-SD says they are."""
+
+import pytest
+from random_models import VOCAB, random_head, random_target
+from test_decoder import PATHS, decode, plain_tokens, prompts
+
+from specdraft.eval.decoder import Request
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.padded import PADDINGS, PaddedDecoder
+from specdraft.eval.static import StaticTree
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+@pytest.mark.parametrize("mode", PADDINGS)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_pads_change_no_output(target, mode, rows):
+    lengths = [5, 17, 9, 13]
+    requests = [Request(p, n) for p, n in zip(prompts(4), lengths, strict=True)]
+    expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
+    tree = StaticTree(PATHS, 2)
+    for drafter in (
+        None,
+        PromptLookup(1, 5, rows),
+        FalconDrafter(random_head(target, 2), target, tree, rows, 128),
+    ):
+        decoder = PaddedDecoder(target, drafter, rows, 256, *PADDINGS[mode])
+        outputs = []
+        for start in range(0, 4, rows):
+            decoder.packed.begin(rows)
+            outputs += decode(decoder, requests[start : start + rows])
+        assert outputs == expected
+
+
+def test_pads_are_counted_as_drawn_by_hand(target):
+    """Two rows without a draft: prompts of 3 and 8 tokens, 2 and 4 new tokens."""
+    requests = [Request([1, 2, 3], 2), Request([VOCAB - 1] * 8, 4)]
+    decoder = PaddedDecoder(target, None, 2, 64)
+    decoder.packed.begin(2)
+    list(decoder.run(requests))
+    # Prompts: 3 + 5 pads, 8. Second step: 1 and 1. Then the first row is done: a pad each step.
+    assert (decoder.timing.inputs, decoder.timing.input_pads) == (3 + 8 + 2 + 2, 5 + 2)
+    # Cached before each step: none; 3 + 5 holes and 8; then 9 and 10 of the second row.
+    assert (decoder.timing.cached, decoder.timing.cache_pads) == (3 + 8 + 9 + 10, 5)
