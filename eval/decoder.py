@@ -11,20 +11,22 @@ Shapes: N packed tokens, H hidden, V vocabulary.
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from specdraft.eval.accept import sample, walk
+from specdraft.eval.accept import RULES, walk
 from specdraft.eval.packed import PackedTarget
+from specdraft.eval.sampling import SeededChance, sample, warp
 from specdraft.eval.stop import tokens_until_stop
 from specdraft.eval.transfer import download, upload
-from specdraft.eval.tree import Tree, chain
+from specdraft.eval.tree import Draws, Tree, chain
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, UserError
 
+GUMBEL = "gumbel"
 PREFILL = 1024  # prompt tokens that one step reads at most, over all rows
 
 
@@ -38,6 +40,9 @@ class Request:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    # How drafts are accepted when sampling: "gumbel" (token for token what plain decoding gives),
+    # or a rule of eval/accept.py, exact in law.
+    rule: str = GUMBEL
     eos_ids: frozenset[int] | None = None  # ids that end it; None: the target's
     stop: tuple[str, ...] = ()  # strings that end it; the token that completes one is kept
 
@@ -99,6 +104,7 @@ class Drafter(Protocol):
     forwards: int  # passes of its own model so far
     seconds: float  # that they took
     max_nodes: int  # of a tree it may return, the root not counted
+    rules: frozenset[str]  # that its drafts are drawn for, besides those that take any draft
 
     def start(self, row: int, request: Request) -> None:
         """A request moves into a row."""
@@ -151,6 +157,7 @@ class Verdict:
     tokens: list[int]  # of the nodes, the root included
     greedy: list[int]  # argmax after each node
     logits: Tensor | None  # [nodes, V] on the host; None for a greedy request
+    draws: Draws | None  # of the tree, on the host
 
 
 class Decoder:
@@ -158,6 +165,7 @@ class Decoder:
 
     The output of a request is what plain decoding of the target gives, token for token, greedy or
     sampled, whatever the drafter, the number of rows, the neighbours and the order of admission.
+    (Under a rule other than "gumbel" it is so in law; it depends on the drafter, on nothing else.)
     A row that is free takes the next request at the next step; its prompt is read together with
     the others' drafts, at most `prefill` prompt tokens a step.
     """
@@ -302,20 +310,26 @@ class Decoder:
         nodes = [read[-len(part.tree.topology) :] for part, read in asked]
         logits = self.target.logits(nodes[0] if len(nodes) == 1 else torch.cat(nodes))
         by_part = logits.split([len(part) for part in nodes])
-        sampled = [
-            number for number, (part, _) in enumerate(asked) if part.row.request.temperature > 0
-        ]
+        sampled = [n for n, (part, _) in enumerate(asked) if part.row.request.temperature > 0]
+        drawn = [n for n in sampled if asked[n][0].tree.draws]
         # The one synchronisation of the step: drafts, choices and what is sampled from.
         choices = torch.cat((logits.argmax(-1), *(part.tree.tokens for part, _ in asked)))
-        choices, *scores = download(choices, *(by_part[number] for number in sampled))
-        host = choices.tolist()
-        scores = dict(zip(sampled, scores, strict=True))
-        drafts, verdicts, first = iter(host[len(logits) :]), {}, 0
+        host = download(
+            choices,
+            *(by_part[n] for n in sampled),
+            *(asked[n][0].tree.draws.probs for n in drawn),
+        )
+        choices, scores = host[0].tolist(), dict(zip(sampled, host[1:], strict=False))
+        draws = {
+            n: replace(asked[n][0].tree.draws, probs=probs)
+            for n, probs in zip(drawn, host[1 + len(sampled) :], strict=True)
+        }
+        drafts, verdicts, first = iter(choices[len(logits) :]), {}, 0
         for number, (part, _) in enumerate(asked):
             size = len(part.tree.topology)
             tokens = [part.row.unread[-1], *(next(drafts) for _ in range(size - 1))]
-            greedy = host[first : first + size]
-            verdicts[part.slot] = Verdict(tokens, greedy, scores.get(number))
+            greedy = choices[first : first + size]
+            verdicts[part.slot] = Verdict(tokens, greedy, scores.get(number), draws.get(number))
             first += size
         return [verdicts.get(part.slot) for part in parts]
 
@@ -340,22 +354,26 @@ class Decoder:
 
     def _accept(self, row: Row, tree: Tree, verdict: Verdict) -> tuple[list[int], int]:
         """The accepted nodes, the root first, and the bonus token."""
-        request = row.request
+        request, length = row.request, row.read + len(row.unread)
+        warping = (request.temperature, request.top_k, request.top_p)
+        if verdict.logits is None:
+            return walk(tree.topology, verdict.tokens, verdict.greedy.__getitem__)
+        if request.rule == GUMBEL:
 
-        def pick(node: int) -> int:
-            if verdict.logits is None:
-                return verdict.greedy[node]
-            position = row.read + len(row.unread) + tree.topology.depths[node]
-            return sample(
-                verdict.logits[node],
-                position,
-                request.seed,
-                request.temperature,
-                request.top_k,
-                request.top_p,
-            )
+            def pick(node: int) -> int:
+                position = length + tree.topology.depths[node]
+                return sample(verdict.logits[node], position, request.seed, *warping)
 
-        return walk(tree.topology, verdict.tokens, pick)
+            return walk(tree.topology, verdict.tokens, pick)
+
+        def law(node: int) -> Tensor:
+            return warp(verdict.logits[node], *warping).double().softmax(-1)
+
+        # Nothing drafted: any rule only has the bonus to draw.
+        name = request.rule if len(tree.topology) > 1 else "walk"
+        tree = replace(tree, draws=verdict.draws)
+        chance = SeededChance(request.seed, length)
+        return RULES[name].rule(tree, verdict.tokens, law, chance)
 
     def _tell(self, slot: int, tokens: list[int], features: Tensor) -> None:
         if self.rows[slot].drafts:
@@ -411,6 +429,12 @@ class Decoder:
             raise DataError(
                 f"{name}: temperature {request.temperature}, top_k {request.top_k}, top_p "
                 f"{request.top_p}; allowed: temperature >= 0, top_k >= 0, 0 < top_p <= 1"
+            )
+        known = {GUMBEL, "walk"} | (self.drafter.rules if self.drafter else set(RULES))
+        if request.rule not in known:
+            raise DataError(
+                f"{name}: rule {request.rule!r} is not for these drafts; "
+                f"allowed: {', '.join(sorted(known))}"
             )
         if request.stop and (self.target.tokenizer is None or not all(request.stop)):
             raise DataError(f"{name}: stop strings need a tokenizer and must not be empty")

@@ -51,6 +51,7 @@ def answer(recipe: Recipe, question: str) -> None:
         settings.top_k,
         settings.top_p,
         settings.seed,
+        settings.acceptance,
     )
     console, began = Console(highlight=False), time.perf_counter()
     tokens, steps, shown = [], [], 0

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from specdraft.eval.families import check_forward, check_positions, check_supported, measure
 from specdraft.eval.kv import KVPool
 from specdraft.eval.transfer import upload
-from specdraft.eval.tree import Topology
+from specdraft.eval.tree import Topology, chain
 from specdraft.models.target import Target
-from specdraft.recipes.errors import TargetError
 
 ATTENTION = "specdraft_packed"
 CAUSAL = None  # a segment without a bias is a chain that starts an empty row
@@ -203,28 +203,27 @@ class PackedTarget:
     """A target ready for packed forwards: its own KV pool, the target's tensors, shared."""
 
     def __init__(self, target: Target, rows: int, capacity: int):
-        _check_supported(target)
+        check_supported(target)
+        check_positions(target, capacity)
         AttentionInterface.register(ATTENTION, _attention)
         # A structural copy that shares every tensor, so that the caller's model keeps its own
         # attention function.
         tensors = [*target.model.parameters(), *target.model.buffers()]
         view = copy.deepcopy(target.model, {id(tensor): tensor for tensor in tensors})
+        geometry = measure(target, view)
         view.config._attn_implementation = ATTENTION
         self.base = view.base_model
         self.target = target
-        config = target.config.get_text_config()
-        heads = config.num_attention_heads
         self.pool = KVPool(
-            layers=config.num_hidden_layers,
+            **vars(geometry),
             rows=rows,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             capacity=capacity,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=target.dtype,
             device=target.device,
         )
         self.inputs = 0  # tokens that the linear layers saw in the last forward, pads included
         self._biases: OrderedDict[Topology, TreeBias] = OrderedDict()
+        check_forward(target, self._read_in_two, capacity)
 
     def segment(self, row: int, topology: Topology) -> Segment:
         """Plan one row's tree (or, on an empty row, its prompt as a chain) behind its cache."""
@@ -255,20 +254,16 @@ class PackedTarget:
         )
         return hidden.last_hidden_state[0]
 
-
-def _check_supported(target: Target) -> None:
-    config = target.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", None) is False:
-        window = None
-    if kinds != {"full_attention"} or window:
-        raise TargetError(
-            f"{target.name} ({config.model_type}): only full attention is supported, and this one "
-            f"has {', '.join(sorted(kinds - {'full_attention'})) or f'a window of {window}'}"
-        )
-    if not getattr(target.model, "_supports_attention_backend", False):
-        raise TargetError(
-            f"{target.name} ({config.model_type}): its attention cannot be replaced through "
-            "transformers' AttentionInterface; families like Llama, Mistral, Qwen2/3 can"
-        )
+    @torch.inference_mode()
+    def _read_in_two(self, ids: Tensor) -> Tensor:
+        """Features [T, H] of one row read as a prompt and then a chain behind it."""
+        positions, half = torch.arange(len(ids), device=ids.device), (len(ids) + 1) // 2
+        features = []
+        for part in (slice(0, half), slice(half, len(ids))):
+            if count := len(ids[part]):
+                # Not self.segment: a subclass is not built yet when this runs.
+                segments = [PackedTarget.segment(self, 0, chain(count - 1))]
+                features.append(PackedTarget.forward(self, ids[part], positions[part], segments))
+                self.pool.lengths[0] += count
+        self.pool.lengths[0] = 0
+        return torch.cat(features)

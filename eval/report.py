@@ -20,7 +20,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from specdraft.data.prompts import Prompt
-from specdraft.eval.decoder import Request
+from specdraft.eval.decoder import GUMBEL, Request
 from specdraft.eval.identity import first_difference
 from specdraft.eval.methods import Outcome, make_method, needs_head, needs_student
 from specdraft.eval.metrics import Costs, counts, padding, times
@@ -120,6 +120,7 @@ def make_requests(settings: EvalSection, prompts: Sequence[Prompt]) -> list[Requ
             settings.top_k,
             settings.top_p,
             settings.seed + number,
+            settings.acceptance,
             eos_ids=frozenset() if settings.spread > 1 else None,
         )
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
@@ -158,9 +159,10 @@ def summarise(
             "batch_size": recipe.eval.batch_size,
             "temperature": recipe.eval.temperature,
             "max_new_tokens": recipe.eval.max_new_tokens,
+            "acceptance": recipe.eval.acceptance if recipe.eval.temperature else "greedy",
             "spread": recipe.eval.spread,
             "dtype": recipe.target.dtype,
-            **_identity(target, prompts, outcomes, name),
+            **_identity(recipe, target, prompts, outcomes, name),
             **counts(parts, costs),
             **padding(parts),
         }
@@ -178,9 +180,10 @@ def _share(target: Target, head: FalconHead | None, student: Target | None, name
     return 0.0 if drafter is None else _parameters(drafter) / _parameters(target.model)
 
 
-def _identity(target, prompts: Sequence[Prompt], outcomes: Outcomes, name: str) -> dict:
+def _identity(recipe, target, prompts: Sequence[Prompt], outcomes: Outcomes, name: str) -> dict:
     """Count outputs equal to plain decoding's; list every other one with its near-tie or fault."""
-    if REFERENCE not in outcomes:
+    in_law_only = recipe.eval.temperature > 0 and recipe.eval.acceptance != GUMBEL
+    if REFERENCE not in outcomes or in_law_only:
         return {"identical": None, "near_ties": None, "differences": []}
     plain, ours = _tokens(outcomes[REFERENCE]), _tokens(outcomes[name])
     found = [

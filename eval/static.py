@@ -55,6 +55,18 @@ class StaticTree:
         return cls([(0,) * length for length in range(1, depth + 1)], block_size)
 
     @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Of every node, which distribution its children come from, counting those of all passes
+        in order, E * K each; -1 for a leaf."""
+        sources, before = [-1] * len(self.topology), 0
+        for plan in self.passes:
+            for number, choice in enumerate(plan.choices.tolist()):
+                parent = self.topology.parents[plan.first + number]
+                sources[parent] = before + choice // plan.width
+            before += len(plan.parents) * self.block_size
+        return tuple(sources)
+
+    @cached_property
     def passes(self) -> list[Pass]:
         """The passes that fill the tree, in order."""
         passes, expanded, scratch = [], [()], []

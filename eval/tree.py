@@ -4,12 +4,13 @@ Node 0 is the root: the last committed token, which the target has not read yet,
 token costs no forward of its own. A `Topology` is the shape alone (parents first) and is shared by
 all drafts of a static tree; a `Tree` adds the tokens.
 
-Shapes: N nodes, the root included.
+Shapes: N nodes, the root included; V vocabulary; D distributions that children were drawn from.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -68,12 +69,42 @@ def chain(length: int) -> Topology:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """How the tokens of a tree were drawn, and from what: what rejection rules divide by.
+
+    `source[node]` is the row of `probs` that the children of the node were drawn from, in draft
+    order; -1 for a leaf. Nodes may share a row. The tokens must not have been looked at since: a
+    sample that was dropped or moved for its value is no sample of `probs` any more.
+    """
+
+    how: Literal["without_replacement", "iid"]
+    probs: Tensor  # [D, V]; need not sum to one to the last digit
+    source: Sequence[int]  # of all N nodes
+
+    def after(self, node: int) -> Tensor:
+        """The distribution [V], float64, that the children of a node were drawn from.
+
+        Raises ValueError for a node that has none.
+        """
+        row = self.source[node]
+        if not 0 <= row < len(self.probs):
+            raise ValueError(
+                f"children of node {node} come from row {row} of {len(self.probs)} distributions; "
+                "give every node with drawn children the row they were drawn from"
+            )
+        probs = self.probs[row].double()
+        return probs / probs.sum()
+
+
+@dataclass(frozen=True)
 class Tree:
     """A draft of one row: a topology and the tokens of its nodes after the root, [N - 1].
 
     Tokens stay on the drafter's device; the decoder brings them to the host once per step,
-    together with the target's choices.
+    together with the target's choices. `draws` is None for deterministic candidates (top-k, lookup,
+    copies), which no probability belongs to.
     """
 
     topology: Topology
     tokens: Tensor
+    draws: Draws | None = None

@@ -56,9 +56,9 @@ class Student(nn.Module):
 
         It follows the training: optimisers change weights in place.
         """
-        shared = {id(p): nn.Parameter(p.detach(), False) for p in self.model.parameters()}
-        shared |= {id(buffer): buffer for buffer in self.model.buffers()}
-        return Target(copy.deepcopy(self.model, shared), self.tokenizer, "the student")
+        view = Target.of_model(self.model)
+        view.tokenizer, view.name = self.tokenizer, "the student"
+        return view
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Save a plain Hugging Face model, adapters merged, with the tokenizer."""

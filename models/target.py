@@ -7,14 +7,24 @@ Shapes: B rows, T time, H hidden, V vocabulary. A feature `f_i` is the last hidd
 final norm, exactly what lm_head consumes: `p(. | t_<=i) = softmax(lm_head(f_i))`.
 """
 
+import copy
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from specdraft.recipes.errors import TargetError
 from specdraft.recipes.schema import TargetSection
@@ -22,6 +32,8 @@ from specdraft.recipes.schema import TargetSection
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = "tiny"
 _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_model*.bin"]
+# Where families write the size of what lm_head consumes; OPT-350m's differs from its hidden size.
+_FEATURE_SIZES = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 
@@ -78,7 +90,7 @@ def identity(name: str, revision: str | None, folder: Path) -> dict[str, str | i
         "name": name,
         "revision": revision,
         "weights": digest.hexdigest(),
-        "hidden_size": config.get("hidden_size", config.get("n_embd")),
+        "hidden_size": next((config[key] for key in _FEATURE_SIZES if config.get(key)), None),
         "vocab_size": config["vocab_size"],
     }
 
@@ -88,6 +100,19 @@ def _weight_files(folder: Path) -> list[Path]:
     if not files:
         raise TargetError(f"no weights in {folder}: expected *.safetensors")
     return files
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder a loaded model came from, a Hub snapshot included; never asks the network."""
+    folder = Path(name)
+    if name and not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+        except (OSError, ValueError):
+            return None
+    return folder if name and (folder / "config.json").is_file() else None
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -144,6 +169,24 @@ class Target:
             raise TargetError(f"cannot load {name}: {_first_line(error)}") from error
         target = cls(model.to(device), load_tokenizer(folder, trust_remote_code), name)
         target._identity = identity(name, revision, folder)
+        return target
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> "Target":
+        """Wrap a model that somebody else loaded and goes on using, without changing it.
+
+        Its structure is copied, its tensors are shared. Its identity is that of the files it was
+        loaded from, as far as they can be found on this machine.
+        """
+        shared = {id(b): b for b in model.buffers()}
+        for tensor in model.parameters():
+            # A detached twin: freezing must not freeze the caller's.
+            frozen = nn.Parameter(tensor.detach(), False) if tensor.requires_grad else tensor
+            shared[id(tensor)] = frozen
+        name = model.name_or_path or type(model).__name__
+        target = cls(copy.deepcopy(model, shared), None, name)
+        if folder := _local_folder(model.name_or_path):
+            target._identity = identity(name, None, folder)
         return target
 
     @classmethod
@@ -224,10 +267,14 @@ class Target:
             return
         ids = torch.tensor([[0, 1]], device=self.device)
         expected = self.model(input_ids=ids, use_cache=False).logits
-        if not torch.allclose(self.logits(self.features(ids)), expected, rtol=1e-2, atol=1e-2):
+        error = (self.logits(self.features(ids)) - expected).abs().max()
+        # A soft cap hardly moves small logits, so it has to be known by its name.
+        capped = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
+        if capped or not error <= 1e-2 * expected.abs().max():
             raise TargetError(
                 f"{self.name} ({self.config.model_type}): its logits are not lm_head(last hidden "
-                "state), so its features cannot be drafted; try Llama or Qwen"
+                f"state) but {f'capped at {capped}' if capped else 'scaled or shifted'}, so its "
+                "features cannot be drafted; families like Llama, Qwen, OPT and GPT-2 can"
             )
 
 
@@ -250,25 +297,26 @@ class TargetEnds(nn.Module):
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             shell = AutoModelForCausalLM.from_config(config)
+        _check_no_bias(shell.get_output_embeddings(), name)
         ends = (shell.get_input_embeddings().weight, shell.get_output_embeddings().weight)
         # A tied tensor has two names, and a file may hold it under either.
-        names = [
-            {n for n, p in shell.named_parameters(remove_duplicate=False) if p is end}
-            for end in ends
-        ]
-        tensors = _read_tensors(folder, set.union(*names))
+        named = [*shell.named_parameters(remove_duplicate=False)]
+        names = [{n for n, p in named if p is end} for end in ends]
+        tensors = _read_tensors(folder, set.union(*names), _renaming(shell))
         if getattr(config, "tie_word_embeddings", False):
             names = [set.union(*names)] * 2
         found = [next((tensors[n] for n in alias if n in tensors), None) for alias in names]
         for alias, tensor in zip(names, found, strict=True):
             if tensor is None:
-                raise TargetError(f"{name}: no tensor named {sorted(alias)[0]} in {folder}")
+                wanted = " or ".join(sorted(alias))
+                raise TargetError(f"{name}: no tensor named {wanted} in {folder}")
         cast = [tensor.to(device=device, dtype=DTYPES[dtype]) for tensor in found]
         return cls(cast[0], cast[1], name, identity(name, revision, folder))
 
     @classmethod
     def of(cls, target: Target) -> "TargetEnds":
         """The ends of a target that is already in memory (shares its tensors)."""
+        _check_no_bias(target.lm_head, target.name)
         weight = target.embedding.weight.detach()
         return cls(weight, target.lm_head_weight.detach(), target.name, target.identity())
 
@@ -292,15 +340,37 @@ class TargetEnds(nn.Module):
         return self._identity
 
 
-def _read_tensors(folder: Path, names: set[str]) -> dict[str, Tensor]:
+def _check_no_bias(lm_head: nn.Module, name: str) -> None:
+    if getattr(lm_head, "bias", None) is not None:
+        raise TargetError(
+            f"{name}: its lm_head has a bias, which no head can be trained against yet; "
+            "drafters without training, like prompt lookup, work"
+        )
+
+
+def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
+    """What a tensor in a file is called in the model.
+
+    As from_pretrained does it: files of a base model lack its prefix (GPT-2, OPT), and some
+    families have changed names since (GPT-NeoX).
+    """
+    mapping, parameters = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix = model.base_model_prefix
+    return lambda key: rename_source_key(key, renamings, converters, prefix, parameters)[0]
+
+
+def _read_tensors(folder: Path, names: set[str], rename: Callable[[str], str]) -> dict[str, Tensor]:
     found = {}
     for path in _weight_files(folder):
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
-                found |= {n: file.get_tensor(n) for n in names & set(file.keys())}
+                keys = {rename(key): key for key in file.keys()}  # noqa: SIM118
+                found |= {n: file.get_tensor(keys[n]) for n in names & keys.keys()}
         else:
             state = torch.load(path, weights_only=True, mmap=True)
-            found |= {n: state[n] for n in names & state.keys()}
+            found |= {n: t for key, t in state.items() if (n := rename(key)) in names}
     return found
 
 

@@ -30,6 +30,7 @@ STUDENT_METHODS = ("ssd",)  # draft with a student
 HEAD_METHODS = (
     "plain", "generate", "hf_prompt_lookup", "prompt_lookup", "falcon_chain", "falcon_tree"
 )  # fmt: skip
+Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"]
 # METHOD:WAY decodes a method in another way: padded as vanilla multi-sample decoding does (both,
 # or one of its two pads), or with a queue instead of batches that end together.
 WAYS = ("padded", "pad_kv", "pad_inputs", "dynamic")
@@ -199,6 +200,7 @@ class EvalSection(Section):
     temperature: NonNegative = 0.0  # 0: greedy
     top_k: Natural = 0  # 0: off
     top_p: Annotated[float, Interval(0, 1, above=True)] = 1.0
+    acceptance: Acceptance = "gumbel"  # rule when sampling: eval/accept.py
     batch_size: Count = 1  # rows decoded at once
     repeats: Count = 1  # times each batch is decoded; the median by wall-clock stands
     # Lengths range over max_new_tokens / spread .. max_new_tokens, and no end token cuts them.

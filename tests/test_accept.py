@@ -1,68 +1,36 @@
-"""Acceptance leaves the target's distribution alone: the walk, the warp and the noise."""
+"""Acceptance leaves the target's distribution alone, each rule proved by enumeration."""
 
 import itertools
+from collections import defaultdict
 
 import pytest
 import torch
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
+from enumeration import KINDS, branches, drawn, law_error, play, random_laws
+
+from specdraft.eval.accept import (
+    RULES,
+    block,
+    kseq,
+    multistep,
+    recursive,
+    review,
+    review_greedy,
+    sample_and_walk,
+    walk,
 )
+from specdraft.eval.sampling import SeededChance
+from specdraft.eval.tree import Draws, Topology, Tree, chain
 
-from specdraft.eval.accept import gumbel, sample, walk, warp
-from specdraft.eval.tree import Topology
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.5, 5, 1.0), (1.0, 0, 0.8), (0.6, 8, 0.5)]
-)
-def test_warping_equals_that_of_transformers(temperature, top_k, top_p):
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 3
-    theirs = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    if top_k:
-        theirs.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        theirs.append(TopPLogitsWarper(top_p))
-    assert torch.equal(warp(logits, temperature, top_k, top_p), theirs(None, logits))
-
-
-def test_noise_depends_on_seed_position_and_id_alone():
-    positions = torch.tensor([5, 900, 2**31])
-    together = gumbel(7, positions, 40)
-    for n, position in enumerate(positions):
-        assert torch.equal(gumbel(7, position, 40), together[n])
-    assert not torch.equal(gumbel(8, positions, 40), together)
-    assert len(set(gumbel(7, torch.arange(50), 50).flatten().tolist())) == 2500
-
-
-def test_the_noise_is_gumbel():
-    """exp(-exp(-G)) is uniform: Kolmogorov-Smirnov distance over 200000 draws, and no
-    correlation between neighbouring positions, ids or seeds."""
-    noise = gumbel(3, torch.arange(400), 500)
-    uniform = (-(-noise).exp()).exp()
-    ordered = uniform.flatten().sort().values
-    expected = (torch.arange(len(ordered)) + 0.5) / len(ordered)
-    assert (ordered - expected).abs().max() < 1.63 / len(ordered) ** 0.5  # 1% level
-    others = gumbel(4, torch.arange(400), 500)
-    for a, b in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1]), (noise, others)):
-        pair = torch.stack((a.flatten(), b.flatten()))
-        assert abs(torch.corrcoef(pair)[0, 1]) < 3 / pair.shape[1] ** 0.5
-
-
-def test_seeded_sampling_follows_the_warped_distribution():
-    """Chi-square of 20000 positions against the warped p, at the 0.1% level."""
-    logits = torch.tensor([1.0, 0.5, -0.3, 2.0, -4.0, 0.0])
-    p = warp(logits, 0.8, 5, 0.95).softmax(-1)
-    draws = [sample(logits, n, 11, 0.8, 5, 0.95) for n in range(20000)]
-    counts = torch.bincount(torch.tensor(draws), minlength=6)
-    assert counts[p == 0].sum() == 0
-    kept = p > 0
-    expected = p[kept] * 20000
-    chi2 = float(((counts[kept] - expected) ** 2 / expected).sum())
-    limits = {2: 13.82, 3: 16.27, 4: 18.47}  # degrees of freedom -> 0.1% quantile
-    assert chi2 < limits[int(kept.sum()) - 1]
+EXACT = 1e-12
+SIBLINGS = {count: Topology([-1] + [0] * count) for count in (1, 2, 3)}
+TREES = {
+    "2,2": Topology([-1, 0, 0, 1, 1, 2, 2]),
+    "3,1": Topology([-1, 0, 0, 0, 1, 2, 3]),
+    "irregular": Topology([-1, 0, 1, 0, 1, 3, 5, 4]),
+}
+HOW = {"walk": "iid", "recursive": "without_replacement", "multistep": "iid", "kseq": "iid"}
+every_tree_rule = pytest.mark.parametrize("name", HOW)
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def test_the_walk_emits_exactly_what_the_target_would_say_alone():
@@ -87,3 +55,267 @@ def test_the_walk_emits_exactly_what_the_target_would_say_alone():
             assert tuple(emitted) == alone
             accepted.add(len(path) - 1)
     assert accepted == {0, 1, 2}
+
+
+@every_kind
+@every_tree_rule
+@pytest.mark.parametrize(("count", "vocab"), [(1, 5), (2, 4), (3, 3), (3, 4)])
+def test_one_node_with_siblings_emits_the_targets_law(name, count, vocab, kind):
+    for seed in (1, 7):
+        p, q = random_laws(kind, vocab, 2, seed)
+        played = play(RULES[name].rule, drawn(SIBLINGS[count], HOW[name], q), p)
+        assert law_error(played.law, p, 2) <= EXACT
+
+
+@every_kind
+@pytest.mark.parametrize("name", [*HOW, "block"])
+def test_a_chain_emits_the_targets_law(name, kind):
+    for how in ("iid", "without_replacement"):  # of single samples, the same
+        p, q = random_laws(kind, 3, 4)
+        played = play(RULES[name].rule, drawn(chain(3), how, q), p)
+        assert law_error(played.law, p, 4) <= EXACT
+
+
+@every_kind
+@every_tree_rule
+@pytest.mark.parametrize("shape", TREES)
+def test_a_tree_emits_the_targets_law(name, shape, kind):
+    topology = TREES[shape]
+    length = max(topology.depths) + 1
+    p, q = random_laws(kind, 3, length)
+    played = play(RULES[name].rule, drawn(topology, HOW[name], q), p)
+    assert law_error(played.law, p, length) <= EXACT
+
+
+@every_tree_rule
+def test_a_distribution_that_all_nodes_of_a_depth_share_is_as_good(name):
+    """Inside a block a semi-autoregressive head does not know which tokens were picked."""
+    p, q = random_laws("alike", 3, 3)
+    q = {text: q[(0,) * len(text)] for text in q}
+    played = play(RULES[name].rule, drawn(TREES["2,2"], HOW[name], q), p)
+    assert law_error(played.law, p, 3) <= EXACT
+
+
+@every_tree_rule
+def test_a_draft_drawn_before_it_is_read_gives_the_same(name):
+    """The lazy drawing of the enumeration is no part of the proof."""
+    p, q = random_laws("alike", 3, 3)
+    lazily = drawn(Topology([-1, 0, 0, 1, 2]), HOW[name], q)
+
+    def at_once(chance):
+        tree, tokens = lazily(chance)
+        return tree, [*tokens]  # reads, so draws, all of them
+
+    ours, theirs = (play(RULES[name].rule, how, p) for how in (lazily, at_once))
+    assert ours.law.keys() == theirs.law.keys()
+    assert ours.law == pytest.approx(theirs.law, abs=EXACT)
+
+
+def plain_rejection(tree, tokens, p, chance):
+    """Token-wise rejection along a chain, as Leviathan et al. (2022) write it."""
+    for node in range(len(tokens) - 1):
+        target, drafted, token = p(node), tree.draws.after(node), tokens[node + 1]
+        if not chance.accept(min(1.0, float(target[token] / drafted[token]))):
+            return [*range(node + 1)], chance.choice((target - drafted).clamp(min=0))
+    return [*range(len(tokens))], chance.choice(p(len(tokens) - 1))
+
+
+@pytest.mark.parametrize("kind", ["alike", "mismatched", "some zeros"])
+@pytest.mark.parametrize("rule", [recursive, multistep, kseq])
+def test_with_one_sibling_every_rejection_is_the_plain_one(rule, kind):
+    """Not in law only: for every draft, every outcome has the same probability."""
+    p, q = random_laws(kind, 3, 4)
+
+    def outcomes(rule):
+        law = defaultdict(float)
+
+        def once(chance):
+            tree, tokens = drawn(chain(3), "iid", q)(chance)
+            drafted = tuple(tokens)
+            return drafted, *rule(tree, tokens, lambda node: p[tokens.text(node)], chance)
+
+        for (drafted, path, bonus), weight in branches(once):
+            law[drafted, len(path), bonus] += weight
+        return {key: weight for key, weight in law.items() if weight > EXACT}
+
+    assert outcomes(rule) == pytest.approx(outcomes(plain_rejection), abs=EXACT)
+
+
+@every_kind
+def test_block_verification_never_accepts_less_than_token_wise_rejection(kind):
+    gains = []
+    for seed in range(5):
+        p, q = random_laws(kind, 3, 4, seed)
+        draft = drawn(chain(3), "iid", q)
+        gains.append(play(block, draft, p).accepted - play(recursive, draft, p).accepted)
+    assert min(gains) >= -EXACT
+    assert (max(gains) > 1e-3) == (kind in ("alike", "mismatched", "some zeros"))
+
+
+def test_more_siblings_are_accepted_more_often_and_kseq_finds_its_best_rho():
+    """K-SEQ against a scan of rho: those that leave a negative residual are not allowed."""
+    for seed in range(5):
+        p, q = random_laws("alike", 4, 2, seed)
+        one, three = (
+            [play(rule, drawn(SIBLINGS[count], how, q), p).accepted for rule, how in RIVALS]
+            for count in (1, 3)
+        )
+        assert all(many > few for few, many in zip(one, three, strict=True))
+        best = 0.0
+        for rho in torch.linspace(1, 3, 401).tolist():
+            taken = torch.minimum(q[()], p[()] / rho)
+            beta = float(taken.sum())
+            some = 1 - (1 - beta) ** 3
+            if (p[()] - taken * some / beta).min() >= 0:
+                best = max(best, some)
+        assert three[2] >= best - 1e-9
+
+
+RIVALS = [(recursive, "without_replacement"), (multistep, "iid"), (kseq, "iid")]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_with_seeded_choices_the_first_token_is_distributed_as_p(name):
+    """Drafts and decisions as the decoder makes them: one seed, a stream each; 2000 requests."""
+    p, q = random_laws("alike", 12, 3)
+    topology = chain(2) if name == "block" else SIBLINGS[2]
+    counts, size = torch.zeros(12), 2000
+    for seed in range(size):
+        draft = drawn(topology, HOW.get(name, "iid"), q)
+        tree, tokens = draft(SeededChance(seed, 40, stream=1))
+        chance = SeededChance(seed, 40)
+        path, bonus = RULES[name].rule(tree, tokens, lambda n: p[tokens.text(n)], chance)  # noqa: B023
+        counts[tokens[path[1]] if len(path) > 1 else bonus] += 1
+    expected = size * p[()]
+    assert ((counts - expected).abs() < 4 * (expected * (1 - p[()])).sqrt()).all()
+
+
+def candidates(topology, tokens):
+    """A deterministic draft: no draw, no probabilities."""
+    return lambda chance: (Tree(topology, torch.tensor(tokens)), [0, *tokens])
+
+
+@every_kind
+def test_walking_after_candidates_is_rejection_of_point_masses(kind):
+    p, _ = random_laws(kind, 4, 2)
+    walked = play(sample_and_walk, candidates(SIBLINGS[2], [2, 1]), p)
+    assert law_error(walked.law, p, 2) <= EXACT
+
+    def rejection(tree, tokens, target, chance):
+        law, one_hot = target(0), torch.eye(4, dtype=torch.double)
+        for node in (1, 2):
+            if chance.accept(float(law[tokens[node]])):
+                return [0, node], chance.choice(target(node))
+            law = (law - one_hot[tokens[node]]).clamp(min=0)
+            law = law / law.sum()
+        return [0], chance.choice(law)
+
+    point_masses = play(rejection, candidates(SIBLINGS[2], [2, 1]), p)
+    assert walked.accepted == pytest.approx(point_masses.accepted, abs=EXACT)
+    assert walked.law == pytest.approx(point_masses.law, abs=EXACT)
+
+
+def test_candidates_of_any_tree_may_be_walked():
+    topology = TREES["irregular"]
+    p, _ = random_laws("alike", 3, 5)
+    for tokens in ([0, 1, 2, 2, 1, 0, 0], [1, 1, 1, 1, 0, 2, 2]):
+        assert law_error(play(sample_and_walk, candidates(topology, tokens), p).law, p, 5) <= EXACT
+
+
+# -- review --------------------------------------------------------------------------------------
+
+
+def reviewed(p, q, leniency=1.0):
+    """Law of the outcome, and how often the drafted token passes."""
+    law, passed = torch.zeros_like(p), 0.0
+
+    def once(chance):
+        token = chance.choice(q)
+        return token, review(p, q, token, chance, leniency)
+
+    for (token, outcome), weight in branches(once):
+        law[outcome] += weight
+        passed += weight * (token == outcome)
+    return law, passed
+
+
+@every_kind
+def test_a_review_without_leniency_returns_the_reviewers_law(kind):
+    for seed in range(5):
+        p, q = (law[()] for law in random_laws(kind, 4, 1, seed))
+        law, passed = reviewed(p, q)
+        assert (law - p).abs().max() <= EXACT
+        assert passed == pytest.approx(float(torch.minimum(p, q).sum()), abs=EXACT)
+        for one_hot in torch.eye(4, dtype=torch.double):
+            law, passed = reviewed(p, one_hot)
+            assert (law - p).abs().max() <= EXACT
+            assert passed == pytest.approx(float(p @ one_hot), abs=EXACT)
+
+
+def test_leniency_passes_more_and_never_triples_a_token_it_does_not_allow():
+    p, q = (law[()] for law in random_laws("mismatched", 5, 1))
+    strict, (law, passed) = reviewed(p, q), reviewed(p, q, 3.0)
+    assert passed == pytest.approx(float(torch.minimum(3 * p, q).sum()), abs=EXACT)
+    assert passed > strict[1] + 1e-3
+    assert (law <= 3 * p + EXACT).all()
+    assert reviewed(p, q, 1e9)[1] == pytest.approx(1.0)
+
+
+def test_a_greedy_review_wants_the_argmax_or_leniently_enough_probability():
+    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.1, 0.8, 0.1]).double()
+    assert [review_greedy(p, q, token) for token in range(3)] == [0, 0, 0]
+    assert [review_greedy(p, q, token, 2.0) for token in range(3)] == [0, 0, 2]
+    assert [review_greedy(p, q, token, 3.0) for token in range(3)] == [0, 1, 2]
+    point = torch.eye(3).double()
+    assert [review_greedy(p, point[token], token, 4.0) for token in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("leniency", [0.5, 0.0, float("nan")])
+def test_a_review_stricter_than_exact_is_refused(leniency):
+    p = torch.tensor([0.5, 0.5]).double()
+    with pytest.raises(ValueError, match=f"leniency is {leniency}; allowed: 1"):
+        review(p, p, 0, SeededChance(0, 0), leniency)
+    with pytest.raises(ValueError, match=f"leniency is {leniency}; allowed: 1"):
+        review_greedy(p, p, 0, leniency)
+
+
+# -- what a rule may be applied to ---------------------------------------------------------------
+
+
+def tree_drawn(topology, how):
+    size = len(topology)
+    draws = how and Draws(how, torch.full((1, 4), 0.25), [0] * size)
+    return Tree(topology, torch.arange(size - 1), draws)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "how", "message"),
+    [
+        ("recursive", SIBLINGS[2], None, "drawn without_replacement, not deterministic candidates"),
+        ("recursive", SIBLINGS[2], "iid", "a tree drawn without_replacement, not drawn iid"),
+        ("multistep", SIBLINGS[2], "without_replacement", "drawn iid, not drawn without_rep"),
+        ("multistep", chain(1), None, "drawn iid, not deterministic candidates"),
+        ("kseq", SIBLINGS[3], "without_replacement", "a tree drawn iid, not drawn without_rep"),
+        ("block", SIBLINGS[2], "iid", "a chain drawn iid, not a tree with branches"),
+        ("block", chain(2), None, "a chain drawn iid, not deterministic candidates"),
+    ],
+)
+def test_a_rule_refuses_a_draft_it_is_not_exact_for(name, topology, how, message):
+    tree = tree_drawn(topology, how)
+    with pytest.raises(ValueError, match=f"rule '{name}' needs .*{message}"):
+        RULES[name].rule(tree, range(len(topology)), None, SeededChance(0, 0))
+
+
+def test_a_node_without_its_distribution_is_an_error_not_another_nodes():
+    draws = Draws("iid", torch.full((2, 4), 0.25), [0, -1, -1, -1, -1])
+    tree = Tree(Topology([-1, 0, 0, 1, 1]), torch.tensor([0, 0, 1, 2]), draws)
+    sure = torch.tensor([1.0, 0, 0, 0]).double()
+    with pytest.raises(ValueError, match=r"children of node 1 come from row -1 of 2"):
+        multistep(tree, [9, 0, 0, 1, 2], lambda node: sure, SeededChance(0, 0))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_empty_draft_gives_the_bonus_alone(name):
+    tree = Tree(chain(0), torch.empty(0), Draws(RULES[name].drafts, torch.empty(0, 4), [-1]))
+    sure = torch.tensor([0, 0, 1.0, 0]).double()
+    assert RULES[name].rule(tree, [9], lambda node: sure, SeededChance(0, 0)) == ([0], 2)

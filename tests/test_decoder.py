@@ -82,7 +82,7 @@ def test_a_run_ends_at_the_first_end_of_sequence_token(target):
 class Foreseeing:
     """A drafter that knows the answer: at each of three depths a wrong token, then the right."""
 
-    forwards, max_nodes = 0, 6
+    forwards, seconds, max_nodes, rules = 0, 0.0, 6, frozenset()
     topology = Topology([-1, 0, 0, 2, 2, 4, 4])
 
     def __init__(self, answer: list[int]):
@@ -253,19 +253,3 @@ def test_a_head_of_another_target_is_refused_with_both_names(target):
     other = random_target(seed=5)
     with pytest.raises(TargetError, match=r"random-5.*random-0"):
         FalconDrafter(random_head(other), target, StaticTree(PATHS, 2))
-
-
-def test_sliding_window_targets_are_refused(target):
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=8,
-    )
-    with pytest.raises(TargetError, match="window of 8"):
-        Decoder(Target(MistralForCausalLM(config), None, "windowed"))

@@ -5,6 +5,7 @@ import torch
 from random_models import VOCAB, random_target
 from test_decoder import decode, plain_tokens, prompts
 
+from specdraft.eval.accept import RULES
 from specdraft.eval.decoder import Decoder, Request
 from specdraft.eval.drafters.lm import SSD
 from specdraft.models.target import Target
@@ -127,6 +128,17 @@ def test_sampled_drafts_use_the_noise_of_the_targets_choice(target):
     requests = [Request(prompt, 16, 1.5, seed=n) for n, prompt in enumerate(prompts())]
     done = list(Decoder(target, SSD(target, 2, 128, gamma=3), 2, 128).run(requests))
     assert all(step.accepted == step.depth for one in done for step in one.steps)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_student_that_is_the_target_is_believed_by_every_rule(target, rule):
+    """q = p: a sample of the one is a sample of the other. Only a drawn token is rejected by no
+    rule that divides by q; "walk" takes the most probable one, which a sample may miss."""
+    warp = {"temperature": 1.5, "top_k": 12, "top_p": 0.9}
+    requests = [Request(p, 16, seed=n, rule=rule, **warp) for n, p in enumerate(prompts())]
+    done = list(Decoder(target, SSD(target, 2, 128, gamma=3), 2, 128).run(requests))
+    believed = [step.accepted == step.depth for one in done for step in one.steps]
+    assert all(believed) == (rule != "walk")
 
 
 def test_nothing_is_drafted_beyond_the_students_context(target):

@@ -17,7 +17,7 @@ STATUS = Path("/proc/self/status")
 class RandomTrees:
     """A drafter whose every draft has a shape of its own."""
 
-    forwards, seconds, max_nodes = 0, 0.0, 9
+    forwards, seconds, max_nodes, rules = 0, 0.0, 9, frozenset()
 
     def __init__(self):
         self.random = random.Random(0)

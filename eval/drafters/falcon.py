@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdraft.eval.accept import gumbel
+from specdraft.eval.accept import RULES
 from specdraft.eval.decoder import Request
+from specdraft.eval.drafters.drawing import DRAWN, draw, is_ranked
 from specdraft.eval.kv import KVPool
 from specdraft.eval.packed import CAUSAL, LONG, Plan, Segment, TreeBias
 from specdraft.eval.static import Pass, StaticTree
-from specdraft.eval.tree import Tree, chain
+from specdraft.eval.tree import Draws, Tree, chain
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.lstm import State
 from specdraft.models.target import Target
@@ -72,6 +73,7 @@ class FalconDrafter:
         )
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, len(tree.paths)
+        self.rules = DRAWN if tree.topology.is_chain else DRAWN - {"block"}
         self._biases = {plan: self._bias(plan.visible) for plan in self.passes[1:]}
         self._read_biases: dict[int, TreeBias] = {}
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
@@ -101,30 +103,51 @@ class FalconDrafter:
         nodes = torch.zeros(
             len(rows), len(self.tree.topology), dtype=torch.long, device=self.target.device
         )
+        laws: list[list[Tensor]] = [[] for _ in rows]
         predicted, state = self._read(rows)  # [R, 1, K, H], [L, R, H] each
-        self._fill(nodes, rows, self.passes[0], predicted, depth=0)
+        self._fill(nodes, laws, rows, self.passes[0], predicted, depth=0)
         scratch = 0
         for number, plan in enumerate(self.passes[1:], start=1):
             depth = number * self.k
             predicted, state = self._extend(rows, plan, nodes, predicted, state, depth, scratch)
             scratch += len(plan.blocks)
-            self._fill(nodes, rows, plan, predicted, depth)
+            self._fill(nodes, laws, rows, plan, predicted, depth)
         self.forwards += len(self.passes) * len(rows)
-        return [Tree(self.tree.topology, tokens[1:]) for tokens in nodes]
+        return [
+            Tree(self.tree.topology, tokens[1:], self._draws(row, law))
+            for row, tokens, law in zip(rows, nodes, laws, strict=True)
+        ]
+
+    def _draws(self, row: int, laws: list[Tensor]) -> Draws | None:
+        """How a row's tree was drawn, with the distributions of its passes; None: it was not."""
+        if not laws:
+            return None
+        how = RULES[self.memory[row].request.rule].drafts
+        return Draws(how, torch.cat(laws), self.tree.sources)
 
     def _fill(
-        self, nodes: Tensor, rows: list[int], plan: Pass, predicted: Tensor, depth: int
+        self,
+        nodes: Tensor,
+        laws: list[list[Tensor]],
+        rows: list[int],
+        plan: Pass,
+        predicted: Tensor,
+        depth: int,
     ) -> None:
-        """Rank each path's K distributions and put the tokens the tree wants into its nodes."""
+        """Choose tokens from each path's K distributions, and put those the tree wants into its
+        nodes; remember the distributions of what was drawn."""
         scores = self._timed(self.target.logits, predicted.to(self.target.dtype))  # [R, E, K, V]
-        for number, row in enumerate(rows):
-            request = self.memory[row].request
-            if request.temperature > 0:
-                # The same noise that the target's choice will see: rank by log q + G.
-                depths = torch.arange(depth + 1, depth + self.k + 1, device=nodes.device)
-                noise = gumbel(request.seed, self.pool.lengths[row] + depths, scores.shape[-1])
-                scores[number] = scores[number] / request.temperature + noise
         ranked = scores.topk(plan.width).indices.flatten(1)  # [R, E * K * width]
+        for number, row in enumerate(rows):
+            request, read = self.memory[row].request, self.pool.lengths[row]
+            if is_ranked(request):
+                continue
+            depths = torch.arange(depth + 1, depth + self.k + 1, device=nodes.device)
+            positions = (read + depths).repeat(len(plan.parents))
+            step = (read, depth)
+            tokens, law = draw(scores[number].flatten(0, 1), request, positions, step, plan.width)
+            ranked[number] = tokens.flatten()
+            laws[number] += [] if law is None else [law]
         # A pass fills whole depths, and nodes are numbered depth by depth.
         first, count = plan.first, len(plan.choices)
         nodes[:, first : first + count] = ranked.index_select(1, plan.choices)

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdraft.eval.accept import gumbel
+from specdraft.eval.accept import RULES
 from specdraft.eval.decoder import Request
+from specdraft.eval.drafters.drawing import DRAWN, draw, is_ranked
 from specdraft.eval.packed import CAUSAL, PackedTarget, Segment
 from specdraft.eval.transfer import upload
-from specdraft.eval.tree import Tree, chain
+from specdraft.eval.tree import Draws, Tree, chain
 from specdraft.models.target import Target
 
 NOTHING = chain(0)
@@ -39,11 +40,11 @@ class LMDrafter:
 
     def __init__(self, student: Target, rows: int, capacity: int, max_nodes: int):
         self.student = student
-        self.packed = PackedTarget(student, rows, capacity + max_nodes)
-        self.pool = self.packed.pool
         # Beyond its own context a student has learned nothing, and some cannot run at all.
-        context = getattr(student.config, "max_position_embeddings", None)
-        self.room = (context or self.pool.capacity) - max_nodes
+        context = getattr(student.config, "max_position_embeddings", None) or capacity + max_nodes
+        self.packed = PackedTarget(student, rows, min(capacity + max_nodes, context))
+        self.pool = self.packed.pool
+        self.room = self.pool.capacity - max_nodes
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, max_nodes
 
@@ -86,17 +87,24 @@ class LMDrafter:
         self.forwards += len(segments)
         return logits
 
-    def rank(self, rows: list[int], logits: Tensor, depth: int) -> Tensor:
-        """Scores [R, V] by which the rows' nodes at a depth are chosen: log q, with the same noise
-        that the target's own choice will see where the request samples."""
-        scores = logits.to(torch.float32, copy=True)
+    def choose(
+        self, rows: list[int], logits: Tensor, depth: int, width: int = 1
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Choose W candidates per row for the node at a depth whose children q [R, V] speaks of.
+
+        Returns tokens [R, W] and, per row, the distribution [1, V] they were drawn from, or None
+        where they are no samples.
+        """
+        tokens = logits.topk(width).indices
+        laws: list[Tensor | None] = [None] * len(rows)
         for number, row in enumerate(rows):
-            request = self.memory[row].request
-            if request.temperature > 0:
-                place = torch.tensor(self.committed(row) + depth - 1, device=logits.device)
-                noise = gumbel(request.seed, place, logits.shape[-1])
-                scores[number] = scores[number] / request.temperature + noise
-        return scores
+            request, committed = self.memory[row].request, self.committed(row)
+            if is_ranked(request):
+                continue
+            place, step = upload([committed + depth - 1], logits.device), (committed, depth)
+            chosen, laws[number] = draw(logits[number, None].float(), request, place, step, width)
+            tokens[number] = chosen[0]
+        return tokens, laws
 
     def committed(self, row: int) -> int:
         """How many tokens of a row are committed: the position of a drafted token at depth 1."""
@@ -140,6 +148,8 @@ class SSD(LMDrafter):
     exit as GSD prunes.)
     """
 
+    rules = DRAWN  # a chain of lone samples suits every rule
+
     def __init__(
         self,
         student: Target,
@@ -153,23 +163,33 @@ class SSD(LMDrafter):
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
         drafted: dict[int, list[Tensor]] = {row: [] for row in rows}
+        drawn_from: dict[int, list[Tensor]] = {row: [] for row in rows}
         growing = list(rows)
         for depth in range(1, self.gamma + 1):
-            tokens = self.rank(growing, logits, depth).argmax(-1)  # [growing rows]
-            for row, token in zip(growing, tokens, strict=True):
+            tokens, laws = self.choose(growing, logits, depth)  # [growing rows, 1]
+            for row, token, law in zip(growing, tokens, laws, strict=True):
                 drafted[row].append(token)
+                drawn_from[row] += [] if law is None else [law]
             sure = self._sure(growing, logits, tokens)
             growing = [row for row, goes_on in zip(growing, sure, strict=True) if goes_on]
             if not growing or depth == self.gamma:
                 break
-            logits = self._extend(growing, torch.stack([drafted[row][-1] for row in growing]))
-        return [Tree(chain(len(drafted[row])), torch.stack(drafted[row])) for row in rows]
+            logits = self._extend(growing, torch.cat([drafted[row][-1] for row in growing]))
+        return [self._tree(row, torch.cat(drafted[row]), drawn_from[row]) for row in rows]
+
+    def _tree(self, row: int, tokens: Tensor, laws: list[Tensor]) -> Tree:
+        """A row's chain, with the distributions where it was drawn from them."""
+        draws, count = None, len(tokens)
+        if laws:
+            how = RULES[self.memory[row].request.rule].drafts
+            draws = Draws(how, torch.cat(laws), (*range(count), -1))
+        return Tree(chain(count), tokens, draws)
 
     def _sure(self, rows: list[int], logits: Tensor, tokens: Tensor) -> list[bool]:
         """Whether each row's draft goes on behind its token."""
         if self.theta == 0.0:
             return [True] * len(rows)
-        chosen = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+        chosen = logits.float().softmax(-1).gather(1, tokens)[:, 0].tolist()
         return [
             self.memory[row].request.temperature > 0 or probability >= self.theta
             for row, probability in zip(rows, chosen, strict=True)

@@ -14,6 +14,8 @@ from specdraft.eval.tree import Tree, chain
 class PromptLookup:
     """Draft by copying, at no cost: a hash of every gram, updated as tokens come."""
 
+    rules: frozenset[str] = frozenset()  # its drafts are candidates, not samples
+
     def __init__(self, match: int, copy: int, rows: int, device: torch.device | str = "cpu"):
         if match < 1 or copy < 1:
             raise ValueError(f"match ({match}) and copy ({copy}) must be at least 1")

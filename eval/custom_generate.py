@@ -1,0 +1,160 @@
+"""Speculative decoding inside transformers: `model.generate(.., custom_generate=Speculative(..))`.
+
+    from specdraft.eval.custom_generate import Speculative, falcon
+    fast = Speculative(falcon("runs/tiny/head", tree="tiny_k2"))
+    model.generate(**inputs, custom_generate=fast, max_new_tokens=128)
+
+The tokens are those of `generate` without it; sampled ones are those of our plain decoding with
+seeds drawn from torch's global generator. The model itself is not touched: a copy of its structure
+shares its tensors, and is kept between calls for as long as the model's tensors stay where they
+are. `generate` (transformers 5.23) keeps `streamer`, `tokenizer` and `assistant_model` from a
+callable: a streamer is an argument here, and stop strings come as a `StopStringCriteria`.
+
+Shapes: B rows of the call, T padded prompt length.
+"""
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from specdraft.eval.decoder import Decoder, Drafter
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.generate_call import GenerateCall, read_call
+from specdraft.eval.static import StaticTree
+from specdraft.models.falcon import FalconHead, load_head
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError
+from specdraft.recipes.static_trees import load_tree_paths
+
+MakeDrafter = Callable[[Target, int, int], Drafter | None]  # of a target, rows and capacity
+
+
+def falcon(head: FalconHead | str | Path, tree: str) -> MakeDrafter:
+    """Draft with a Falcon head (or its folder) and a tree: a bundled one's name, or a file."""
+
+    def make(target: Target, rows: int, capacity: int) -> FalconDrafter:
+        loaded = head if isinstance(head, FalconHead) else load_head(Path(head), target.identity())
+        plan = StaticTree(load_tree_paths(tree), loaded.config.block_size)
+        return FalconDrafter(loaded, target, plan, rows, capacity)
+
+    return make
+
+
+def prompt_lookup(match: int = 2, copy: int = 10) -> MakeDrafter:
+    """Draft by copying what followed the last `match` tokens when they occurred before."""
+    return lambda target, rows, capacity: PromptLookup(match, copy, rows, target.device)
+
+
+def no_drafter(target: Target, rows: int, capacity: int) -> None:
+    """Plain decoding."""
+
+
+class Speculative:
+    """A decoding method for `generate`; see the module's docstring.
+
+    drafter: builds one for a target, a number of rows and a capacity. streamer: receives the
+    prompt, then every token as soon as it is accepted (batch 1 only). Stopping criteria see one row
+    at a time, its tokens without padding. Raises DataError, by name, for what cannot be honoured,
+    and TargetError for a model that cannot be decoded.
+    """
+
+    def __init__(self, drafter: MakeDrafter = no_drafter, streamer: BaseStreamer | None = None):
+        self.make_drafter, self.streamer = drafter, streamer
+        self._loan: Loan | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,  # [B, T]
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Decode, called by `generate`; returns [B, T + new tokens of the longest row]."""
+        call = read_call(
+            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
+        if self.streamer and len(input_ids) > 1:
+            raise DataError(f"generate: a streamer takes one row, and there are {len(input_ids)}")
+        if self._loan is None or not self._loan.is_of(model):
+            self._loan = Loan(model, self.make_drafter)
+        decoder = self._loan.decoder(call)
+        if self.streamer:
+            self.streamer.put(input_ids.cpu())
+        rows = self._decode(decoder, call)
+        if self.streamer:
+            self.streamer.end()
+        sequences = torch.cat((input_ids, _pad(rows, call.pad_id, input_ids)), 1)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
+
+    def _decode(self, decoder: Decoder, call: GenerateCall) -> list[list[int]]:
+        """New tokens of every row, up to what a stopping criterion leaves."""
+        rows: list[list[int]] = [[] for _ in call.requests]
+        stopped: set[int] = set()
+        for update in decoder.stream(call.requests):
+            index = update.index
+            if update.completion and update.completion.error:
+                raise update.completion.error
+            for token in update.tokens if index not in stopped else ():
+                rows[index].append(token)
+                if self.streamer:
+                    self.streamer.put(torch.tensor([token]))
+                if call.stops(index, rows[index], decoder.target.device):
+                    stopped.add(index)
+                    break
+            if len(stopped) == len(rows):
+                break
+        return rows
+
+
+class Loan:
+    """A copy of a model's structure over the model's own tensors, and a decoder over that."""
+
+    def __init__(self, model: PreTrainedModel, make_drafter: MakeDrafter):
+        self._model, self._tensors = weakref.ref(model), _addresses(model)
+        self.target, self.make_drafter = Target.of_model(model), make_drafter
+        self._decoder: Decoder | None = None
+        self._capacity = 0
+
+    def is_of(self, model: PreTrainedModel) -> bool:
+        return self._model() is model and self._tensors == _addresses(model)
+
+    def decoder(self, call: GenerateCall) -> Decoder:
+        """A decoder with a row for every request of a call; the last one, where it will do."""
+        rows = len(call.requests)
+        needed = max(len(request.prompt) + request.max_new_tokens for request in call.requests)
+        decoder = self._decoder
+        if decoder is None or len(decoder.rows) != rows or self._capacity < needed:
+            drafter = self.make_drafter(self.target, rows, needed)
+            spare = drafter.max_nodes if drafter else 0
+            self._decoder = Decoder(self.target, drafter, rows, needed + spare)
+            self._capacity = needed
+        return self._decoder
+
+
+def _addresses(model: PreTrainedModel) -> list[int]:
+    return [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def _pad(rows: list[list[int]], pad: int | None, like: Tensor) -> Tensor:
+    longest = max(map(len, rows))
+    if pad is None and any(len(row) < longest for row in rows):
+        raise DataError("generate: rows end at different lengths; set pad_token_id")
+    padded = [row + [pad] * (longest - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=like.dtype, device=like.device)

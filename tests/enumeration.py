@@ -1,0 +1,207 @@
+"""Prove an acceptance rule by playing every branch: drafts, decisions and bonus tokens alike.
+
+A text is a tuple of token ids; `p` and `q` map every short text to a distribution [V].
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from specdraft.eval.accept import Chance, Rule
+from specdraft.eval.tree import Draws, Topology, Tree
+
+Text = tuple[int, ...]
+Laws = dict[Text, Tensor]
+Result = TypeVar("Result")
+ROOT = -7  # the token of the root is nobody's business
+
+
+class Branch:
+    """A `Chance` that plays one branch of all: the options of a script, then always the first."""
+
+    def __init__(self, script: list[int]):
+        self.script, self.options, self.weight = script, [], 1.0
+
+    def choice(self, probs: Tensor) -> int:
+        assert (probs >= 0).all()  # and not NaN
+        shares = (probs / probs.sum()).tolist()
+        return self._take([(index, share) for index, share in enumerate(shares) if share > 0])
+
+    def accept(self, prob: float) -> bool:
+        assert 0 <= prob <= 1
+        shares = ((True, prob), (False, 1 - prob))
+        return self._take([(answer, share) for answer, share in shares if share > 0])
+
+    def _take(self, shares: list[tuple[int, float]]) -> int:
+        number = len(self.options)
+        if number == len(self.script):
+            self.script.append(0)
+        self.options.append(len(shares))
+        value, share = shares[self.script[number]]
+        self.weight *= share
+        return value
+
+
+def branches(play: Callable[[Chance], Result]) -> Iterator[tuple[Result, float]]:
+    """Run `play` once per branch, depth first; yield what it returned and the branch's weight."""
+    script: list[int] = []
+    while True:
+        branch = Branch(script)
+        yield play(branch), branch.weight
+        while script and script[-1] + 1 == branch.options[len(script) - 1]:
+            script.pop()
+        if not script:
+            return
+        script[-1] += 1
+
+
+class DrawnTokens(Sequence):
+    """The tokens of a tree, a node's children drawn through `chance` when first read.
+
+    So what a rule never reads has no branches, and a rule that looks too far is still played right.
+    Where fewer tokens have a probability than siblings are wanted, the smallest other ids follow.
+    """
+
+    def __init__(self, topology: Topology, how: str, q: Laws, chance: Chance):
+        self.topology, self.how, self.q, self.chance = topology, how, q, chance
+        self.known = {0: ROOT}
+
+    def __len__(self) -> int:
+        return len(self.topology)
+
+    def __getitem__(self, node: int) -> int:
+        if node not in self.known:
+            self._draw(self.topology.parents[node])
+        return self.known[node]
+
+    def text(self, node: int) -> Text:
+        return (*self.text(self.topology.parents[node]), self[node]) if node else ()
+
+    def _draw(self, parent: int) -> None:
+        left, drawn = self.q[self.text(parent)].clone(), []
+        for child in self.topology.children[parent]:
+            others = (token for token in range(len(left)) if token not in drawn)
+            drawn.append(self.chance.choice(left) if left.any() else next(others))
+            self.known[child] = drawn[-1]
+            if self.how == "without_replacement":
+                left[drawn[-1]] = 0
+
+
+class Rows(Sequence):
+    """Which row of q, in the order of its texts, the children of every node are drawn from."""
+
+    def __init__(self, tokens: DrawnTokens):
+        self.tokens, self.order = tokens, {text: row for row, text in enumerate(tokens.q)}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, node: int) -> int:
+        return self.order[self.tokens.text(node)]
+
+
+Drafting = Callable[[Chance], tuple[Tree, Sequence[int]]]
+
+
+def drawn(topology: Topology, how: str, q: Laws, claim: str | None = None) -> Drafting:
+    """A draft whose siblings are drawn from q; `claim` is how it says it was drawn."""
+
+    def draft(chance: Chance) -> tuple[Tree, Sequence[int]]:
+        tokens = DrawnTokens(topology, how, q, chance)
+        draws = Draws(claim or how, torch.stack(list(q.values())), Rows(tokens))
+        # Rules read the tokens that the decoder brought to the host, not those of the tree.
+        return Tree(topology, torch.empty(0), draws), tokens
+
+    return draft
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a rule does over all branches."""
+
+    law: dict[Text, float]  # of the emitted tokens, the bonus included
+    accepted: float  # expected number of accepted tokens
+    drafted: float  # expected number of drafted tokens
+
+
+def play(rule: Rule, draft: Drafting, p: Laws) -> Played:
+    """Enumerate a rule over a draft; check its path, and that it asks for p where it goes only."""
+    law, accepted, drafted = defaultdict(float), 0.0, 0.0
+
+    def once(chance: Chance) -> tuple[Text, int, int]:
+        tree, tokens = draft(chance)
+        parents, asked = tree.topology.parents, []
+
+        def text(node: int) -> Text:
+            return (*text(parents[node]), tokens[node]) if node else ()
+
+        def target(node: int) -> Tensor:
+            asked.append(node)
+            return p[text(node)]
+
+        path, bonus = rule(tree, tokens, target, chance)
+        assert [parents[node] for node in path] == [-1, *path[:-1]]
+        # Block verification reads the chain before it decides; nothing is asked for twice.
+        assert asked == path or (tree.topology.is_chain and asked == [*range(len(asked))])
+        return (*text(path[-1]), bonus), len(path) - 1, len(parents) - 1
+
+    for (emitted, count, nodes), weight in branches(once):
+        law[emitted] += weight
+        accepted += weight * count
+        drafted += weight * nodes
+    return Played(dict(law), accepted, drafted)
+
+
+def law_error(law: dict[Text, float], p: Laws, length: int) -> float:
+    """Largest error of the law of `length` tokens: those emitted, then the target's own."""
+    worst = 0.0
+    for text in itertools.product(range(len(p[()])), repeat=length):
+        says = [float(p[text[:n]][text[n]]) for n in range(length)]
+        ours, own = 0.0, 1.0
+        for n in range(length, -1, -1):
+            ours += law.get(text[:n], 0.0) * own
+            own *= says[n - 1] if n else 1.0
+        worst = max(worst, abs(ours - own))
+    return worst
+
+
+def random_laws(kind: str, vocab: int, length: int, seed: int = 7) -> tuple[Laws, Laws]:
+    """p and q after every text shorter than `length`, random functions of it, of some kind.
+
+    Where p > q for one token alone, every rejection ends there and most mistakes are right by
+    accident (seed 0, say): test_accept_mistakes.py shows that those of seed 7 tell them apart.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    p, q = {}, {}
+    for size in range(length):
+        for text in itertools.product(range(vocab), repeat=size):
+            p[text], q[text] = KINDS[kind](torch.randn(2, vocab, generator=generator).double())
+    return p, q
+
+
+def _some_zeros(noise: Tensor) -> tuple[Tensor, Tensor]:
+    """p on its two best tokens, as top-k leaves it; q without its worst."""
+    p, q = (3 * noise).softmax(-1)
+    p = p.masked_fill(p < p.topk(2).values[-1], 0)
+    q = q.masked_fill(q == q.min(), 0)
+    return p / p.sum(), q / q.sum()
+
+
+def _disjoint(noise: Tensor) -> tuple[Tensor, Tensor]:
+    p, q = noise.softmax(-1)
+    p[0], q[1:] = 0, 0
+    return p / p.sum(), q / q.sum()
+
+
+KINDS = {
+    "alike": lambda noise: tuple((noise[0] + 0.5 * noise).softmax(-1)),
+    "mismatched": lambda noise: tuple((4 * noise).softmax(-1)),
+    "equal": lambda noise: (noise[0].softmax(-1),) * 2,
+    "some zeros": _some_zeros,
+    "disjoint": _disjoint,
+}

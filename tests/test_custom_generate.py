@@ -1,0 +1,337 @@
+"""`model.generate(.., custom_generate=Speculative(..))` is generate, sooner, or a clear refusal."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from random_models import VOCAB, random_head, random_target
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    StoppingCriteria,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TextStreamer,
+)
+
+from specdraft.eval.custom_generate import Speculative, falcon, no_drafter, prompt_lookup
+from specdraft.eval.decoder import Decoder, Request
+from specdraft.models.target import Target, bundled_target_dir
+from specdraft.recipes.errors import DataError, TargetError
+
+NEW = 12
+
+
+@pytest.fixture
+def model():
+    return random_target().model
+
+
+def methods(model):
+    yield Speculative(no_drafter)
+    yield Speculative(prompt_lookup(1, 4))
+    yield Speculative(falcon(random_head(Target.of_model(model), 2), tree="tiny_k2"))
+
+
+def batch(rows: int = 3) -> dict:
+    """Left-padded prompts of 4, 9 and 14 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [4 + 5 * n for n in range(rows)]
+    ids = torch.randint(1, VOCAB, (rows, lengths[-1]), generator=generator)
+    mask = torch.arange(lengths[-1]) >= lengths[-1] - torch.tensor(lengths)[:, None]
+    return {"input_ids": ids * mask, "attention_mask": mask.long()}
+
+
+def one() -> dict:
+    return {"input_ids": batch()["input_ids"][2:]}
+
+
+@pytest.mark.parametrize("inputs", [one(), batch()], ids=["batch 1", "padded batch 3"])
+def test_greedy_tokens_are_those_of_generate(model, inputs):
+    free = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    # An id that ends the last row in its middle, other rows earlier, later or not at all.
+    eos = int(free[-1, inputs["input_ids"].shape[1] + 4])
+    for settings in (
+        {"max_new_tokens": NEW},
+        {"max_length": inputs["input_ids"].shape[1] + 7},
+        {"max_new_tokens": NEW, "eos_token_id": eos},
+        {"max_new_tokens": NEW, "eos_token_id": [eos, int(free[0, -3])], "pad_token_id": 0},
+        {"max_new_tokens": NEW, "num_return_sequences": 1, "use_cache": False},
+    ):
+        expected = model.generate(**inputs, **settings)
+        for method in methods(model):
+            out = model.generate(**inputs, **settings, custom_generate=method)
+            assert torch.equal(out, expected), settings
+
+
+def test_an_end_of_sequence_token_of_the_model_counts_and_one_of_the_call_replaces_it(model):
+    free = model.generate(**one(), max_new_tokens=NEW)[0, -NEW:].tolist()
+    model.generation_config.eos_token_id = free[3]
+    method = Speculative(prompt_lookup())
+    for settings in ({}, {"eos_token_id": free[6]}, {}):
+        expected = model.generate(**one(), max_new_tokens=NEW, **settings)
+        out = model.generate(**one(), max_new_tokens=NEW, custom_generate=method, **settings)
+        assert torch.equal(out, expected)
+        assert expected.shape[1] < one()["input_ids"].shape[1] + NEW
+
+
+def test_sampled_tokens_are_those_of_plain_seeded_decoding(model):
+    settings = {"do_sample": True, "temperature": 1.3, "top_k": 15, "top_p": 0.95}
+    inputs, decoder = batch(), Decoder(Target.of_model(model), None, 1, 64)
+    torch.manual_seed(11)
+    seeds = torch.randint(2**63 - 1, (3,)).tolist()
+    expected = []
+    for ids, mask, seed in zip(inputs["input_ids"], inputs["attention_mask"], seeds, strict=True):
+        request = Request(ids[mask.bool()].tolist(), NEW, 1.3, 15, 0.95, seed)
+        expected.append(next(decoder.run([request])).tokens)
+    for method in methods(model):
+        torch.manual_seed(11)
+        out = model.generate(**inputs, **settings, max_new_tokens=NEW, custom_generate=method)
+        assert out[:, -NEW:].tolist() == expected
+    again = model.generate(**inputs, **settings, max_new_tokens=NEW, custom_generate=method)
+    assert again[:, -NEW:].tolist() != expected  # the generator has moved on
+
+
+def test_sampling_settings_default_to_those_of_generate(model):
+    torch.manual_seed(5)
+    seed = torch.randint(2**63 - 1, (1,)).item()
+    prompt = one()["input_ids"][0].tolist()
+    # top_k=50 is generate's default; a vocabulary of 23 does not notice.
+    request = Request(prompt, NEW, temperature=1.0, seed=seed)
+    expected = next(Decoder(Target.of_model(model), None, 1, 64).run([request])).tokens
+    torch.manual_seed(5)
+    out = model.generate(**one(), do_sample=True, max_new_tokens=NEW, custom_generate=Speculative())
+    assert out[0, -NEW:].tolist() == expected
+
+
+def test_sequences_per_prompt_are_drawn_with_seeds_of_their_own(model):
+    settings = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": NEW}
+    torch.manual_seed(0)
+    out = model.generate(**one(), **settings, custom_generate=Speculative(prompt_lookup()))
+    assert out.shape[0] == len({tuple(row) for row in out.tolist()}) == 4
+
+
+def test_greedy_decoding_leaves_the_global_generator_alone(model):
+    before = torch.get_rng_state()
+    model.generate(**batch(), max_new_tokens=4, custom_generate=Speculative())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_dictionary_is_returned_where_it_is_asked_for(model):
+    settings = {"max_new_tokens": 5, "return_dict_in_generate": True}
+    expected = model.generate(**one(), **settings)
+    out = model.generate(**one(), **settings, custom_generate=Speculative())
+    assert type(out) is type(expected)
+    assert torch.equal(out.sequences, expected.sequences)
+
+
+class EndsWith(StoppingCriteria):
+    """Stops a row whose newest token is a given one."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids, scores, **_):
+        return input_ids[:, -1] == self.token
+
+
+@pytest.mark.parametrize("inputs", [one(), batch()], ids=["batch 1", "padded batch 3"])
+def test_stopping_criteria_end_rows_at_the_same_token(model, inputs):
+    free = model.generate(**inputs, max_new_tokens=NEW)
+    token = int(free[-1, -6])
+    unused = next(n for n in range(VOCAB) if n not in free[:, -NEW:])
+    settings = {"max_new_tokens": NEW, "eos_token_id": unused, "pad_token_id": 0}
+    expected = model.generate(**inputs, **settings, stopping_criteria=[EndsWith(token)])
+    assert (expected[-1, -1] == token) or (expected[-1, -1] == 0)
+    for method in methods(model):
+        out = model.generate(
+            **inputs, **settings, stopping_criteria=[EndsWith(token)], custom_generate=method
+        )
+        assert torch.equal(out, expected)
+
+
+def test_time_that_has_run_out_ends_a_row_after_one_token(model):
+    settings = {"max_new_tokens": NEW, "max_time": 0.0}
+    expected = model.generate(**one(), **settings)
+    assert torch.equal(model.generate(**one(), **settings, custom_generate=Speculative()), expected)
+    assert expected.shape[1] == one()["input_ids"].shape[1] + 1
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return AutoModelForCausalLM.from_pretrained(bundled_target_dir())
+
+
+class Heard(TextStreamer):
+    """A text streamer that keeps what it prints."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.texts = []
+
+    def on_finalized_text(self, text, stream_end=False):
+        self.texts.append((text, stream_end))
+
+
+def test_a_streamer_hears_what_it_hears_from_generate(tiny):
+    tokenizer = Target.load("tiny").tokenizer
+    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    expected, streamer = Heard(tokenizer), Heard(tokenizer)
+    out = tiny.generate(ids, max_new_tokens=20, do_sample=False, streamer=expected)
+    method = Speculative(prompt_lookup(1, 4), streamer)
+    ours = tiny.generate(ids, max_new_tokens=20, do_sample=False, custom_generate=method)
+    assert torch.equal(ours, out)
+    assert streamer.texts == expected.texts
+    with pytest.raises(DataError, match="a streamer takes one row, and there are 2"):
+        tiny.generate(ids.repeat(2, 1), max_new_tokens=4, custom_generate=method)
+
+
+def test_stop_strings_come_as_a_criterion(tiny):
+    tokenizer = Target.load("tiny").tokenizer
+    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    free = tiny.generate(ids, max_new_tokens=40, do_sample=False)
+    text = tokenizer.decode(free[0, ids.shape[1] :], skip_special_tokens=True)
+    string = text[len(text) // 2 :][:4]
+    settings = {
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "stopping_criteria": [StopStringCriteria(tokenizer, [string])],
+    }
+    expected = tiny.generate(ids, **settings)
+    assert expected.shape[1] < free.shape[1]
+    for method in (Speculative(), Speculative(prompt_lookup(1, 6))):
+        assert torch.equal(tiny.generate(ids, **settings, custom_generate=method), expected)
+    # generate keeps a tokenizer from a callable as it does a streamer, and says so itself.
+    with pytest.raises(ValueError, match="could not locate a tokenizer"):
+        tiny.generate(ids, stop_strings=["."], tokenizer=tokenizer, custom_generate=method)
+
+
+def test_a_head_is_known_by_the_files_of_the_model(tiny, tmp_path):
+    target = Target.of_model(tiny)
+    assert target.identity()["weights"] == Target.load("tiny").identity()["weights"]
+    random_head(target, 2).save_pretrained(tmp_path)
+    method = Speculative(falcon(tmp_path, "tiny_k2"))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = tiny.generate(ids, max_new_tokens=8, do_sample=False)
+    ours = tiny.generate(ids, max_new_tokens=8, do_sample=False, custom_generate=method)
+    assert torch.equal(ours, expected)
+    other = random_target(seed=9).model
+    with pytest.raises(TargetError, match="was trained for"):
+        other.generate(one()["input_ids"], max_new_tokens=4, custom_generate=method)
+
+
+def test_the_callers_model_is_left_as_it_was(model):
+    model.train().requires_grad_(True)
+    model.lm_head.weight.requires_grad_(False)
+    before = {name: (p, p.requires_grad) for name, p in model.named_parameters()}
+    config = model.generation_config.to_dict()
+    model.generate(**one(), max_new_tokens=3, eos_token_id=3, custom_generate=Speculative())
+    assert all(module.training for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+    assert model.generation_config.to_dict() == config
+    after = {name: (p, p.requires_grad) for name, p in model.named_parameters()}
+    assert all(after[n][0] is p and after[n][1] == grad for n, (p, grad) in before.items())
+    model(one()["input_ids"]).logits.sum().backward()  # and it can still be trained
+
+
+def test_a_decoder_is_kept_for_the_next_call_and_follows_the_weights(model):
+    method, inputs = Speculative(prompt_lookup()), one()
+    model.generate(**inputs, max_new_tokens=NEW, custom_generate=method)
+    loan, decoder = method._loan, method._loan._decoder
+    model.generate(**inputs, max_new_tokens=NEW - 3, custom_generate=method)
+    assert method._loan is loan
+    assert loan._decoder is decoder
+    with torch.no_grad():
+        for parameter in model.parameters():  # an optimiser's step
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    expected = model.generate(**inputs, max_new_tokens=NEW)
+    ours = model.generate(**inputs, max_new_tokens=NEW, custom_generate=method)
+    assert torch.equal(ours, expected)
+    assert method._loan is loan
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))  # other tensors
+    expected = model.generate(**inputs, max_new_tokens=NEW)
+    ours = model.generate(**inputs, max_new_tokens=NEW, custom_generate=method)
+    assert torch.equal(ours, expected)
+    assert method._loan is not loan
+
+
+def test_a_model_is_not_kept_alive(model):
+    method = Speculative()
+    copied = Target.of_model(model).model
+    copied.generate(**one(), max_new_tokens=2, custom_generate=method)
+    reference = weakref.ref(copied)
+    del copied
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"repetition_penalty": 1.2}, r"repetition_penalty=1\.2"),
+        ({"bad_words_ids": [[3]]}, r"bad_words_ids=\[\[3\]\]"),
+        ({"min_new_tokens": 3}, "min_new_tokens=3"),
+        ({"min_length": 3}, "min_length=3"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
+        ({"do_sample": True, "min_p": 0.1}, r"min_p=0\.1"),
+        ({"do_sample": True, "typical_p": 0.5}, r"typical_p=0\.5"),
+        ({"do_sample": True, "epsilon_cutoff": 3e-4}, r"epsilon_cutoff=0\.0003"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
+        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits=True"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"suppress_tokens": [1]}, r"suppress_tokens=\[1\]"),
+        ({"sequence_bias": [[[1], 2.0]]}, "sequence_bias="),
+        ({"guidance_scale": 1.5}, r"guidance_scale=1\.5"),
+        ({"forced_eos_token_id": 4}, "forced_eos_token_id=4"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+        ({"renormalize_logits": True}, "renormalize_logits=True"),
+        (
+            {"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(20, 3)])},
+            "logits processors: MinLengthLogitsProcessor",
+        ),
+        (
+            {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0)])},
+            "logits processors: TemperatureLogitsWarper",
+        ),
+        ({"prefix_allowed_tokens_fn": lambda _, ids: [1]}, "PrefixConstrainedLogitsProcessor"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"position_ids": torch.arange(14)[None] + 1}, "position_ids of your own"),
+        ({"attention_mask": torch.tensor([[1] * 13 + [0]])}, "pad on the left"),
+        ({"attention_mask": torch.tensor([[0, 1, 0] + [1] * 11])}, "pad on the left"),
+        ({"inputs_embeds": torch.zeros(1, 14, 16)}, "inputs_embeds"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_what_cannot_be_honoured_is_refused_by_name(model, settings, message):
+    with pytest.raises(DataError, match=message):
+        model.generate(
+            **{**one(), **settings}, max_new_tokens=4, custom_generate=Speculative(prompt_lookup())
+        )
+
+
+def test_a_field_nobody_has_heard_of_is_refused(model):
+    model.generation_config.future_field = 0.5
+    with pytest.raises(DataError, match=r"future_field=0\.5 cannot be honoured"):
+        model.generate(**one(), max_new_tokens=4, custom_generate=Speculative())
+
+
+def test_rows_of_different_lengths_need_a_padding_token(model):
+    free = model.generate(**batch(), max_new_tokens=NEW)
+    criteria = [EndsWith(int(free[-1, -6]))]
+    with pytest.raises(DataError, match="set pad_token_id"):
+        model.generate(
+            **batch(),
+            max_new_tokens=NEW,
+            stopping_criteria=criteria,
+            custom_generate=Speculative(),
+        )
+
+
+def test_what_the_decoder_refuses_is_raised(model):
+    ids = torch.tensor([[1, 2], [1, VOCAB]])
+    with pytest.raises(DataError, match=r"request 1: token ids .* outside the vocabulary"):
+        model.generate(ids, max_new_tokens=4, custom_generate=Speculative())

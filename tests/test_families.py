@@ -1,0 +1,255 @@
+"""Each family decodes as its own model does; whatever cannot is refused with the reason."""
+
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from random_models import HIDDEN, VOCAB, random_head
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.packed import PackedTarget
+from specdraft.eval.static import StaticTree
+from specdraft.models.target import Target, TargetEnds, identity
+from specdraft.recipes.errors import TargetError
+
+PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0), (0,) * 5]
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MLP = {"intermediate_size": 32}
+GQA = {**MLP, "num_key_value_heads": 2}
+ROPE = {"rope_theta": 10000.0}
+FAMILIES = {
+    "llama": ("Llama", {**MLP, "num_key_value_heads": 4}),
+    "llama-gqa": ("Llama", GQA),
+    "llama-mqa": ("Llama", {**MLP, "num_key_value_heads": 1}),
+    "mistral": ("Mistral", {**MLP, "num_key_value_heads": 4, "sliding_window": None}),
+    "mistral-gqa": ("Mistral", {**GQA, "sliding_window": None, "head_dim": 8}),
+    "qwen2": ("Qwen2", {**MLP, "num_key_value_heads": 4}),
+    "qwen2-gqa-tied": ("Qwen2", {**GQA, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**MLP, "num_key_value_heads": 4, "head_dim": 4}),
+    "qwen3-gqa": ("Qwen3", {**GQA, "head_dim": 8}),
+    "opt": ("OPT", {"ffn_dim": 32, "init_std": 0.3}),
+    "opt-projected": (
+        "OPT",
+        {
+            "hidden_size": 2 * HIDDEN,
+            "word_embed_proj_dim": HIDDEN,
+            "ffn_dim": 32,
+            "init_std": 0.3,
+            "do_layer_norm_before": False,
+        },
+    ),
+    "gpt-neox": ("GPTNeoX", MLP),
+    "gpt-neox-rotary": (
+        "GPTNeoX",
+        {
+            **MLP,
+            "use_parallel_residual": False,
+            "rope_parameters": {**ROPE, "rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gpt2": ("GPT2", {}),
+    "gpt2-scaled": ("GPT2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2-upcast": ("GPT2", {"scale_attn_weights": False, "reorder_and_upcast_attn": True}),
+    "phi": ("Phi", {**GQA, "partial_rotary_factor": 0.5}),
+}
+
+
+def random_model(family: str, seed: int = 0, **changes) -> PreTrainedModel:
+    """A tiny model of a family (a prefix of transformers' class names), with random weights."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # biases start at zero, norms at one: claims need neither
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif "lm_head" in name or "embed_out" in name:
+                parameter.mul_(6.0)  # far from near-ties
+    return model
+
+
+def random_family(name: str, **changes) -> Target:
+    family, settings = FAMILIES[name]
+    return Target(random_model(family, **{**settings, **changes}), None, name)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request) -> Target:
+    return random_family(request.param)
+
+
+def prompts(count: int = 4) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCAB, (2 + 6 * n,), generator=generator).tolist() for n in range(count)]
+
+
+def plain_tokens(target: Target, prompt: list[int], length: int) -> list[int]:
+    """One token at a time, the whole sequence again every time, no cache."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(length):
+            logits = target.model(torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_decoding_gives_the_models_own_tokens(target, rows):
+    expected = [plain_tokens(target, prompt, 14) for prompt in prompts()]
+    assert len({token for tokens in expected for token in tokens}) > 3  # no constant output
+    head, tree = random_head(target, 2), StaticTree(PATHS, 2)
+    drafters = [None, PromptLookup(1, 4, rows), FalconDrafter(head, target, tree, rows, 100)]
+    for drafter in drafters:
+        done = Decoder(target, drafter, rows, 100).run([Request(p, 14) for p in prompts()])
+        tokens = [c.tokens for c in sorted(done, key=lambda c: c.index)]
+        assert tokens == expected, type(drafter).__name__
+
+
+def test_logits_of_features_are_the_models_logits(target):
+    ids = torch.tensor(prompts()[2:3])
+    with torch.inference_mode():
+        expected = target.model(ids, use_cache=False).logits
+    features = target.features(ids)
+    assert features.shape[-1] == target.hidden_size == HIDDEN
+    torch.testing.assert_close(target.logits(features), expected)
+
+
+def test_both_ends_can_be_read_from_files(target, tmp_path):
+    target.model.save_pretrained(tmp_path)
+    described = identity("x", None, tmp_path)
+    assert (described["hidden_size"], described["vocab_size"]) == (HIDDEN, VOCAB)
+    assert target.identity()["hidden_size"] == HIDDEN
+    if target.config.model_type == "phi":  # the one with a bias on lm_head
+        with pytest.raises(TargetError, match=r"lm_head has a bias.*prompt lookup"):
+            TargetEnds.load(str(tmp_path))
+        with pytest.raises(TargetError, match="lm_head has a bias"):
+            TargetEnds.of(target)
+        return
+    features, ids = torch.randn(3, HIDDEN), torch.arange(3)
+    for ends in (TargetEnds.load(str(tmp_path)), TargetEnds.of(target)):
+        assert (ends.hidden_size, ends.vocab_size) == (HIDDEN, VOCAB)
+        torch.testing.assert_close(ends.logits(features), target.logits(features))
+        torch.testing.assert_close(ends.embed(ids), target.embed(ids))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt-projected"])
+def test_ends_are_found_in_files_written_by_the_base_model(name, tmp_path):
+    target = random_family(name)
+    target.model.base_model.save_pretrained(tmp_path)
+    ends = TargetEnds.load(str(tmp_path))
+    assert torch.equal(ends.embedding, target.embedding.weight)
+
+
+def test_half_precision_passes_the_check_at_construction():
+    for name in ("llama-gqa", "gpt2", "gpt-neox", "opt"):
+        model = random_family(name).model.to(torch.bfloat16)
+        PackedTarget(Target(model, None, name), 1, 64)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3])
+def test_a_tiny_capacity_can_be_checked(capacity):
+    assert PackedTarget(random_family("llama"), 2, capacity).pool.lengths == [0, 0]
+
+
+REFUSALS = {
+    "a window of 8": partial(random_model, "Mistral", **GQA, sliding_window=8),
+    "sliding_attention": partial(random_model, "GptOss", **GQA),
+    "attention sinks": partial(random_model, "GptOss", **GQA, layer_types=["full_attention"] * 3),
+    "capped at 30.0": partial(random_model, "Gemma2", **GQA),
+    "softcapping of attention": partial(
+        random_model,
+        "Gemma2",
+        **GQA,
+        final_logit_softcapping=None,
+        layer_types=["full_attention"] * 3,
+    ),
+    r"\(cohere\).*scaled or shifted": partial(random_model, "Cohere", **GQA, logit_scale=0.0625),
+    r"\(granite\).*scaled or shifted": partial(
+        random_model, "Granite", **GQA, logits_scaling=4.0, initializer_range=1e-4
+    ),
+    r"\(bloom\).*ALiBi": partial(random_model, "Bloom", n_head=4, n_layer=2),
+    r"\(rwkv\).*recurrent state": partial(random_model, "Rwkv", attention_hidden_size=HIDDEN),
+    r"\(mamba\).*linear_attention": partial(random_model, "Mamba", state_size=4),
+    r"\(qwen3_next\).*linear_attention": partial(random_model, "Qwen3Next", **GQA),
+    "MLA": partial(
+        random_model,
+        "DeepseekV3",
+        **MLP,
+        num_key_value_heads=4,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+        first_k_dense_replace=3,
+    ),
+    r"\(gpt_neo\).*AttentionInterface": partial(
+        random_model, "GPTNeo", attention_types=[[["global"], 3]]
+    ),
+    r"\(doge\).*a mask of its own": partial(random_model, "Doge", **GQA),
+    r"\(diffllama\).*once, in order": partial(random_model, "DiffLlama", **GQA),
+    r"\(nemotron\).*pass no keyword arguments": partial(random_model, "Nemotron", **GQA),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_what_cannot_work_is_refused_with_the_reason(reason):
+    model = REFUSALS[reason]()
+    with pytest.raises(TargetError, match=reason) as error:
+        PackedTarget(Target(model, None, "refused"), 1, 64)
+    assert f"refused ({model.config.model_type}): " in str(error.value)
+
+
+def test_an_encoder_decoder_is_no_target():
+    config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=HIDDEN, d_kv=4, d_ff=16, num_layers=1, num_heads=4
+    )
+    with pytest.raises(TargetError, match="only decoder-only models"):
+        Target(transformers.T5ForConditionalGeneration(config), None, "t5")
+
+
+class Reversed(nn.Embedding):
+    """Positions that no packed forward can know: they run from the end of what is read."""
+
+    def forward(self, ids):
+        return super().forward(ids.flip(-1))
+
+
+def test_a_model_whose_packed_forward_differs_is_refused():
+    model = random_model("GPT2")
+    model.transformer.wpe = Reversed.from_pretrained(model.transformer.wpe.weight)
+    with pytest.raises(TargetError, match=r"gpt2.*differs from the model's own by"):
+        PackedTarget(Target(model, None, "odd"), 1, 64)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_a_capacity_beyond_learned_positions_is_refused(name):
+    target = random_family(name)
+    with pytest.raises(TargetError, match=r"capacity of 129 tokens .* exceeds the 128 positions"):
+        Decoder(target, None, 1, 129)
+    prompt = prompts()[3]
+    request = Request(prompt, 128 - len(prompt))  # the last position there is
+    done = next(Decoder(target, None, 1, 128).run([request]))
+    assert done.tokens == plain_tokens(target, prompt, request.max_new_tokens)
+
+
+def test_rotary_positions_go_on_but_not_those_that_change_with_length():
+    PackedTarget(random_family("llama"), 1, 400)
+    dynamic = {**ROPE, "rope_type": "dynamic", "factor": 2.0}
+    with pytest.raises(TargetError, match=r"128 positions before its dynamic rotary"):
+        PackedTarget(random_family("llama", rope_parameters=dynamic), 1, 129)

@@ -1,0 +1,90 @@
+"""The rules that reject, in the whole decoder: the right law, and no say for the neighbours."""
+
+import pytest
+import torch
+from random_models import VOCAB, random_head, random_target
+from test_decoder import PATHS, prompts
+
+from specdraft.eval.accept import RULES
+from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.static import StaticTree
+
+WARP = {"temperature": 4.0, "top_k": 12, "top_p": 0.95}
+CHAIN = StaticTree.chain(4, 2)
+
+
+def drafter_for(rule: str, target, rows: int) -> FalconDrafter:
+    tree = CHAIN if rule == "block" else StaticTree(PATHS, 2)
+    return FalconDrafter(random_head(target, 2), target, tree, rows, 128)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+def exact_law(target, prompt: list[int]) -> torch.Tensor:
+    """P(t1, t2, t3) of the warped target [V, V, V], by running every continuation."""
+    from specdraft.eval.sampling import warp
+
+    grid = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
+    ids = torch.cat((torch.tensor(prompt).expand(len(grid), -1), grid), 1)
+    logits = target.model(ids).logits[:, -3:]
+    p = warp(logits, *WARP.values()).double().softmax(-1).view(VOCAB, VOCAB, 3, VOCAB)
+    return p[0, 0, 0][:, None, None] * p[:, 0, 1][:, :, None] * p[:, :, 2]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["falcon", "ssd"])
+def test_outputs_follow_the_targets_law(target, kind, rule):
+    """Chi-square over the 400 likeliest continuations of three tokens, at the 0.1% level."""
+    prompt, count, rows = prompts(2)[1], 2000, 32
+    requests = (Request(prompt, 3, seed=n, rule=rule, **WARP) for n in range(count))
+    drafter = drafter_for(rule, target, rows)
+    if kind == "ssd":
+        drafter = SSD(random_target(seed=3, sharpness=4.0), rows, 64, gamma=2)
+    decoder = Decoder(target, drafter, rows, 64)
+    done = list(decoder.run(requests))
+    accepted = sum(step.accepted for c in done for step in c.steps)
+    assert accepted > count / 50  # the drafts matter
+    tokens = torch.tensor([c.tokens for c in done])
+    cells = (tokens[:, 0] * VOCAB + tokens[:, 1]) * VOCAB + tokens[:, 2]
+    law = exact_law(target, prompt).flatten()
+    seen = torch.bincount(cells, minlength=len(law)).double()
+    assert seen[law == 0].sum() == 0
+    expected = law * count
+    big = expected >= 5
+    assert 10 < big.sum() < 400
+    expected = torch.cat((expected[big], expected[~big].sum()[None]))
+    seen = torch.cat((seen[big], seen[~big].sum()[None]))
+    statistic = float(((seen - expected) ** 2 / expected).sum())
+    freedom = len(seen) - 1
+    # Wilson and Hilferty's approximation of the 0.1% quantile.
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+    assert statistic < limit
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_sampled_output_does_not_depend_on_neighbours(target, rule):
+    requests = [Request(p, 12, seed=n, rule=rule, **WARP) for n, p in enumerate(prompts())]
+    alone = [
+        next(iter(Decoder(target, drafter_for(rule, target, 1), 1, 128).run([request]))).tokens
+        for request in requests
+    ]
+    decoder = Decoder(target, drafter_for(rule, target, 3), 3, 128, prefill=9)
+    together = sorted(decoder.run(requests), key=lambda done: done.index)
+    assert [done.tokens for done in together] == alone
+
+
+def test_a_rule_that_the_drafts_are_not_drawn_for_is_refused(target):
+    for drafter, rule in (
+        (PromptLookup(1, 5, 1), "recursive"),
+        (drafter_for("recursive", target, 1), "block"),
+        (None, "nonsense"),
+    ):
+        request = Request([1, 2], 4, temperature=1.0, rule=rule)
+        done = next(iter(Decoder(target, drafter, 1, 64).run([request])))
+        assert f"request 0: rule '{rule}' is not for these drafts" in str(done.error)
