@@ -21,6 +21,7 @@ from specdraft.eval.drafters.drawing import DRAWN, draw, is_ranked
 from specdraft.eval.kv import KVPool
 from specdraft.eval.packed import CAUSAL, LONG, Plan, Segment, TreeBias
 from specdraft.eval.static import Pass, StaticTree
+from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Draws, Tree, chain
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.lstm import State
@@ -94,7 +95,7 @@ class FalconDrafter:
         """Draft the static tree for each row; an empty one while fewer than K tokens are known."""
         able = [row for row in rows if len(self._inputs(row)[0]) >= self.k]
         trees = dict(zip(able, self._draft(able), strict=True)) if able else {}
-        nothing = Tree(chain(0), torch.empty(0, dtype=torch.long, device=self.target.device))
+        nothing = Tree(chain(0), upload([], self.target.device))
         return [trees.get(row, nothing) for row in rows]
 
     # -- drafting --------------------------------------------------------------------------------
@@ -175,15 +176,13 @@ class FalconDrafter:
         fused, state = self._fuse(inputs, state)
         starts = [self.pool.lengths[row] for row in rows]
         offsets = [*range(depth - self.k, depth)] * paths
-        positions = torch.tensor([start + n for start in starts for n in offsets])
+        positions = upload([start + n for start in starts for n in offsets], nodes.device)
         bias = self._biases[plan]
         segments = [
             Segment(row, start + scratch, paths * self.k, bias.behind(start))
             for row, start in zip(rows, starts, strict=True)
         ]
-        output = self._decode(
-            fused.reshape(1, -1, fused.shape[-1]), positions.to(nodes.device), segments
-        )
+        output = self._decode(fused.reshape(1, -1, fused.shape[-1]), positions, segments)
         ends = None if state is None else tuple(s[:, :, -1] for s in state)
         return output.view(len(rows), paths, self.k, -1), ends
 
@@ -210,7 +209,7 @@ class FalconDrafter:
             start = self.pool.lengths[row] - again
             segments.append(self._read_segment(row, start, len(ahead)))
             positions += range(start, start + len(ahead))
-        positions = torch.tensor(positions, device=self.target.device)
+        positions = upload(positions, self.target.device)
         output = self._decode(torch.cat(fused)[None], positions, segments)[0]
         last = [part[-self.k :] for part in output.split([len(ahead) for ahead, _, _ in read])]
         for row, inputs, before, after in zip(rows, read, befores, states, strict=True):
@@ -242,7 +241,7 @@ class FalconDrafter:
 
     def _fuse_ragged(self, read: list[tuple], befores: list[State]):
         """Fuse each row's inputs: fused [M, H] and states [L, 1, M, H] per row."""
-        ahead = [self.target.embed(torch.tensor(r[0], device=self.target.device)) for r in read]
+        ahead = [self.target.embed(upload(r[0], self.target.device)) for r in read]
         inputs = [self.head.inputs(a.float(), r[1]) for a, r in zip(ahead, read, strict=True)]
         alone = [[n] for n, part in enumerate(inputs) if len(part) > LONG]
         short = [n for n, part in enumerate(inputs) if len(part) <= LONG]

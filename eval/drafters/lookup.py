@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.decoder import Request
+from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Tree, chain
 
 
@@ -43,4 +44,4 @@ class PromptLookup:
         known = self.tokens[row]
         start = self.latest[row].get(tuple(known[-self.match :]))
         copied = known[start : start + self.copy] if start is not None else []
-        return Tree(chain(len(copied)), torch.tensor(copied, dtype=torch.long, device=self.device))
+        return Tree(chain(len(copied)), upload(copied, self.device))
