@@ -64,7 +64,7 @@ def _variants(options: argparse.Namespace) -> list[list[str]]:
 
 
 def measure(recipes: list[Recipe]) -> dict:
-    """Evaluate each recipe on the same target and head; one report with all runs."""
+    """Evaluate each recipe on the same target and drafters; one report with all runs."""
     first = recipes[0]
     target = Target.of_recipe(first.target)
     prompts = load_prompts(first, target.tokenizer)

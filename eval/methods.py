@@ -13,6 +13,7 @@ import torch
 
 from specdraft.eval.decoder import Completion, Decoder, Drafter, Request, Step, Timing
 from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
@@ -176,6 +177,9 @@ def make_drafter(
         raise RecipeError(f"method {name} needs {HOW[needs(name)]}")
     if name == "maxgram":
         return make_maxgram(recipe.maxgram, trained.table, rows, target.device)
+    if name == "ssd":
+        gamma, theta = settings.ssd_gamma, settings.ssd_theta
+        return SSD(trained.student, rows, capacity, gamma, theta)
     k = trained.head.config.block_size
     chain = StaticTree.chain(settings.chain_depth, k)
     tree = chain if name == "falcon_chain" else StaticTree(load_tree_paths(settings.tree), k)

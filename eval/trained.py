@@ -8,13 +8,15 @@ from torch import nn
 from specdraft.data import fingerprint
 from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.maxgram import MaxGramTable, load_table
+from specdraft.models.student import finished_student
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 
-NEEDS = {"falcon_chain": "head", "falcon_tree": "head", "maxgram": "table"}
+NEEDS = {"falcon_chain": "head", "falcon_tree": "head", "maxgram": "table", "ssd": "student"}
 HOW = {
     "head": "a trained head; train one first",
     "table": "a Max-Gram table; count one first",
+    "student": "a student; give the recipe one and train it",
 }
 
 
@@ -29,19 +31,23 @@ class Trained:
 
     head: FalconHead | None = None
     table: MaxGramTable | None = None
+    student: Target | None = None
 
     def model(self, method: str) -> nn.Module | None:
         """The network that a method drafts with; None for those that compute nothing."""
-        return self.head if needs(method) == "head" else None
+        student = self.student.model if self.student else None
+        return {"head": self.head, "student": student}.get(needs(method))
 
 
 def load_trained(recipe: Recipe, target: Target) -> Trained:
     """Load from `output.dir` what the recipe's methods need. Raises HeadError, TargetError."""
     out, needed = Path(recipe.output.dir), {needs(method) for method in recipe.eval.methods}
-    head = table = None
+    head = table = student = None
     if "head" in needed:
         head = load_head(out / "head", target.identity())
     if "table" in needed:
         tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
         table = load_table(out / "table", target.name, target.vocab_size, tokenizer)
-    return Trained(head, table)
+    if "student" in needed:
+        student = finished_student(recipe.student, out / "student", target)
+    return Trained(head, table, student)

@@ -57,6 +57,9 @@ def from_dict(tree: dict[str, Any]) -> Recipe:
     name = tree.get("name")
     together = (built.get(section) for section in ("data", "eval", "maxgram"))
     problems += combinations.of_recipe(name, *together)
+    problems += combinations.of_distillation(
+        *(built.get(section) for section in ("data", "eval", "train", "student", "distill"))
+    )
     if problems:
         raise InvalidRecipeError(problems)
     return Recipe(name=name, **built)

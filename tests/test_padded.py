@@ -6,6 +6,7 @@ from test_decoder import PATHS, decode, plain_tokens, prompts
 
 from specdraft.eval.decoder import Request
 from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
 from specdraft.eval.static import StaticTree
@@ -27,6 +28,7 @@ def test_pads_change_no_output(target, mode, rows):
         None,
         PromptLookup(1, 5, rows),
         FalconDrafter(random_head(target, 2), target, tree, rows, 128),
+        SSD(random_target(seed=3), rows, 128, gamma=3),
     ):
         decoder = PaddedDecoder(target, drafter, rows, 256, *PADDINGS[mode])
         outputs = []

@@ -19,10 +19,11 @@ from specdraft.eval.show import ACCEPTED, pieces
 from specdraft.eval.trained import Trained
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
+from specdraft.models.student import make_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
-from specdraft.recipes.schema import METHODS
+from specdraft.recipes.schema import METHODS, StudentSection
 
 STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
 
@@ -91,7 +92,8 @@ def report(tiny):
     prompts = load_prompts(recipe, tiny.tokenizer)
     ones = torch.ones(tiny.vocab_size, dtype=torch.long)
     table = MaxGramTable.of_counts(MaxGramConfig(tiny.vocab_size), ones, ones, ones)
-    trained = Trained(FalconHead(config), table)
+    student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
+    trained = Trained(FalconHead(config), table, student)
     return evaluate(recipe, tiny, trained, prompts, METHODS, progress=False)
 
 

@@ -8,6 +8,7 @@ from test_decoder import PATHS, prompts
 from specdraft.eval.accept import RULES
 from specdraft.eval.decoder import Decoder, Request
 from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.static import StaticTree
 
@@ -37,11 +38,15 @@ def exact_law(target, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_outputs_follow_the_targets_law(target, rule):
+@pytest.mark.parametrize("kind", ["falcon", "ssd"])
+def test_outputs_follow_the_targets_law(target, kind, rule):
     """Chi-square over the 400 likeliest continuations of three tokens, at the 0.1% level."""
     prompt, count, rows = prompts(2)[1], 2000, 32
     requests = (Request(prompt, 3, seed=n, rule=rule, **WARP) for n in range(count))
-    decoder = Decoder(target, drafter_for(rule, target, rows), rows, 64)
+    drafter = drafter_for(rule, target, rows)
+    if kind == "ssd":
+        drafter = SSD(random_target(seed=3, sharpness=4.0), rows, 64, gamma=2)
+    decoder = Decoder(target, drafter, rows, 64)
     done = list(decoder.run(requests))
     accepted = sum(step.accepted for c in done for step in c.steps)
     assert accepted > count / 50  # the drafts matter
