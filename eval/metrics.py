@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdraft.eval.decoder import Step
-from specdraft.eval.methods import Outcome
+from specdraft.eval.outcome import Outcome
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from tqdm import tqdm
 from specdraft.data.prompts import Prompt
 from specdraft.eval.decoder import GUMBEL, Request
 from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import Outcome, make_method
+from specdraft.eval.methods import make_method
 from specdraft.eval.metrics import Costs, counts, padding, times
+from specdraft.eval.outcome import Outcome
 from specdraft.eval.show import print_sample, sample
 from specdraft.eval.trained import Trained, needs
 from specdraft.models.target import Target

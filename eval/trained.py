@@ -12,7 +12,13 @@ from specdraft.models.student import finished_student
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 
-NEEDS = {"falcon_chain": "head", "falcon_tree": "head", "maxgram": "table", "ssd": "student"}
+NEEDS = {
+    "falcon_chain": "head",
+    "falcon_tree": "head",
+    "maxgram": "table",
+    "ssd": "student",
+    "hf_assisted": "student",
+}
 HOW = {
     "head": "a trained head; train one first",
     "table": "a Max-Gram table; count one first",

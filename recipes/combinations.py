@@ -140,7 +140,7 @@ def of_train(train: schema.TrainSection) -> list[str]:
 def of_eval(evaluation: schema.EvalSection) -> list[str]:
     """Methods there are, and a tree that exists and is one."""
     problems = [] if evaluation.methods else ["eval.methods = []: name at least one"]
-    foreign = [name for name in evaluation.methods if name in ("generate", "hf_prompt_lookup")]
+    foreign = [name for name in evaluation.methods if name.startswith(("generate", "hf_"))]
     if evaluation.spread > 1 and foreign:
         problems.append(
             f"eval.spread = {evaluation.spread:g}: {foreign[0]} cannot give each row its own "
@@ -221,7 +221,7 @@ def of_distillation(
             f"eval.methods: {method} drafts with a student; set one of student.model, "
             "student.keep_layers and student.layers"
             for method in evaluation.methods
-            if method.partition(":")[0] == "ssd"
+            if method.partition(":")[0] in ("ssd", "hf_assisted")
         )
     if data and distill and distill.on_policy and data.format == "text" and not data.prompt_tokens:
         problems.append(

@@ -30,6 +30,7 @@ Method = Literal[
     "falcon_tree",
     "maxgram",
     "ssd",
+    "hf_assisted",
 ]
 METHODS: tuple[str, ...] = get_args(Method)
 # What a recipe measures unless it says more: every method that a Falcon head suffices for.
@@ -38,7 +39,7 @@ Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"
 # METHOD:WAY decodes a method in another way: padded as vanilla multi-sample decoding does (both,
 # or one of its two pads), or with a queue instead of batches that end together.
 WAYS = ("padded", "pad_kv", "pad_inputs", "dynamic")
-OURS = tuple(name for name in METHODS if name not in ("generate", "hf_prompt_lookup"))
+OURS = tuple(name for name in METHODS if not name.startswith(("generate", "hf_")))
 Measured = Literal[(*METHODS, "padded", *(f"{name}:{way}" for name in OURS for way in WAYS))]
 
 

@@ -12,8 +12,9 @@ from specdraft.data.prompts import load_prompts
 from specdraft.eval.decoder import Completion, Step, Timing
 from specdraft.eval.grow import best_paths, probability
 from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import Outcome, make_method
+from specdraft.eval.methods import make_method
 from specdraft.eval.metrics import Costs, acceptance_by_depth, counts, times
+from specdraft.eval.outcome import Outcome
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.eval.show import ACCEPTED, pieces
 from specdraft.eval.trained import Trained
