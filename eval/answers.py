@@ -26,15 +26,25 @@ def answer(target: Target, rows: int, asks: Sequence[Ask]) -> Iterator[tuple[int
         yield completion.index, completion.tokens
 
 
+def build_token_cache(recipe: Recipe, target: Target, accelerator: Accelerator) -> TokenCache:
+    """Build, or open, a recipe's token cache; every rank writes its own share of the answers."""
+    generate = partial(answer, target, recipe.data.batch_rows)
+    return build_tokens(
+        recipe, target.tokenizer, generate, target.identity(), **_ranks(accelerator)
+    )
+
+
 def build_caches(
     recipe: Recipe, target: Target, accelerator: Accelerator
 ) -> tuple[TokenCache, FeatureCache]:
     """Build, or open, a recipe's token and feature caches; every rank writes its own share."""
-    ranks = {
+    tokens = build_token_cache(recipe, target, accelerator)
+    return tokens, build_features(recipe, tokens, target, **_ranks(accelerator))
+
+
+def _ranks(accelerator: Accelerator) -> dict:
+    return {
         "rank": accelerator.process_index,
         "world": accelerator.num_processes,
         "barrier": accelerator.wait_for_everyone,
     }
-    generate = partial(answer, target, recipe.data.batch_rows)
-    tokens = build_tokens(recipe, target.tokenizer, generate, target.identity(), **ranks)
-    return tokens, build_features(recipe, tokens, target, **ranks)

@@ -3,10 +3,11 @@
     python eval/bench.py recipes/tiny.yaml [--methods plain,falcon_tree] [--batch-sizes 1,8]
         [--temperatures 0,1] [--prompts NAME] [--out DIR] [section.key=value ..]
 
-Reads the trained head of `output.dir` and writes DIR/report.json (default: `output.dir`). With
-several batch sizes it ends with their curves: each method over plain decoding of the same rows.
-A method may be decoded the vanilla padded way (METHOD:padded, METHOD:pad_kv, METHOD:pad_inputs;
-EMS-SD, Table 2) or from one queue instead of batches that end together (METHOD:dynamic).
+Reads the trained head or student of `output.dir` and writes DIR/report.json (default:
+`output.dir`). With several batch sizes it ends with their curves: each method over plain decoding
+of the same rows. A method may be decoded the vanilla padded way (METHOD:padded, METHOD:pad_kv,
+METHOD:pad_inputs; EMS-SD, Table 2) or from one queue instead of batches that end together
+(METHOD:dynamic).
 """
 
 import argparse
@@ -14,9 +15,10 @@ from itertools import product
 from pathlib import Path
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.methods import needs_head
+from specdraft.eval.methods import needs_head, needs_student
 from specdraft.eval.report import evaluate, print_curves, print_report, write_report
 from specdraft.models.falcon import FalconHead, load_head
+from specdraft.models.student import finished_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
@@ -65,16 +67,21 @@ def _variants(options: argparse.Namespace) -> list[list[str]]:
 
 
 def measure(recipes: list[Recipe]) -> dict:
-    """Evaluate each recipe on the same target and head; one report with all runs."""
+    """Evaluate each recipe on the same target and drafters; one report with all runs."""
     first = recipes[0]
     target = Target.of_recipe(first.target)
     prompts = load_prompts(first, target.tokenizer)
     head: FalconHead | None = None
     if any(needs_head(name) for name in first.eval.methods):
         head = load_head(Path(first.output.dir) / "head", target.identity())
+    student: Target | None = None
+    if any(needs_student(name) for name in first.eval.methods):
+        student = finished_student(first.student, Path(first.output.dir) / "student", target)
     reports = []
     for recipe in recipes:
-        reports.append(evaluate(recipe, target, head, prompts, recipe.eval.methods))
+        reports.append(
+            evaluate(recipe, target, head, prompts, recipe.eval.methods, student=student)
+        )
         print_report(reports[-1])
     report = reports[0] | {"runs": [run for report in reports for run in report["runs"]]}
     print_curves(report["runs"])

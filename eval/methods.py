@@ -13,19 +13,25 @@ import torch
 
 from specdraft.eval.decoder import Completion, Decoder, Drafter, Request, Step, Timing
 from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
 from specdraft.eval.static import StaticTree
 from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.schema import EvalSection, Measured
+from specdraft.recipes.schema import STUDENT_METHODS, EvalSection, Measured
 from specdraft.recipes.static_trees import load_tree_paths
 
 
 def needs_head(method: str) -> bool:
     """Whether a method, padded or not, drafts with a trained Falcon head."""
     return method.partition(":")[0] in ("falcon_chain", "falcon_tree")
+
+
+def needs_student(method: str) -> bool:
+    """Whether a method, padded or not, drafts with a student."""
+    return method.partition(":")[0] in STUDENT_METHODS
 
 
 @dataclass(frozen=True)
@@ -141,9 +147,14 @@ def _sampling(request: Request) -> dict:
 
 
 def make_method(
-    name: str, settings: EvalSection, target: Target, head: FalconHead | None, capacity: int
+    name: str,
+    settings: EvalSection,
+    target: Target,
+    head: FalconHead | None,
+    capacity: int,
+    student: Target | None = None,
 ) -> DecodingMethod:
-    """Build a method by its name; RecipeError for an unknown one or one whose head is missing.
+    """Build a method by its name; RecipeError for an unknown one or one without its drafter.
 
     `capacity` holds a prompt and its answer. NAME:padded, NAME:pad_kv and NAME:pad_inputs are
     decoded the vanilla way (eval/padded.py), and `padded` is prompt_lookup:padded. NAME:dynamic is
@@ -157,7 +168,7 @@ def make_method(
         return Generate(target)
     if base == "hf_prompt_lookup":
         return Generate(target, settings.hf_lookup_copy)
-    drafter = make_drafter(base, settings, target, head, capacity)
+    drafter = make_drafter(base, settings, target, head, capacity, student)
     room = capacity + (drafter.max_nodes if drafter else 0)
     if way not in PADDINGS:
         return Engine(Decoder(target, drafter, rows, room))
@@ -167,7 +178,12 @@ def make_method(
 
 
 def make_drafter(
-    name: str, settings: EvalSection, target: Target, head: FalconHead | None, capacity: int
+    name: str,
+    settings: EvalSection,
+    target: Target,
+    head: FalconHead | None,
+    capacity: int,
+    student: Target | None = None,
 ) -> Drafter | None:
     """Build the drafter of a method; None for plain decoding."""
     if name == "plain":
@@ -175,6 +191,10 @@ def make_drafter(
     rows = settings.batch_size
     if name == "prompt_lookup":
         return PromptLookup(settings.lookup_match, settings.lookup_copy, rows, target.device)
+    if needs_student(name):
+        if student is None:
+            raise RecipeError(f"method {name} needs a student; give the recipe one and train it")
+        return SSD(student, rows, capacity, settings.ssd_gamma, settings.ssd_theta)
     if head is None:
         raise RecipeError(f"method {name} needs a trained head; train one first")
     k = head.config.block_size

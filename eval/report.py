@@ -22,7 +22,7 @@ from tqdm import tqdm
 from specdraft.data.prompts import Prompt
 from specdraft.eval.decoder import GUMBEL, Request
 from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import Outcome, make_method, needs_head
+from specdraft.eval.methods import Outcome, make_method, needs_head, needs_student
 from specdraft.eval.metrics import Costs, counts, padding, times
 from specdraft.eval.show import print_sample, sample
 from specdraft.models.falcon import FalconHead
@@ -44,21 +44,23 @@ def evaluate(
     prompts: Sequence[Prompt],
     methods: Sequence[str],
     progress: bool = True,
+    student: Target | None = None,
 ) -> dict:
     """Decode all prompts by all methods; return the report (see the README for its schema).
 
     `samples` are the first answers of the last method that drafts, cut into what was accepted.
     """
     with cpu_threads(recipe.eval.threads):
-        outcomes = decode_all(recipe, target, head, prompts, methods, progress)
+        outcomes = decode_all(recipe, target, head, prompts, methods, progress, student)
         where = environment(target)
-    shown = next((name for name in reversed(methods) if needs_head(name)), methods[-1])
+    trained = [name for name in methods if needs_head(name) or needs_student(name)]
+    shown = trained[-1] if trained else methods[-1]
     answers = [done for part in outcomes[shown] for done in part.completions][:SAMPLES]
     return {
         "schema": SCHEMA,
         "recipe": recipe.to_dict(),
         "environment": where,
-        "runs": summarise(recipe, target, head, prompts, outcomes),
+        "runs": summarise(recipe, target, head, prompts, outcomes, student),
         "samples": [
             {"method": shown} | sample(target.tokenizer, prompt.text, done)
             for prompt, done in zip(prompts, answers, strict=False)
@@ -73,6 +75,7 @@ def decode_all(
     prompts: Sequence[Prompt],
     methods: Sequence[str],
     progress: bool = True,
+    student: Target | None = None,
 ) -> Outcomes:
     """Run every method on every batch of prompts, one method after the other per batch.
 
@@ -82,7 +85,9 @@ def decode_all(
     settings = recipe.eval
     requests = make_requests(settings, prompts)
     capacity = max(len(request.prompt) for request in requests) + settings.max_new_tokens
-    runners = {name: make_method(name, settings, target, head, capacity) for name in methods}
+    runners = {
+        name: make_method(name, settings, target, head, capacity, student) for name in methods
+    }
     warm_up = Request(requests[0].prompt, min(WARM_UP_TOKENS, settings.max_new_tokens))
     for runner in runners.values():
         runner([warm_up])
@@ -139,18 +144,15 @@ def summarise(
     head: FalconHead | None,
     prompts: Sequence[Prompt],
     outcomes: Outcomes,
+    student: Target | None = None,
 ) -> list[dict]:
     """Turn outcomes into one row of figures per method."""
-    share = 0.0
-    if head is not None:
-        share = _parameters(head) / _parameters(target.model)
     plain_ms = None
     if REFERENCE in outcomes:
         plain_ms = times(outcomes[REFERENCE], 1)["verify_ms_per_step"]
     rows = []
     for name, parts in outcomes.items():
-        drafting = needs_head(name)
-        costs = Costs(share if drafting else 0.0, _measured_cost(parts, plain_ms))
+        costs = Costs(_share(target, head, student, name), _measured_cost(parts, plain_ms))
         row = {
             "method": name,
             "prompt_set": recipe.eval.prompts,
@@ -170,6 +172,12 @@ def summarise(
         for key, base in (("speedup", REFERENCE), ("speedup_over_generate", "generate")):
             row[key] = row["tokens_per_second"] / speeds[base] if base in speeds else None
     return rows
+
+
+def _share(target: Target, head: FalconHead | None, student: Target | None, name: str) -> float:
+    """The size of a method's trained drafter as a share of the target's parameters."""
+    drafter = head if needs_head(name) else student.model if needs_student(name) else None
+    return 0.0 if drafter is None else _parameters(drafter) / _parameters(target.model)
 
 
 def _identity(recipe, target, prompts: Sequence[Prompt], outcomes: Outcomes, name: str) -> dict:

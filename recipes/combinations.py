@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 
 def of_data(data: schema.DataSection) -> list[str]:
-    """Sources there are, a form of features that exists, and answers that can be made."""
+    """Sources there are, and answers that can be made."""
     problems = []
     if not data.sources:
         problems.append("data.sources = []: name at least one file, Hub id, or tiny")
-    if data.features == "online":
-        problems.append("data.features = 'online': comes with a later version; use cached")
     if data.prompt_tokens is not None and data.prompt_tokens >= data.max_length:
         problems.append(
             f"data.prompt_tokens = {data.prompt_tokens}: leaves nothing to learn; "
@@ -70,6 +68,52 @@ def of_loss(loss: schema.LossSection) -> list[str]:
     return []
 
 
+def of_student(student: schema.StudentSection) -> list[str]:
+    """One origin, and only settings that this origin has."""
+    origins = {"model": student.model, "keep_layers": student.keep_layers, "layers": student.layers}
+    given = {key: value for key, value in origins.items() if value is not None}
+    if len(given) > 1:
+        told = " and ".join(f"student.{key} = {value!r}" for key, value in given.items())
+        return [f"{told}: set exactly one, the others to null"]
+    problems = []
+    keep = student.keep_layers
+    if keep is not None and (not keep or list(keep) != sorted(set(keep))):
+        problems.append(
+            f"student.keep_layers = {list(keep)}: must be layers of the target in ascending order, "
+            "e.g. [0, 11]"
+        )
+    shape = ("hidden", "heads", "kv_heads", "intermediate")
+    for key in (key for key in shape if getattr(student, key) is not None):
+        if student.layers is None:
+            value = getattr(student, key)
+            problems.append(f"student.{key} = {value}: needs a config of its own: student.layers")
+    if student.embeddings == "shared" and keep is None:
+        problems.append("student.embeddings = 'shared': needs student.keep_layers")
+    if student.training == "none" and student.given and student.model is None:
+        problems.append("student.training = 'none': needs a pretrained student: student.model")
+    if student.training == "lora" and student.layers is not None:
+        problems.append("student.training = 'lora': adapts weights that exist; not with layers")
+    if not student.lora_targets:
+        problems.append("student.lora_targets = []: name at least one linear layer, e.g. q_proj")
+    return problems
+
+
+def of_distill(distill: schema.DistillSection) -> list[str]:
+    """Something is left to minimise, and a mixture that is one."""
+    problems = []
+    if not 0 < distill.beta < 1:
+        problems.append(
+            f"distill.beta = {distill.beta}: must be above 0 and below 1, where it is no mixture; "
+            "use distill.forward_kl or distill.reverse_kl"
+        )
+    if not distill.divergences and distill.cross_entropy == 0:
+        problems.append(
+            "distill.forward_kl, reverse_kl, jsd, total_variation and cross_entropy are all 0: "
+            "nothing to train on; one must be above 0"
+        )
+    return problems
+
+
 def of_optim(optim: schema.OptimSection) -> list[str]:
     """A beta of 1 would never forget the first gradient."""
     if max(optim.betas) == 1:
@@ -80,8 +124,6 @@ def of_optim(optim: schema.OptimSection) -> list[str]:
 def of_train(train: schema.TrainSection) -> list[str]:
     """One length of training, and forwards of equal size."""
     problems = []
-    if train.steps is None and train.epochs is None:
-        problems.append("train.steps and train.epochs are both null: set exactly one")
     if train.steps is not None and train.epochs is not None:
         problems.append(
             f"train.steps = {train.steps} and train.epochs = {train.epochs}: "
@@ -132,5 +174,37 @@ def of_recipe(
         problems.append(
             "eval.prompt_tokens = None: a text has no prompt of its own; say how many tokens are "
             "the prompt, e.g. 16"
+        )
+    return problems
+
+
+def of_distillation(
+    data: schema.DataSection | None,
+    evaluation: schema.EvalSection | None,
+    train: schema.TrainSection | None,
+    student: schema.StudentSection | None,
+    distill: schema.DistillSection | None,
+) -> list[str]:
+    """What a recipe with a student may have, and one without it may not."""
+    if student is None:
+        return []
+    problems = []
+    if train and student.training != "none" and train.steps is None and train.epochs is None:
+        problems.append("train.steps and train.epochs are both null: set exactly one")
+    if data and data.features == "online" and not student.given:
+        problems.append(
+            "data.features = 'online': comes with a later version for heads; use cached"
+        )
+    if evaluation and not student.given:
+        problems.extend(
+            f"eval.methods: {method} drafts with a student; set one of student.model, "
+            "student.keep_layers and student.layers"
+            for method in evaluation.methods
+            if method.partition(":")[0] == "ssd"
+        )
+    if data and distill and distill.on_policy and data.format == "text" and not data.prompt_tokens:
+        problems.append(
+            f"distill.on_policy = {distill.on_policy}: a text has no prompt that the student could "
+            "continue; set data.prompt_tokens, e.g. 16"
         )
     return problems

@@ -56,6 +56,9 @@ def from_dict(tree: dict[str, Any]) -> Recipe:
             problems += error.problems
     name = tree.get("name")
     problems += combinations.of_recipe(name, built.get("data"), built.get("eval"))
+    problems += combinations.of_distillation(
+        *(built.get(section) for section in ("data", "eval", "train", "student", "distill"))
+    )
     if problems:
         raise InvalidRecipeError(problems)
     return Recipe(name=name, **built)

@@ -22,10 +22,15 @@ from specdraft.recipes.fields import (
 
 Dtype = Literal["float32", "bfloat16"]
 Method = Literal[
-    "plain", "generate", "hf_prompt_lookup", "prompt_lookup", "falcon_chain", "falcon_tree"
+    "plain", "generate", "hf_prompt_lookup", "prompt_lookup", "falcon_chain", "falcon_tree", "ssd"
 ]
 METHODS: tuple[str, ...] = get_args(Method)
 Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"]
+STUDENT_METHODS = ("ssd",)  # draft with a student
+# What a recipe for a Falcon head measures unless it says otherwise.
+HEAD_METHODS = (
+    "plain", "generate", "hf_prompt_lookup", "prompt_lookup", "falcon_chain", "falcon_tree"
+)  # fmt: skip
 # METHOD:WAY decodes a method in another way: padded as vanilla multi-sample decoding does (both,
 # or one of its two pads), or with a queue instead of batches that end together.
 WAYS = ("padded", "pad_kv", "pad_inputs", "dynamic")
@@ -99,6 +104,57 @@ class LossSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StudentSection(Section):
+    """The draft LM. Exactly one of `model`, `keep_layers` and `layers` says where it comes from."""
+
+    model: str | None = None  # a pretrained one: a directory or a Hub id
+    revision: str | None = None  # Hub branch, tag or commit
+    keep_layers: tuple[Natural, ...] | None = None  # pruned from the target: layers it copies
+    embeddings: Literal["copied", "shared"] = "copied"  # of a pruned one; shared: not trained
+    layers: Count | None = None  # a config of its own, like Llama
+    hidden: Count | None = None  # null: as the target, for these four
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    intermediate: Count | None = None  # width of the MLP
+    training: Literal["full", "lora", "none"] = "full"  # none: drafts as it is
+    lora_rank: Count = 16
+    lora_alpha: Positive = 32.0
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # linear layers
+
+    @property
+    def given(self) -> bool:
+        """Whether the recipe has a student at all."""
+        return not (self.model is None and self.keep_layers is None and self.layers is None)
+
+    def combinations(self) -> list[str]:
+        return combinations.of_student(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillSection(Section):
+    """What a student is trained on: weights of a mixture of objectives, and whose text."""
+
+    forward_kl: NonNegative = 1.0  # KL(p || q), p the target's distribution, q the student's
+    reverse_kl: NonNegative = 0.0  # KL(q || p)
+    jsd: NonNegative = 0.0  # generalised Jensen-Shannon divergence
+    beta: Fraction = 0.5  # its share of p in the mixture; 0 and 1 are excluded
+    total_variation: NonNegative = 0.0  # 1 - the share of sampled drafts that is accepted
+    cross_entropy: NonNegative = 0.0  # on the tokens of the text
+    temperature: Positive = 1.0  # of p and q in the divergences
+    on_policy: Fraction = 0.0  # lambda: share of rows whose answer the student writes
+    sample_temperature: NonNegative = 1.0  # of these answers
+    max_new_tokens: Count = 128  # of these answers
+
+    @property
+    def divergences(self) -> bool:
+        """Whether the target's distributions are needed, not just tokens."""
+        return max(self.forward_kl, self.reverse_kl, self.jsd, self.total_variation) > 0
+
+    def combinations(self) -> list[str]:
+        return combinations.of_distill(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimSection(Section):
     lr: Positive = 3.0e-5  # peak learning rate; 3.0e-3 suits heads of width 128 to 200
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -140,7 +196,7 @@ class EvalSection(Section):
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Count = 128
     limit: Count | None = None  # prompts at most
-    methods: tuple[Measured, ...] = METHODS  # METHOD or METHOD:WAY; padded: prompt_lookup's
+    methods: tuple[Measured, ...] = HEAD_METHODS  # METHOD or METHOD:WAY; padded: prompt_lookup's
     temperature: NonNegative = 0.0  # 0: greedy
     top_k: Natural = 0  # 0: off
     top_p: Annotated[float, Interval(0, 1, above=True)] = 1.0
@@ -153,6 +209,8 @@ class EvalSection(Section):
     lookup_match: Count = 2  # prompt lookup: longest suffix looked for
     lookup_copy: Count = 7  # prompt lookup: tokens proposed
     hf_lookup_copy: Count = 3  # the same of transformers' prompt lookup
+    ssd_gamma: Count = 5  # ssd: tokens drafted by the student
+    ssd_theta: Fraction = 0.0  # ssd, greedy: a token less probable than this ends the draft
     prompt_tokens: Count | None = None  # holdout of format text: null: as data.prompt_tokens
 
     def combinations(self) -> list[str]:
@@ -166,7 +224,7 @@ class OutputSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class HubSection(Section):
-    repo_id: str | None = None  # owner/name to push the head to; null: do not push
+    repo_id: str | None = None  # owner/name to push the drafter to; null: do not push
     private: bool = True  # a push is never public by accident
     revision: str | None = None
 
@@ -181,6 +239,8 @@ class Recipe:
     head: HeadSection = field(default_factory=HeadSection)
     glance: GlanceSection = field(default_factory=GlanceSection)
     loss: LossSection = field(default_factory=LossSection)
+    student: StudentSection = field(default_factory=StudentSection)
+    distill: DistillSection = field(default_factory=DistillSection)
     optim: OptimSection = field(default_factory=OptimSection)
     train: TrainSection
     eval: EvalSection = field(default_factory=EvalSection)
@@ -189,6 +249,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         problems = combinations.of_recipe(self.name, self.data, self.eval)
+        problems += combinations.of_distillation(
+            self.data, self.eval, self.train, self.student, self.distill
+        )
         if problems:
             raise InvalidRecipeError(problems)
         if self.output.dir is None:

@@ -16,7 +16,13 @@ from test_loop import ToyRows, command, log_lines, train
 
 from specdraft.models.falcon import FalconHead
 from specdraft.recipes.errors import CacheError, RecipeError
-from specdraft.train.checkpoint import Checkpoints, TrainState, differences, read_state, save_head
+from specdraft.train.checkpoint import (
+    Checkpoints,
+    TrainState,
+    differences,
+    read_state,
+    save_drafter,
+)
 from specdraft.train.interrupt import StopRequest
 
 
@@ -213,11 +219,11 @@ def test_an_unreadable_state_is_named(tmp_path):
 def test_saving_a_head_never_leaves_a_mixture(tmp_path, monkeypatch):
     from test_loop import make_head
 
-    save_head(make_head(), tmp_path / "head")
+    save_drafter(make_head(), tmp_path / "head")
     before = {p.name: p.read_bytes() for p in (tmp_path / "head").iterdir()}
     failing = SimpleNamespace(save_pretrained=lambda folder: (_ for _ in ()).throw(OSError(28)))
     with pytest.raises(OSError, match="28"):
-        save_head(failing, tmp_path / "head")
+        save_drafter(failing, tmp_path / "head")
     assert {p.name: p.read_bytes() for p in (tmp_path / "head").iterdir()} == before
     FalconHead.from_pretrained(tmp_path / "head")
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from specdraft.models.target import TargetEnds
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict
 from specdraft.train.batches import Loader, SamplingPlan, collate
+from specdraft.train.csgd import CoupledGlancing
 from specdraft.train.loop import fit
 from specdraft.train.ranks import make_accelerator
 from specdraft.train.schedules import learning_rate, total_steps
@@ -93,7 +95,8 @@ def train(out, data=None, evaluate=None, k=2, **changes):
     AcceleratorState._reset_state(True)
     recipe, head = make_recipe(out, **changes), make_head(k)
     accelerator = make_accelerator(recipe)
-    state = fit(head, data or ToyRows(), make_ends(), recipe, accelerator, evaluate)
+    objective = CoupledGlancing(recipe, make_ends(), head.config)
+    state = fit(head, data or ToyRows(), objective, recipe, accelerator, evaluate)
     return state, {name: tensor.clone() for name, tensor in head.state_dict().items()}
 
 
@@ -156,7 +159,7 @@ def test_two_processes_equal_one(tmp_path):
 def test_a_batch_that_cannot_be_cut_is_refused():
     plan = SamplingPlan([5] * 8, batch_size=8, seed=0)
     with pytest.raises(RecipeError, match=r"train.batch_size is 8.*2 x 3"):
-        Loader([], plan, 2, accumulation=2, ranks=3)
+        Loader([], plan, collate, accumulation=2, ranks=3)
 
 
 # -- it learns -------------------------------------------------------------------------------------
@@ -279,8 +282,9 @@ def test_more_rows_per_batch_than_rows_repeat_them():
 
 def test_ranks_and_micro_batches_take_the_same_rows_with_the_same_draws():
     data, plan = ToyRows(), SamplingPlan(ToyRows().lengths, batch_size=8, seed=5)
-    (whole,) = Loader(data, plan, 2).load(3)
-    parts = [b for r in range(2) for b in Loader(data, plan, 2, 2, rank=r, ranks=2).load(3)]
+    pairs = partial(collate, block_size=2)
+    (whole,) = Loader(data, plan, pairs).load(3)
+    parts = [b for r in range(2) for b in Loader(data, plan, pairs, 2, rank=r, ranks=2).load(3)]
     assert [key for part in parts for key in part.keys] == whole.keys
     phases = [row[:5].tolist() for part in parts for row in part.blocks]
     assert phases == [row[:5].tolist() for row in whole.blocks]

@@ -10,9 +10,11 @@ from test_loop import SCALE, ToyRows
 from transformers import AutoConfig, LlamaConfig
 
 from specdraft.models.falcon import FalconHead, block_index
-from specdraft.models.target import TargetEnds
+from specdraft.models.student import make_student
+from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import load_recipe
+from specdraft.train.csgd import CoupledGlancing
 from specdraft.train.loop import fit
 from specdraft.train.plan import duration, lines, make_plan, measured_flops, size
 from specdraft.train.ranks import make_accelerator
@@ -44,6 +46,47 @@ def test_every_published_target_is_planned_offline(name):
     plan = make_plan(load(name), ranks=8)
     assert 1.5 < plan.head_layers < 3
     assert all(text for _, text in lines(plan, load(name), 8, 100e12))
+
+
+@pytest.mark.parametrize(
+    ("name", "size_", "trained", "student", "cache"),
+    [
+        ("tiny_distill", 0.625280e6, 0.625280e6, "layers 0, 11 of the target", "512 bytes"),
+        ("vicuna7b_distill", 68.03e6, 68.03e6, "a config of its own", "1.14 TB"),
+        # 16 * 22 layers * (4 attention and 3 MLP layers, inputs + outputs)
+        ("llama2_13b_lora", 1.100e9, 12.62e6, "TinyLlama/TinyLlama_v1.1", "the target runs"),
+        ("llama2_70b_draft", 6.74e9, 0, "meta-llama/Llama-2-7b-chat-hf", None),
+    ],
+)
+def test_every_student_is_planned_offline(name, size_, trained, student, cache):
+    recipe = load(name)
+    plan = make_plan(recipe, ranks=8)
+    assert plan.student.shape.parameters == pytest.approx(size_, rel=0.01)
+    assert plan.student.trained == pytest.approx(trained, rel=0.01)
+    text = dict(lines(plan, recipe, 8, 100e12))
+    assert student in text["student"]
+    assert cache is None or cache in text["feature cache"]
+    assert (trained == 0) == ("steps" not in text)
+
+
+@pytest.mark.parametrize("changes", [{}, {"embeddings": "shared"}, {"training": "lora"}])
+def test_the_planned_student_has_the_parameters_of_the_one_that_is_built(changes):
+    recipe = load("tiny_distill", *(f"student.{key}={value}" for key, value in changes.items()))
+    student = make_student(recipe.student, Target.load("tiny"))
+    plan = make_plan(recipe).student
+    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    assert plan.trained == trained
+    frozen = sum(p.numel() for name, p in student.named_parameters() if "lora" not in name)
+    assert plan.shape.parameters == frozen
+
+
+def test_a_student_that_cannot_be_is_refused_by_the_plan():
+    with pytest.raises(RecipeError, match=r"keep_layers = \[0, 12\]: tiny has layers 0 to 11"):
+        make_plan(load("tiny_distill", "student.keep_layers=[0,12]"))
+    with pytest.raises(TargetError, match=r"vocabularies of 152064 and 32000"):
+        make_plan(load("llama2_70b_draft", "student.model=Qwen/Qwen2.5-7B-Instruct"))
+    with pytest.raises(RecipeError, match=r"student.heads = 7.*student.hidden \(768\)"):
+        make_plan(load("vicuna7b_distill", "student.heads=7"))
 
 
 def test_counted_rows_replace_the_bound():
@@ -108,7 +151,8 @@ def test_the_7b_recipe_trains_a_step_at_reduced_width(tmp_path, monkeypatch):
     embedding, lm_head = torch.randn(2, 32000, 128, dtype=torch.bfloat16)
     ends = TargetEnds(embedding, lm_head, "toy", {"weights": "toy"})
     before = [p.clone() for p in head.parameters()]
-    assert fit(head, data, ends, recipe, make_accelerator(recipe)).step == 1
+    objective = CoupledGlancing(recipe, ends, head.config)
+    assert fit(head, data, objective, recipe, make_accelerator(recipe)).step == 1
     assert all((p != b).any() for p, b in zip(head.parameters(), before, strict=True))
 
 

@@ -17,10 +17,11 @@ from specdraft.eval.metrics import Costs, acceptance_by_depth, counts, times
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.eval.show import ACCEPTED, pieces
 from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.student import make_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
-from specdraft.recipes.schema import METHODS, EvalSection
+from specdraft.recipes.schema import METHODS, EvalSection, StudentSection
 
 STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
 
@@ -87,7 +88,9 @@ def report(tiny):
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}
     config = FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape)
     prompts = load_prompts(recipe, tiny.tokenizer)
-    return evaluate(recipe, tiny, FalconHead(config), prompts, METHODS, progress=False)
+    student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
+    head = FalconHead(config)
+    return evaluate(recipe, tiny, head, prompts, METHODS, progress=False, student=student)
 
 
 def test_every_method_gives_plain_decodings_tokens(report):

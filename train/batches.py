@@ -8,10 +8,10 @@ Shapes: B rows of a micro-batch, T tokens (longest row), L = T - 1 input positio
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ from specdraft.models.falcon import block_index
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.train.glance import block_offsets
 
+Key = tuple[int, int, int]  # (seed, step, slot) of a row
+
 
 class Rows(Protocol):
-    """What a head is trained on: a FeatureCache, or a list of its rows in a test."""
+    """What a drafter is trained on: a FeatureCache, a TokenCache, or a list of rows in a test."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> dict[str, Tensor]: ...
@@ -68,9 +70,21 @@ class SamplingPlan:
         return batches[torch.randperm(self.steps_per_epoch, generator=generator)]
 
 
+class Batch(Protocol):
+    """One micro-batch, right-padded, as a trainer's `collate` makes it."""
+
+    lengths: list[int]  # tokens of each row
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on another device."""
+
+    def pinned(self) -> Self:
+        """Return a copy whose large tensors a GPU can fetch while it computes."""
+
+
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch, right-padded. Position i reads (t_(i+1), f_i) and answers f_(i+k)."""
+class HeadBatch:
+    """A micro-batch of a head. Position i reads (t_(i+1), f_i) and answers f_(i+k)."""
 
     tokens: Tensor  # [B, T] int64
     features: Tensor  # [B, T, H]
@@ -79,16 +93,19 @@ class Batch:
     valid: Tensor  # [B, L] bool
     supervised: Tensor  # [B, L] bool, position i has an answer that counts
     lengths: list[int]  # tokens of each row
-    keys: list[tuple[int, int, int]]  # (seed, step, slot) of each row
+    keys: list[Key]
     block_size: int
 
-    def to(self, device: torch.device) -> "Batch":
-        """Return a copy on another device."""
+    def to(self, device: torch.device) -> Self:
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
             for name in ("tokens", "features", "blocks", "offsets", "valid", "supervised")
         }
         return replace(self, **moved)
+
+    def pinned(self) -> Self:
+        pinned = {"tokens": self.tokens.pin_memory(), "features": self.features.pin_memory()}
+        return replace(self, **pinned)
 
     def generators(self, purpose: str, device: torch.device | str = "cpu") -> Iterator:
         """Yield one generator per row, keyed by the row's place in training."""
@@ -104,7 +121,7 @@ class Batch:
         return noise
 
 
-def collate(rows: list[dict], keys: list[tuple[int, int, int]], block_size: int) -> Batch:
+def collate(rows: list[dict], keys: list[Key], block_size: int) -> HeadBatch:
     """Pad rows {"input_ids", "loss_mask", "features"} to one micro-batch.
 
     The size of each row's first block is drawn from 1..k: drafting meets every alignment.
@@ -127,7 +144,7 @@ def collate(rows: list[dict], keys: list[tuple[int, int, int]], block_size: int)
         phase = int(torch.randint(1, block_size + 1, (), generator=generator))
         blocks.append(block_index(time - 1, block_size, phase))
     offsets = torch.stack([block_offsets(b) for b in blocks])
-    return Batch(
+    return HeadBatch(
         tokens=tokens,
         features=padded,
         blocks=torch.stack(blocks),
@@ -147,7 +164,7 @@ class Loader:
         self,
         data: Rows,
         plan: SamplingPlan,
-        block_size: int,
+        collate: Callable[[list[dict], list[Key]], Batch],
         accumulation: int = 1,
         rank: int = 0,
         ranks: int = 1,
@@ -159,7 +176,7 @@ class Loader:
                 f"train.batch_size is {plan.batch_size}: it must be a multiple of "
                 f"train.accumulation x processes = {accumulation} x {ranks}"
             )
-        self.data, self.plan, self.block_size, self.pin = data, plan, block_size, pin
+        self.data, self.plan, self.collate, self.pin = data, plan, collate, pin
         first = rank * accumulation * per_rank
         self.slots = [
             range(first + n * per_rank, first + (n + 1) * per_rank) for n in range(accumulation)
@@ -172,12 +189,8 @@ class Loader:
 
     def _load(self, rows: list[int], step: int, slots: range) -> Batch:
         keys = [(self.plan.seed, step, slot) for slot in slots]
-        batch = collate([self.data[rows[slot]] for slot in slots], keys, self.block_size)
-        if not self.pin:
-            return batch
-        return replace(
-            batch, tokens=batch.tokens.pin_memory(), features=batch.features.pin_memory()
-        )
+        batch = self.collate([self.data[rows[slot]] for slot in slots], keys)
+        return batch.pinned() if self.pin else batch
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """Yield the micro-batches of steps start..stop-1, reading one step ahead in a thread."""

@@ -35,7 +35,7 @@ class TrainState:
     seconds: float = 0.0  # of training so far, over all continuations
     evaluated: int = 0  # step of the last evaluation
     best_step: int = 0
-    best: dict[str, float] = field(default_factory=dict)  # metrics of the best head
+    best: dict[str, float] = field(default_factory=dict)  # metrics of the best drafter
 
 
 class Checkpoints:
@@ -132,15 +132,15 @@ def differences(there: dict, here: dict, prefix: str = "") -> dict[str, tuple]:
     return found
 
 
-def save_head(head, folder: Path) -> None:
-    """Save a head so that `folder` holds the old one or the new one, never a mixture.
+def save_drafter(drafter, folder: Path) -> None:
+    """Save a drafter so that `folder` holds the old one or the new one, never a mixture.
 
-    A head's config never changes within a run, so replacing its files one by one, the weights
+    A drafter's config never changes within a run, so replacing its files one by one, the weights
     last, is as good as replacing the folder, which no file system does in one step.
     """
     writing = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(writing, ignore_errors=True)
-    head.save_pretrained(writing)
+    drafter.save_pretrained(writing)
     sync_tree(writing)
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(writing.iterdir(), key=lambda p: p.suffix == ".safetensors"):

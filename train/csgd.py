@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from specdraft.models.falcon import FalconConfig
+from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.schema import Recipe
-from specdraft.train.batches import Batch
+from specdraft.train.batches import HeadBatch, Key, collate
 from specdraft.train.glance import (
     choose_runs,
     glancing_ratio,
@@ -25,12 +27,22 @@ Sums = dict[str, Tensor]
 
 
 class CoupledGlancing:
-    """The objective of a Falcon head; `fit` drives it."""
+    """The `Objective` of a Falcon head.
 
-    def __init__(self, recipe: Recipe, ends, feature_scale: float):
-        self.recipe, self.ends, self.feature_scale = recipe, ends, feature_scale
+    ends: the target's `embed(ids)` and `lm_head_weight` [V, H].
+    """
 
-    def plan(self, head: nn.Module, batch: Batch, progress: float) -> tuple[Tensor, Tensor]:
+    folder = "head"
+
+    def __init__(self, recipe: Recipe, ends: TargetEnds | Target, config: FalconConfig):
+        self.recipe, self.ends = recipe, ends
+        self.feature_scale, self.block_size = config.feature_scale, config.block_size
+
+    def collate(self, rows: list[dict], keys: list[Key]) -> HeadBatch:
+        """Pad rows {"input_ids" [T], "loss_mask" [T], "features" [T, H]} to a micro-batch."""
+        return collate(rows, keys, self.block_size)
+
+    def plan(self, head: nn.Module, batch: HeadBatch, progress: float) -> tuple[Tensor, Tensor]:
         """Return the revealed positions [B, L] and the positions that carry loss [B, L].
 
         progress is the share of the training that lies behind, 0..1.
@@ -44,7 +56,7 @@ class CoupledGlancing:
         return revealed, batch.supervised & ~revealed
 
     @torch.no_grad()
-    def _glance(self, head: nn.Module, batch: Batch, ratio: float) -> Tensor:
+    def _glance(self, head: nn.Module, batch: HeadBatch, ratio: float) -> Tensor:
         ahead, features = self._inputs(batch)
         predicted = head(ahead, features, batch.blocks, batch.valid)[0]  # [B, L, H]
         answers = batch.tokens.roll(-batch.block_size - 1, dims=1)[:, :-1]
@@ -60,7 +72,7 @@ class CoupledGlancing:
             )
         return revealed.to(batch.supervised.device)
 
-    def loss(self, head: nn.Module, batch: Batch, revealed: Tensor, counted: Tensor) -> tuple:
+    def loss(self, head: nn.Module, batch: HeadBatch, revealed: Tensor, counted: Tensor) -> tuple:
         """Return the loss summed over `counted` positions, and the sums that the log is made of."""
         loss, k = self.recipe.loss, batch.block_size
         given = self._inputs(batch)
@@ -98,7 +110,7 @@ class CoupledGlancing:
             "counted": counted.sum(),
         }
 
-    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
         # Noise stands for the error of the predicted features that drafting feeds back.
         amplitude = self.recipe.loss.feature_noise * self.feature_scale
         features = batch.features[:, :-1].float()

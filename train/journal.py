@@ -60,8 +60,9 @@ class Journal:
     def status(self, values: dict) -> None:
         """Renew the status line."""
         accuracy = "/".join(f"{a:.2f}" for a in values["accuracy"])
+        shares = "".join(f"{n} {values[n]:.0%} " for n in ("glanced", "on_policy") if n in values)
         self.bar.set_postfix_str(
-            f"loss {values['loss']:.4g} acc {accuracy} glanced {values['glanced']:.0%} "
+            f"loss {values['loss']:.4g} acc {accuracy} {shares}"
             f"lr {values['lr']:.1e} {values['tokens_per_second'] / 1000:.1f}k tok/s "
             f"wait {values['data_wait']:.0%}{self.best}",
             refresh=False,

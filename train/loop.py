@@ -10,32 +10,31 @@ import time
 from accelerate import Accelerator
 from torch import nn
 
-from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.schema import Recipe
 from specdraft.train.batches import Rows
 from specdraft.train.checkpoint import TrainState
 from specdraft.train.interrupt import StopRequest, resume_command
 from specdraft.train.journal import Journal, StepTimer
-from specdraft.train.run import STOP_ASKED, STOP_TIME, Evaluate, Run
+from specdraft.train.run import STOP_ASKED, STOP_TIME, Evaluate, Objective, Run
 
 
 def fit(
-    head: nn.Module,
+    drafter: nn.Module,
     data: Rows,
-    ends: TargetEnds | Target,
+    objective: Objective,
     recipe: Recipe,
     accelerator: Accelerator,
     evaluate: Evaluate | None = None,
 ) -> TrainState:
-    """Train `head` on `data`, from the newest checkpoint in `recipe.output.dir` if there is one.
+    """Train `drafter` on `data`, from the newest checkpoint in `recipe.output.dir` if there is one.
 
-    data: rows {"input_ids" [T], "loss_mask" [T], "features" [T, H]}, and `lengths`;
-    ends: the target's `embed(ids)` and `lm_head_weight` [V, H].
-    Leaves checkpoints/, log.jsonl, tensorboard/ and head/: the head with the most tokens per step
-    by `evaluate`, or the last one. Raises KeyboardInterrupt, after saving, on Ctrl-C or SIGTERM;
-    RecipeError when a checkpoint belongs to another recipe or the loss is no number any more.
+    data: rows {"input_ids" [T], "loss_mask" [T], ..} as the objective's `collate` reads them, and
+    `lengths`. Leaves checkpoints/, log.jsonl, tensorboard/ and `objective.folder`: the drafter with
+    the most tokens per step by `evaluate`, or the last one. Raises KeyboardInterrupt, after saving,
+    on Ctrl-C or SIGTERM; RecipeError when a checkpoint belongs to another recipe or the loss is no
+    number any more.
     """
-    run = Run.prepare(head, data, ends, recipe, accelerator, evaluate)
+    run = Run.prepare(drafter, data, objective, recipe, accelerator, evaluate)
     train, state = recipe.train, run.state
     with StopRequest() as stop, Journal(run.out, run.steps, state.step, run.speaks) as journal:
         if state.step:

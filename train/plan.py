@@ -1,6 +1,6 @@
 """What a run would do and cost, before it does anything: the plan that --dry-run prints.
 
-Nothing is downloaded but a config, and no weights are made: the head is counted on the meta device.
+Nothing is downloaded but configs, and no weights are made: a head is counted on the meta device.
 """
 
 import time
@@ -17,13 +17,17 @@ from specdraft.models.falcon import FalconHead
 from specdraft.models.target import BUNDLED, identity, load_tokenizer, resolve
 from specdraft.recipes.schema import Recipe
 from specdraft.train.schedules import total_steps
-from specdraft.train.shapes import TargetShape, head_config, target_shape
+from specdraft.train.shapes import (
+    BYTES,
+    BYTES_PER_PARAMETER,
+    LOGITS_BYTES,
+    TargetShape,
+    head_config,
+    target_shape,
+)
+from specdraft.train.student_plan import StudentPlan
 
-BYTES = {"float32": 4, "bfloat16": 2}
-# Float32 weights, gradients, two moments of AdamW, and DDP's copy of the gradients.
-BYTES_PER_PARAMETER = 4 + 4 + 8 + 4
 GPU_FLOPS = 125e12  # an A100 in bfloat16 at 40% of its peak, for plans made elsewhere
-LOGITS_BYTES = 4 * 4 * (1 << 25)  # the loss's chunk on a GPU: p, p^, their logarithms
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Plan:
 
     target: TargetShape
     target_from: str
-    head_parameters: int
+    student: StudentPlan | None  # None: the drafter is a head
+    drafter_parameters: int  # that are trained
     rows: int | None  # None: only known once the sources are read
     tokens: int | None
     exact: bool  # rows and tokens were counted, not bounded
@@ -46,7 +51,7 @@ class Plan:
     @property
     def head_layers(self) -> float:
         """The head's size in decoder layers of its target."""
-        return self.head_parameters / self.target.layer_parameters
+        return self.drafter_parameters / self.target.layer_parameters
 
 
 def make_plan(
@@ -54,9 +59,8 @@ def make_plan(
 ) -> Plan:
     """Plan a run on `ranks` processes; rows and tokens where they are known (see `counted`)."""
     shape, origin = target_shape(recipe)
-    with torch.device("meta"):
-        head = FalconHead(head_config(recipe, shape))
-    parameters = sum(p.numel() for p in head.parameters())
+    student = StudentPlan.of(recipe, shape)
+    parameters = student.trained if student else _head_parameters(recipe, shape)
     exact = tokens is not None
     if rows is None and recipe.data.limit is not None:
         rows = max(0, recipe.data.limit - recipe.data.holdout) * _samples(recipe)
@@ -65,19 +69,24 @@ def make_plan(
     per_token = shape.hidden_size * BYTES[recipe.data.feature_dtype]
     train = recipe.train
     per_forward = max(1, train.batch_size // (train.accumulation * ranks))
-    known = train.steps is not None or rows
+    memory = (
+        student.memory(per_forward) if student else _memory(recipe, shape, parameters, per_forward)
+    )
+    frozen = student.frozen_bytes if student else 0  # a checkpoint holds every weight
+    known = train.steps is not None or (rows and train.epochs is not None)
     return Plan(
         target=shape,
         target_from=origin,
-        head_parameters=parameters,
+        student=student,
+        drafter_parameters=parameters,
         rows=rows,
         tokens=tokens,
         exact=exact,
         cache_bytes=None if tokens is None else tokens * per_token,
         cache_flops=None if tokens is None else 2.0 * shape.parameters * tokens,
-        memory_per_gpu=_memory(recipe, shape, parameters, per_forward),
+        memory_per_gpu=memory,
         rows_per_forward=per_forward,
-        checkpoint_bytes=12 * parameters * (train.keep + 1),
+        checkpoint_bytes=(12 * parameters + frozen) * (train.keep + 1),
         steps=total_steps(recipe, rows or 0) if known else None,
     )
 
@@ -106,8 +115,9 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
     shape, train, at_most = plan.target, recipe.train, "" if plan.exact else "at most "
     target = f"{recipe.target.model}: {shape.parameters / 1e9:.2f} B parameters"
     target += f", {shape.layers} layers x {shape.hidden_size}, vocabulary {shape.vocab_size}"
-    head = f"k = {recipe.head.block_size}, {recipe.head.fusion}: {plan.head_parameters / 1e6:.1f} M"
-    head += f" parameters = {plan.head_layers:.2f} decoder layers of the target"
+    head = f"k = {recipe.head.block_size}, {recipe.head.fusion}: "
+    head += f"{plan.drafter_parameters / 1e6:.1f} M parameters = {plan.head_layers:.2f} decoder "
+    head += "layers of the target"
     data = "counted when the sources are read (set data.limit for a bound)"
     cache = f"{shape.hidden_size * BYTES[recipe.data.feature_dtype]} bytes per token"
     if plan.tokens is not None:
@@ -117,14 +127,16 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
         cache += f"{duration(here)} here ({ranks} x {flops / 1e12:.2g} TFLOP/s measured)"
         if not torch.cuda.is_available():
             cache += f", {duration(there)} on {ranks} x A100"
+    if plan.student and not plan.student.features:
+        cache = "none: " + ("the target runs in training" if plan.student.runs_target else "unused")
     steps = f"{at_most}{plan.steps:,}" if plan.steps else "known with the rows"
     if train.steps is not None:
         steps = f"{train.steps:,}"
     steps += f" x {train.batch_size} rows = {train.accumulation} x {ranks} x "
     steps += f"{plan.rows_per_forward} (accumulation x processes x rows per forward)"
-    return [
+    whole = [
         ("target", f"{target} ({plan.target_from})"),
-        ("head", head),
+        *(plan.student.lines() if plan.student else [("head", head)]),
         ("data", data),
         ("feature cache", cache),
         ("steps", steps),
@@ -132,6 +144,9 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
         ("checkpoints", f"{size(plan.checkpoint_bytes)} at {train.keep} kept"),
         ("output", str(recipe.output.dir)),
     ]
+    if plan.drafter_parameters:
+        return whole
+    return [line for line in whole if line[0] in ("target", "student", "output")]
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, width: int = 1024) -> float:
@@ -166,10 +181,16 @@ def _samples(recipe: Recipe) -> int:
     return recipe.data.samples if recipe.data.answers == "target" else 1
 
 
+def _head_parameters(recipe: Recipe, shape: TargetShape) -> int:
+    with torch.device("meta"):
+        head = FalconHead(head_config(recipe, shape))
+    return sum(p.numel() for p in head.parameters())
+
+
 def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> int:
     """Estimate the bytes one process holds while training on cached features."""
     width = shape.hidden_size
-    ends = shape.vocab_size * width * (1 if shape.tied else 2) * BYTES[recipe.target.dtype]
+    ends = shape.ends * BYTES[recipe.target.dtype]
     inner = recipe.head.intermediate or shape.intermediate_size
     # Kept for backward per position: inputs 2H, per LSTM layer gates 4H and states 2H, per decoder
     # layer about 12H and the MLP's 4I.

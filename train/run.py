@@ -6,31 +6,54 @@ without gradient (the plan says which positions count), reduce the count once, t
 micro-batches again with gradient.
 """
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
 
-from specdraft.models.falcon import FalconConfig
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import dump
 from specdraft.recipes.schema import Recipe
-from specdraft.train.batches import Batch, Loader, Rows, SamplingPlan
-from specdraft.train.checkpoint import Checkpoints, TrainState, save_head
-from specdraft.train.csgd import CoupledGlancing
+from specdraft.train.batches import Batch, Key, Loader, Rows, SamplingPlan
+from specdraft.train.checkpoint import Checkpoints, TrainState, save_drafter
 from specdraft.train.journal import Journal, StepTimer
 from specdraft.train.schedules import learning_rate, total_steps
 
-# Decodes prompts with the head at a step; its `tokens_per_step` chooses the head that is kept.
+# Decodes prompts with the drafter at a step; its `tokens_per_step` chooses the one that is kept.
 Evaluate = Callable[[nn.Module, int], dict[str, float]]
+Sums = dict[str, Tensor]
 
 STOP_TIME, STOP_ASKED = 1, 2
+SHARDING = (DistributedType.DEEPSPEED, DistributedType.FSDP)
+
+
+class Objective(Protocol):
+    """What a kind of drafter has of its own in training; `fit` does the rest."""
+
+    folder: str  # below output.dir: where the best drafter is kept
+
+    def collate(self, rows: list[dict], keys: list[Key]) -> Batch:
+        """Pad rows to one micro-batch; what is random in it comes from the rows' keys."""
+
+    def plan(self, model: nn.Module, batch: Batch, progress: float) -> tuple[Any, Tensor]:
+        """Decide, without gradient, what `loss` is to do, and which positions count (bool).
+
+        progress: the share of the training that lies behind, 0..1.
+        """
+
+    def loss(self, model: nn.Module, batch: Batch, plan: Any, counted: Tensor) -> tuple:
+        """Return the loss summed over the counted positions, and the sums the log is made of."""
+
+    def report(self, sums: Sums) -> dict[str, float | list]:
+        """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""
 
 
 @dataclass
@@ -38,9 +61,9 @@ class Run:
     """Everything that one call of `fit` holds together."""
 
     model: nn.Module  # as accelerate wrapped it
-    head: nn.Module  # the same without wrapper
+    drafter: nn.Module  # the same without wrapper
     optimizer: torch.optim.Optimizer
-    objective: CoupledGlancing
+    objective: Objective
     loader: Loader
     checkpoints: Checkpoints
     state: TrainState
@@ -49,36 +72,38 @@ class Run:
     evaluate: Evaluate | None
     steps: int
     out: Path
-    config: FalconConfig
+    whole: nn.Module | None  # where the launcher shards the drafter: what its weights go into
 
     @classmethod
-    def prepare(cls, head, data, ends, recipe, accelerator, evaluate) -> "Run":
+    def prepare(cls, drafter, data, objective, recipe, accelerator, evaluate) -> "Run":
         """Build optimiser, loader and checkpoints, and load the newest checkpoint."""
         optim, train, out = recipe.optim, recipe.train, Path(recipe.output.dir)
-        config = head.config  # asked before a wrapper takes its place
         plan = SamplingPlan(_lengths(data), train.batch_size, train.seed)
         loader = Loader(
             data,
             plan,
-            config.block_size,
+            objective.collate,
             accumulation=train.accumulation,
             rank=accelerator.process_index,
             ranks=accelerator.num_processes,
             pin=accelerator.device.type == "cuda",
         )
+        trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(
-            head.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+            trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
         )
-        model, optimizer = accelerator.prepare(head.train(), optimizer)
+        sharding = accelerator.distributed_type in SHARDING and accelerator.is_main_process
+        whole = copy.deepcopy(drafter) if sharding else None
+        model, optimizer = accelerator.prepare(drafter.train(), optimizer)
         checkpoints = Checkpoints(out, recipe.to_dict(), len(data), accelerator, train.keep)
         state = checkpoints.resume() or TrainState()
         if accelerator.is_main_process:  # only now: another recipe's run keeps its own
             dump(recipe, out / "recipe.yaml")
         return cls(
             model=model,
-            head=accelerator.unwrap_model(model),
+            drafter=accelerator.unwrap_model(model),
             optimizer=optimizer,
-            objective=CoupledGlancing(recipe, ends, config.feature_scale),
+            objective=objective,
             loader=loader,
             checkpoints=checkpoints,
             state=state,
@@ -87,7 +112,7 @@ class Run:
             evaluate=evaluate,
             steps=total_steps(recipe, len(data)),
             out=out,
-            config=config,
+            whole=whole,
         )
 
     @property
@@ -125,10 +150,10 @@ class Run:
         timer.tokens += tokens
         # DDP averages over ranks and accelerate over micro-batches; the loss wants neither.
         scale = accelerator.num_processes * len(batches) / max(count, 1.0)
-        sums: dict[str, Tensor] = {}
-        for batch, (revealed, counted) in zip(batches, plans, strict=True):
+        sums: Sums = {}
+        for batch, (plan, counted) in zip(batches, plans, strict=True):
             with accelerator.accumulate(self.model):
-                total, parts = self.objective.loss(self.model, batch.to(device), revealed, counted)
+                total, parts = self.objective.loss(self.model, batch.to(device), plan, counted)
                 accelerator.backward(total * scale)
             sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
         norm = self._clip()
@@ -168,43 +193,40 @@ class Run:
         timer.reset()
 
     def evaluate_if(self, due: bool, journal: Journal) -> None:
-        """Evaluate on rank 0 if it is due and not done; keep the head if it is the best so far."""
+        """Evaluate on rank 0 if it is due and not done; keep the drafter if it is the best yet."""
         state = self.state
         if not due or self.evaluate is None or state.evaluated == state.step:
             return
-        head, outcome = self.whole_head(), [None]
+        drafter, outcome = self.whole_drafter(), [None]
         if self.speaks:
-            outcome = [self.evaluate(head.eval(), state.step)]
-            head.train()
+            outcome = [self.evaluate(drafter.eval(), state.step)]
+            drafter.train()
         (metrics,) = broadcast_object_list(outcome)
         state.evaluated = state.step
         if metrics["tokens_per_step"] > state.best.get("tokens_per_step", 0.0):
             state.best, state.best_step = metrics, state.step
             if self.speaks:
-                save_head(head, self.out / "head")
+                save_drafter(drafter, self.out / self.objective.folder)
         journal.log("eval", state.step, metrics)
         journal.evaluated(metrics, state.best)
         self.accelerator.wait_for_everyone()
 
-    def whole_head(self) -> nn.Module:
-        """Return the head unwrapped, gathered to rank 0 where the launcher shards it."""
-        if self.accelerator.distributed_type not in (
-            DistributedType.DEEPSPEED,
-            DistributedType.FSDP,
-        ):
-            return self.head
+    def whole_drafter(self) -> nn.Module:
+        """Return the drafter unwrapped, gathered to rank 0 where the launcher shards it."""
+        if self.accelerator.distributed_type not in SHARDING:
+            return self.drafter
         weights = self.accelerator.get_state_dict(self.model)  # collective
-        copy = type(self.head)(self.config)
-        if self.speaks:
-            copy.load_state_dict(weights)
-        return copy.to(self.accelerator.device)
+        if self.whole is None:
+            return self.drafter
+        self.whole.load_state_dict(weights)
+        return self.whole.to(self.accelerator.device)
 
     def finish(self, journal: Journal) -> None:
-        """Evaluate the last head, and leave a checkpoint and head/ behind."""
+        """Evaluate the last drafter, and leave a checkpoint and the drafter's folder behind."""
         self.evaluate_if(True, journal)
-        head = self.whole_head()
+        drafter = self.whole_drafter()
         if self.evaluate is None and self.speaks:
-            save_head(head, self.out / "head")
+            save_drafter(drafter, self.out / self.objective.folder)
         newest = self.checkpoints.newest()
         if newest is None or newest.name != f"step-{self.state.step}":
             self.checkpoints.save(self.state)

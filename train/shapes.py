@@ -1,13 +1,19 @@
-"""The shape of a target, from its config or from a table, and the head that goes with it."""
+"""The shape of a target, from its config or a table, and the drafter that goes with it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import AutoConfig, PretrainedConfig
 
 from specdraft.models.falcon import FalconConfig
+from specdraft.models.student import check_heads, check_layers
 from specdraft.models.target import BUNDLED, bundled_target_dir
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.schema import Recipe
+
+BYTES = {"float32": 4, "bfloat16": 2}
+# Float32 weights, gradients, two moments of AdamW, and DDP's copy of the gradients.
+BYTES_PER_PARAMETER = 4 + 4 + 8 + 4
+LOGITS_BYTES = 4 * 4 * (1 << 25)  # the loss's chunk on a GPU: p, p^, their logarithms
 
 
 @dataclass(frozen=True)
@@ -42,17 +48,29 @@ class TargetShape:
         )
 
     @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of a decoder layer, as Llama names them."""
+        width, inner = self.hidden_size, self.intermediate_size
+        key_value = width * self.kv_heads // self.heads
+        attention = {"q_proj": (width, width), "k_proj": (width, key_value)}
+        attention |= {"v_proj": (width, key_value), "o_proj": (width, width)}
+        mlp = {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
+        return attention | mlp
+
+    @property
+    def ends(self) -> int:
+        """Parameters of embedding and lm_head."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer with a gated MLP."""
-        width, key_value = self.hidden_size, self.hidden_size * self.kv_heads // self.heads
-        attention = 2 * width * width + 2 * width * key_value
-        return attention + 3 * width * self.intermediate_size + 2 * width
+        return sum(a * b for a, b in self.linear_layers.values()) + 2 * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole target."""
-        ends = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + ends + self.hidden_size
+        """Parameters of the whole model."""
+        return self.layers * self.layer_parameters + self.ends + self.hidden_size
 
 
 # For plans made where the Hub is out of reach; from each model's config.json.
@@ -61,6 +79,8 @@ KNOWN = {
     "lmsys/vicuna-13b-v1.5": TargetShape(5120, 40, 40, 40, 13824, 32000),
     "meta-llama/Llama-2-7b-chat-hf": TargetShape(4096, 32, 32, 32, 11008, 32000),
     "meta-llama/Llama-2-13b-chat-hf": TargetShape(5120, 40, 40, 40, 13824, 32000),
+    "meta-llama/Llama-2-70b-chat-hf": TargetShape(8192, 80, 64, 8, 28672, 32000),
+    "TinyLlama/TinyLlama_v1.1": TargetShape(2048, 22, 32, 4, 5632, 32000),
     "Qwen/Qwen2.5-7B-Instruct": TargetShape(
         3584, 28, 28, 4, 18944, 152064, rope_theta=1e6, norm_eps=1e-6
     ),
@@ -72,9 +92,16 @@ def target_shape(recipe: Recipe) -> tuple[TargetShape, str]:
 
     A local config comes first, then the table, then the Hub. Raises TargetError when none knows.
     """
-    name, revision = recipe.target.model, recipe.target.revision
+    target = recipe.target
+    return model_shape("target.model", target.model, target.revision, target.trust_remote_code)
+
+
+def model_shape(
+    key: str, name: str, revision: str | None, trust_remote_code: bool = False
+) -> tuple[TargetShape, str]:
+    """Return the shape of the model that a recipe's key names; see `target_shape`."""
     where = str(bundled_target_dir()) if name == BUNDLED else name
-    options = {"revision": revision, "trust_remote_code": recipe.target.trust_remote_code}
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(where, local_files_only=True, **options)
     except (OSError, ValueError):
@@ -84,10 +111,43 @@ def target_shape(recipe: Recipe) -> tuple[TargetShape, str]:
             config = AutoConfig.from_pretrained(where, **options)
         except (OSError, ValueError) as error:
             raise TargetError(
-                f"target.model: no config of {name} here and the Hub did not give it; "
+                f"{key}: no config of {name} here and the Hub did not give it; "
                 "give an existing folder or a Hub id (owner/name)"
             ) from error
     return TargetShape.of(config), "config.json"
+
+
+def student_shape(recipe: Recipe, target: TargetShape) -> TargetShape:
+    """Return the shape of the recipe's student, without its weights.
+
+    Raises RecipeError for layers the target does not have or heads that do not fit, TargetError for
+    another vocabulary than the target's or a model that nobody knows.
+    """
+    student = recipe.student
+    if student.keep_layers is not None:
+        check_layers(student.keep_layers, target.layers, recipe.target.model)
+        return replace(target, layers=len(student.keep_layers))
+    if student.model is not None:
+        shape, _ = model_shape("student.model", student.model, student.revision)
+        if shape.vocab_size != target.vocab_size:
+            raise TargetError(
+                f"the student {student.model} and the target {recipe.target.model} have "
+                f"vocabularies of {shape.vocab_size} and {target.vocab_size}; take a student of "
+                "the target's family, or student.layers or student.keep_layers"
+            )
+        return shape
+    hidden, heads = student.hidden or target.hidden_size, student.heads or target.heads
+    kv_heads = student.kv_heads or (student.heads or target.kv_heads)
+    check_heads(hidden, heads, kv_heads)
+    return replace(
+        target,
+        hidden_size=hidden,
+        layers=student.layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        intermediate_size=student.intermediate or target.intermediate_size,
+        tied=False,
+    )
 
 
 def head_config(

@@ -1,0 +1,189 @@
+"""Draft with a small causal LM: its cache between steps, and SSD, which drafts a chain with it.
+
+The student keeps its own KV cache. A draft begins by reading what has been committed since the last
+one; drafted tokens that are read while drafting go behind it. When the target has verified a draft,
+the entries of its accepted tokens stay and the others are dropped, so nothing accepted is ever read
+twice. What shape a draft has is `grow`, the part of a strategy; everything else is shared by all.
+
+Shapes: R rows, N packed tokens, A of them asked for, V vocabulary.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdraft.eval.decoder import Request
+from specdraft.eval.packed import CAUSAL, PackedTarget, Segment
+from specdraft.eval.sampling import gumbel
+from specdraft.eval.transfer import upload
+from specdraft.eval.tree import Tree, chain
+from specdraft.models.target import Target
+
+NOTHING = chain(0)
+
+
+@dataclass
+class Memory:
+    """What one row has committed and drafted. The pool's length says how much of it is cached."""
+
+    request: Request
+    tokens: list[int]  # committed
+    draft: Tree | None = None
+    cached: list[int] = field(default_factory=list)  # nodes of the draft in their slots' order
+
+
+class LMDrafter:
+    """A `Drafter` around a draft LM with the target's tokens; subclasses say how a draft grows."""
+
+    rules: frozenset[str] = frozenset()
+
+    def __init__(self, student: Target, rows: int, capacity: int, max_nodes: int):
+        self.student = student
+        self.packed = PackedTarget(student, rows, capacity + max_nodes)
+        self.pool = self.packed.pool
+        # Beyond its own context a student has learned nothing, and some cannot run at all.
+        context = getattr(student.config, "max_position_embeddings", None)
+        self.room = (context or self.pool.capacity) - max_nodes
+        self.memory: list[Memory | None] = [None] * rows
+        self.forwards, self.seconds, self.max_nodes = 0, 0.0, max_nodes
+
+    def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
+        """Draft behind the committed tokens of each row, given the logits [R, V] after them."""
+        raise NotImplementedError
+
+    # -- the Drafter protocol --------------------------------------------------------------------
+
+    def start(self, row: int, request: Request) -> None:
+        self.memory[row] = Memory(request, list(request.prompt[:1]))
+        self.pool.lengths[row] = 0
+
+    def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
+        """Commit tokens; keep the cache entries of those that a draft has foreseen."""
+        memory = self.memory[row]
+        memory.tokens += tokens
+        if memory.cached:
+            self.pool.keep(row, self._foreseen(memory, tokens))
+        memory.draft, memory.cached = None, []
+
+    def draft(self, rows: list[int]) -> list[Tree]:
+        able = [row for row in rows if len(self.memory[row].tokens) <= self.room]
+        trees = dict(zip(able, self.grow(able, self._read(able)), strict=True)) if able else {}
+        for row, tree in trees.items():
+            self.memory[row].draft = tree
+        empty = torch.empty(0, dtype=torch.long, device=self.student.device)
+        return [trees.get(row, Tree(NOTHING, empty)) for row in rows]
+
+    # -- what a strategy draws on ----------------------------------------------------------------
+
+    def forward(
+        self, ids: Tensor, positions: list[int], segments: list[Segment], asked: Tensor | None
+    ) -> Tensor:
+        """Run packed ids [N] of the segments' rows; return the logits [A, V] after the asked."""
+        began, places = time.perf_counter(), upload(positions, self.student.device)
+        features = self.packed.forward(ids, places, segments)
+        logits = self.student.logits(features if asked is None else features[asked])
+        self.seconds += time.perf_counter() - began
+        self.forwards += len(segments)
+        return logits
+
+    def rank(self, rows: list[int], logits: Tensor, depth: int) -> Tensor:
+        """Scores [R, V] by which the rows' nodes at a depth are chosen: log q, with the same noise
+        that the target's own choice will see where the request samples."""
+        scores = logits.to(torch.float32, copy=True)
+        for number, row in enumerate(rows):
+            request = self.memory[row].request
+            if request.temperature > 0:
+                place = torch.tensor(self.committed(row) + depth - 1, device=logits.device)
+                noise = gumbel(request.seed, place, logits.shape[-1])
+                scores[number] = scores[number] / request.temperature + noise
+        return scores
+
+    def committed(self, row: int) -> int:
+        """How many tokens of a row are committed: the position of a drafted token at depth 1."""
+        return len(self.memory[row].tokens)
+
+    # -- reading and keeping ---------------------------------------------------------------------
+
+    def _read(self, rows: list[int]) -> Tensor:
+        """Read what is committed and not cached; return the logits [R, V] after it."""
+        ids, positions, segments, lasts = [], [], [], []
+        for row in rows:
+            start = self.pool.lengths[row]
+            unread = self.memory[row].tokens[start:]
+            segments.append(self.packed.segment(row, chain(len(unread) - 1)))
+            ids += unread
+            positions += range(start, start + len(unread))
+            lasts.append(len(ids) - 1)
+            self.pool.lengths[row] = len(self.memory[row].tokens)
+        device = self.student.device
+        return self.forward(upload(ids, device), positions, segments, upload(lasts, device))
+
+    @staticmethod
+    def _foreseen(memory: Memory, tokens: list[int]) -> list[int]:
+        """Slots, behind the cache, of the drafted nodes that the committed tokens run through."""
+        drafted = [None, *memory.draft.tokens.tolist()]
+        slots = {node: slot for slot, node in enumerate(memory.cached)}
+        children, node, kept = memory.draft.topology.children, 0, []
+        for token in tokens:
+            node = next((c for c in children[node] if drafted[c] == token and c in slots), None)
+            if node is None:
+                break
+            kept.append(slots[node])
+        return kept
+
+
+class SSD(LMDrafter):
+    """Standard speculative drafting: a chain of gamma tokens, one forward each.
+
+    theta: a greedy draft ends with the first token that the student gives a lower probability; 0
+    never ends one, and sampled drafts are not ended. (Leviathan et al., arXiv 2211.17192; early
+    exit as GSD prunes.)
+    """
+
+    def __init__(
+        self,
+        student: Target,
+        rows: int = 1,
+        capacity: int = 2048,
+        gamma: int = 5,
+        theta: float = 0.0,
+    ):
+        super().__init__(student, rows, capacity, max_nodes=gamma)
+        self.gamma, self.theta = gamma, theta
+
+    def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
+        drafted: dict[int, list[Tensor]] = {row: [] for row in rows}
+        growing = list(rows)
+        for depth in range(1, self.gamma + 1):
+            tokens = self.rank(growing, logits, depth).argmax(-1)  # [growing rows]
+            for row, token in zip(growing, tokens, strict=True):
+                drafted[row].append(token)
+            sure = self._sure(growing, logits, tokens)
+            growing = [row for row, goes_on in zip(growing, sure, strict=True) if goes_on]
+            if not growing or depth == self.gamma:
+                break
+            logits = self._extend(growing, torch.stack([drafted[row][-1] for row in growing]))
+        return [Tree(chain(len(drafted[row])), torch.stack(drafted[row])) for row in rows]
+
+    def _sure(self, rows: list[int], logits: Tensor, tokens: Tensor) -> list[bool]:
+        """Whether each row's draft goes on behind its token."""
+        if self.theta == 0.0:
+            return [True] * len(rows)
+        chosen = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+        return [
+            self.memory[row].request.temperature > 0 or probability >= self.theta
+            for row, probability in zip(rows, chosen, strict=True)
+        ]
+
+    def _extend(self, rows: list[int], tokens: Tensor) -> Tensor:
+        """Read one drafted token per row; return the logits [R, V] after it."""
+        segments = []
+        for row in rows:
+            cached = self.memory[row].cached
+            # In a chain a token sees all that is before it: there is nothing to hide.
+            segments.append(Segment(row, self.pool.lengths[row] + len(cached), 1, CAUSAL))
+            cached.append(len(cached) + 1)
+        positions = [segment.start for segment in segments]
+        return self.forward(tokens, positions, segments, asked=None)

@@ -1,0 +1,271 @@
+"""The student: a small causal LM that learns to draft for a target with the same tokens.
+
+It comes from one of three places: a config of its own (Llama-like, random weights), a pretrained
+model, or the target itself, pruned to some of its layers. It is trained whole or through LoRA
+adapters (arXiv 2106.09685), and saved as a plain Hugging Face model with the target's tokenizer.
+
+Shapes: B rows, T time, N supervised positions, H the student's hidden size, V vocabulary.
+"""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from specdraft.models.target import Target, load_tokenizer, resolve
+from specdraft.recipes.errors import HeadError, RecipeError, TargetError
+from specdraft.recipes.schema import StudentSection
+
+SPECIAL = ("bos_token", "eos_token", "unk_token")
+
+
+class Student(nn.Module):
+    """A causal LM in training; its lm_head is applied by the loss, chunk by chunk."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
+        super().__init__()
+        self.model, self.tokenizer = model, tokenizer
+
+    def forward(
+        self,
+        ids: Tensor,  # [B, T]
+        positions: tuple[Tensor, Tensor],  # rows [N] and times [N]
+        loss: Callable[[Tensor, Tensor], Any],
+    ) -> Any:
+        """Return `loss(hidden [N, H] at the positions, lm_head [V, H])`.
+
+        The loss is taken in here because engines that shard parameters gather lm_head only while
+        the module runs. Rows may be padded on the right: attention is causal.
+        """
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return loss(hidden[positions], self.model.get_output_embeddings().weight)
+
+    def as_target(self) -> Target:
+        """The student as the decoder wants a model: frozen, every tensor shared with this one.
+
+        It follows the training: optimisers change weights in place.
+        """
+        shared = {id(p): nn.Parameter(p.detach(), False) for p in self.model.parameters()}
+        shared |= {id(buffer): buffer for buffer in self.model.buffers()}
+        return Target(copy.deepcopy(self.model, shared), self.tokenizer, "the student")
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save a plain Hugging Face model, adapters merged, with the tokenizer."""
+        self.merged().save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    def merged(self) -> PreTrainedModel:
+        """Return the model with its adapters, where it has some, merged into a copy."""
+        adapted = [name for name, part in self.model.named_modules() if _is_adapted(part)]
+        if not adapted:
+            return self.model
+        model = copy.deepcopy(self.model)
+        for name in adapted:
+            layer = model.get_submodule(name)
+            layer.merge()
+            model.set_submodule(name, layer.get_base_layer())
+        return model.requires_grad_(False)
+
+
+def make_student(section: StudentSection, target: Target, seed: int = 0) -> Student:
+    """Build the student of a recipe for a target; random weights are drawn from `seed`.
+
+    Raises RecipeError for layers or adapters that the models do not have, TargetError when a
+    pretrained student cannot be loaded or has other tokens.
+    """
+    torch.manual_seed(seed)
+    if section.model is not None:
+        # Masters in float32; what LoRA leaves alone may stay as small as the target is.
+        dtype = target.dtype if section.training == "lora" else torch.float32
+        model = load_student(section.model, section.revision, target, dtype).model
+        model.requires_grad_(True)  # loaded as something frozen
+    elif section.keep_layers is not None:
+        model = pruned(target, section.keep_layers, section.embeddings == "shared")
+    else:
+        model = LlamaForCausalLM(own_config(section, target)).float()
+    # It stops where the target stops, also where it is used without us.
+    model.generation_config = copy.deepcopy(target.model.generation_config)
+    if section.training == "lora":
+        model = adapted(model, section)
+    return Student(model.to(target.device), target.tokenizer)
+
+
+def own_config(section: StudentSection, target: Target) -> LlamaConfig:
+    """Return the config of a Llama of the section's sizes; what it leaves open is the target's."""
+    config = target.config
+    heads = section.heads or config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if section.heads:
+        kv_heads = section.heads
+    hidden, kv_heads = section.hidden or config.hidden_size, section.kv_heads or kv_heads
+    check_heads(hidden, heads, kv_heads)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=section.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=section.intermediate or config.intermediate_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+        **{
+            name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        },
+    )
+
+
+def check_heads(hidden: int, heads: int, kv_heads: int) -> None:
+    """Raise RecipeError where attention heads do not fit the width."""
+    if hidden % heads or heads % kv_heads or hidden // heads % 2:
+        raise RecipeError(
+            f"student.heads = {heads}, student.kv_heads = {kv_heads}: heads must divide "
+            f"student.hidden ({hidden}) into even parts and be a multiple of kv_heads"
+        )
+
+
+def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedModel:
+    """Copy a target with some of its layers, in float32.
+
+    shared: embedding and lm_head are the target's own tensors where the dtypes agree, and are not
+    trained. Raises RecipeError for layers that the target does not have.
+    """
+    count = target.config.num_hidden_layers
+    check_layers(keep, count, target.name)
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers = len(keep)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in keep]
+    model = AutoModelForCausalLM.from_config(config).float()
+    theirs = _layers(target.model, count)
+    prefix = next(name for name, part in target.model.named_modules() if part is theirs)
+    rest = {k: v for k, v in target.model.state_dict().items() if not k.startswith(f"{prefix}.")}
+    model.load_state_dict(rest, strict=False)
+    for ours, layer in zip(_layers(model, len(keep)), keep, strict=True):
+        ours.load_state_dict(theirs[layer].state_dict())
+    if shared:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        ends[0].weight = nn.Parameter(target.embedding.weight.detach().float(), False)
+        ends[1].weight = nn.Parameter(target.lm_head_weight.detach().float(), False)
+        if getattr(config, "tie_word_embeddings", False):
+            ends[1].weight = ends[0].weight
+    return model
+
+
+def check_layers(keep: tuple[int, ...], count: int, name: str) -> None:
+    """Raise RecipeError for layers beyond the target's `count`."""
+    if max(keep) >= count:
+        raise RecipeError(f"student.keep_layers = {list(keep)}: {name} has layers 0 to {count - 1}")
+
+
+def load_student(
+    name: str | Path,
+    revision: str | None,
+    target: Target,
+    dtype: torch.dtype | None = None,
+) -> Target:
+    """Load a pretrained or finished student, in the dtype it was saved in unless told otherwise.
+
+    Raises TargetError when it cannot be loaded or does not share the target's tokens.
+    """
+    try:
+        folder = resolve(str(name), revision)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+        tokenizer = load_tokenizer(folder)
+    except (TargetError, ValueError, OSError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0].removeprefix("target.model: ")
+        raise TargetError(f"student.model: cannot load {name}: {reason}") from error
+    student = Target(model.to(target.device), tokenizer, str(name))
+    check_tokens(student, target)
+    return student
+
+
+def finished_student(section: StudentSection, folder: Path, target: Target) -> Target:
+    """Load what decoding drafts with: the student trained into `folder`, or one used as it is.
+
+    Raises HeadError when nothing has been trained yet, TargetError as `load_student`.
+    """
+    if section.training == "none":
+        return load_student(section.model, section.revision, target, target.dtype)
+    if not (folder / "config.json").is_file():
+        raise HeadError(
+            f"no trained student at {folder}; train one: accelerate launch train/distill.py RECIPE"
+        )
+    return load_student(folder, None, target)
+
+
+def check_tokens(student: Target, target: Target) -> None:
+    """Raise TargetError unless every token id means the same to both, naming what differs."""
+    names = f"the student {student.name} and the target {target.name}"
+    advice = "take a student of the target's family, or student.layers or student.keep_layers"
+    if student.vocab_size != target.vocab_size:
+        raise TargetError(
+            f"{names} have vocabularies of {student.vocab_size} and {target.vocab_size}; {advice}"
+        )
+    if student.tokenizer is None or target.tokenizer is None:
+        return
+    ours, theirs = student.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    if ours != theirs:
+        token = min(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+        raise TargetError(
+            f"{names} have different tokenizers: {token!r} is {ours.get(token)} and "
+            f"{theirs.get(token)}; {advice}"
+        )
+    for special in SPECIAL:
+        pair = (getattr(student.tokenizer, special), getattr(target.tokenizer, special))
+        if pair[0] != pair[1]:
+            raise TargetError(
+                f"{names} have different special tokens: {special} is {pair[0]!r} and "
+                f"{pair[1]!r}; {advice}"
+            )
+
+
+def adapted(model: PreTrainedModel, section: StudentSection) -> PreTrainedModel:
+    """Freeze a model and put LoRA adapters into the linear layers of `section.lora_targets`.
+
+    Raises RecipeError when peft is not installed or a layer does not exist.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise RecipeError(
+            "student.training = 'lora': needs peft; pip install 'specdraft[lora]'"
+        ) from error
+    linear = (name for name, part in model.named_modules() if isinstance(part, nn.Linear))
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    for name in section.lora_targets:
+        if name not in known:
+            raise RecipeError(
+                f"student.lora_targets: no linear layer is called {name!r}; "
+                f"the student has {', '.join(known)}"
+            )
+    config = LoraConfig(
+        r=section.lora_rank,
+        lora_alpha=section.lora_alpha,
+        target_modules=list(section.lora_targets),
+    )
+    return inject_adapter_in_model(config, model.requires_grad_(False))
+
+
+def _is_adapted(part: nn.Module) -> bool:
+    """Whether a module is a layer of peft around one of the model's own."""
+    return hasattr(part, "get_base_layer") and hasattr(part, "merge")
+
+
+def _layers(model: nn.Module, count: int) -> nn.ModuleList:
+    """Return the decoder layers: the list of modules that has as many entries."""
+    lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
+    return next(part for part in lists if len(part) == count)

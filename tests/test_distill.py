@@ -1,0 +1,398 @@
+"""Distillation: the same update however it is cut, whose text is learned from, and a whole run.
+
+As a script it is the job that other processes of these tests run: python tests/test_distill.py OUT
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from random_models import VOCAB, random_target
+from test_decoder import plain_tokens
+from test_loop import assert_close, log_lines
+from transformers import AutoModelForCausalLM
+
+from specdraft.models.student import make_student
+from specdraft.models.target import TargetEnds
+from specdraft.recipes.errors import DataError, RecipeError
+from specdraft.recipes.load import from_dict, load_recipe
+from specdraft.train.batches import Loader, SamplingPlan
+from specdraft.train.distillation import Distillation
+from specdraft.train.loop import fit
+from specdraft.train.on_policy import OnPolicy, answer_starts, check_prompts
+from specdraft.train.ranks import make_accelerator
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "recipes"
+MIXED = {"distill.on_policy": 0.5, "distill.max_new_tokens": 5, "distill.jsd": 0.5}
+
+
+class ToyTexts:
+    """Random rows: a prompt, then one or two answers; with the target's features if it is given."""
+
+    def __init__(self, target=None, count=16):
+        generator = torch.Generator().manual_seed(7)
+        self.rows = []
+        for _ in range(count):
+            length, start = (int(torch.randint(n, (), generator=generator)) for n in (8, 4))
+            ids = torch.randint(VOCAB, (length + 9,), generator=generator)
+            mask = torch.arange(len(ids)) >= start + 2
+            mask[-4:-2] = False
+            row = {"input_ids": ids, "loss_mask": mask}
+            if target:
+                row["features"] = target.features(ids[None])[0].clone()
+            self.rows.append(row)
+        self.lengths = [len(row["input_ids"]) for row in self.rows]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def make_recipe(out="runs/toy", **changes):
+    """A small recipe; changes are "section.key": value."""
+    tree = {
+        "name": "toy",
+        "data": {"sources": ["tiny"], "max_length": 24},
+        "student": {"layers": 1, "hidden": 8, "heads": 2, "intermediate": 12},
+        "optim": {"lr": 1.0e-2},
+        "train": {"steps": 4, "batch_size": 8, "log_every": 2},
+        "output": {"dir": str(out)},
+    }
+    for key, value in changes.items():
+        section, name = key.split(".")
+        tree.setdefault(section, {})[name] = value
+    if {"student.keep_layers", "student.model"} & changes.keys():
+        tree["student"] = {k: v for k, v in tree["student"].items() if f"student.{k}" in changes}
+    return from_dict(tree)
+
+
+def train(out, data=None, evaluate=None, target=None, teacher=None, student=None, **changes):
+    """Run `fit` in this process; return its state and the student's final weights.
+
+    teacher: what the objective is given in place of the whole target.
+    """
+    AcceleratorState._reset_state(True)
+    recipe, target = make_recipe(out, **changes), target or random_target(sharpness=3.0)
+    student = student or make_student(recipe.student, target, recipe.train.seed)
+    objective = Distillation(recipe, student, teacher or target)
+    accelerator = make_accelerator(recipe)
+    state = fit(student, data or ToyTexts(), objective, recipe, accelerator, evaluate)
+    return state, {name: tensor.clone() for name, tensor in student.state_dict().items()}
+
+
+@pytest.fixture(autouse=True)
+def _on_one_cpu_thread(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# -- the same update however the batch is cut ------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, MIXED], ids=["off_policy", "mixed"])
+def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path, changes):
+    _, whole = train(tmp_path / "whole", **changes)
+    _, cut = train(tmp_path / "cut", **changes, **{"train.accumulation": 8})
+    assert_close(whole, cut)
+    for a, b in zip(log_lines(tmp_path / "whole"), log_lines(tmp_path / "cut"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["accuracy"] == pytest.approx(b["accuracy"])
+        assert a.get("on_policy") == b.get("on_policy")
+
+
+def test_two_processes_equal_one(tmp_path):
+    train(tmp_path / "one", **MIXED)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launched = subprocess.run(
+        [*launcher, "--nproc_per_node", "2", __file__, str(tmp_path / "two")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert launched.returncode == 0, launched.stderr
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "student") for name in ("one", "two")
+    )
+    assert_close(one.state_dict(), two.state_dict())
+    for a, b in zip(log_lines(tmp_path / "one"), log_lines(tmp_path / "two"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["on_policy"] == b["on_policy"] > 0
+
+
+class CrashError(Exception):
+    """Stands for whatever ends a process between two steps."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [MIXED, {"student.keep_layers": [1], "student.training": "lora", "student.lora_rank": 2}],
+    ids=["mixed", "lora"],
+)
+def test_a_crashed_run_continues_bit_for_bit(tmp_path, changes):
+    def crash_at(step):
+        def evaluate(student, now):
+            if now == step:
+                raise CrashError
+            return {"tokens_per_step": 1.0 + now}
+
+        return evaluate
+
+    changes = changes | {"train.steps": 6, "train.save_every": 2, "train.eval_every": 3}
+    _, whole = train(tmp_path / "whole", evaluate=crash_at(99), **changes)
+    with pytest.raises(CrashError):
+        train(tmp_path / "cut", evaluate=crash_at(3), **changes)
+    state, cut = train(tmp_path / "cut", evaluate=crash_at(99), **changes)
+    assert (state.step, state.best_step) == (6, 6)
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], tensor) for name, tensor in cut.items())
+    assert log_lines(tmp_path / "whole")[-1]["loss"] == log_lines(tmp_path / "cut")[-1]["loss"]
+
+
+def test_a_tied_student_continues_bit_for_bit(tmp_path):
+    target = random_target()
+    target.model.lm_head.weight = target.model.get_input_embeddings().weight
+    target.config.tie_word_embeddings = True
+    changes = {"student.keep_layers": [0], "optim.schedule": "constant", "optim.warmup": 0.0}
+    _, whole = train(tmp_path / "whole", target=target, **changes)
+    train(tmp_path / "cut", target=target, **changes, **{"train.steps": 2})
+    state, cut = train(tmp_path / "cut", target=target, **changes)
+    assert state.step == 4
+    assert all(torch.equal(whole[name], tensor) for name, tensor in cut.items())
+
+
+# -- it learns -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jsd", "total_variation"])
+def test_a_divergence_brings_the_student_to_the_target(tmp_path, objective):
+    weights = {"distill.forward_kl": 0.0, f"distill.{objective}": 1.0}
+    changes = {"student.keep_layers": [0, 1], "train.steps": 40, "train.log_every": 5}
+    target = random_target(sharpness=3.0)
+    student = make_student(make_recipe(**changes).student, target)
+    torch.manual_seed(0)
+    with torch.no_grad():  # a target that has forgotten something, to be taught again
+        for parameter in student.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    train(tmp_path, target=target, student=student, **weights, **changes)
+    first, *_, last = log_lines(tmp_path)
+    assert last[objective] < 0.6 * first[objective]
+    assert last["accuracy"][0] > first["accuracy"][0]
+    assert first["loss"] == first[objective]
+
+
+def test_cached_features_and_a_running_target_teach_the_same(tmp_path):
+    target = random_target(sharpness=3.0)
+    _, cached = train(tmp_path / "a", data=ToyTexts(target), target=target)
+    _, online = train(tmp_path / "b", target=target)
+    assert_close(cached, online)
+
+
+def test_with_features_two_ends_of_the_target_are_enough(tmp_path):
+    target = random_target()
+    train(tmp_path, data=ToyTexts(target), target=target, teacher=TargetEnds.of(target))
+    assert log_lines(tmp_path)[-1]["loss"] > 0
+
+
+def test_cross_entropy_alone_never_asks_the_target(tmp_path):
+    changes = {"distill.forward_kl": 0.0, "distill.cross_entropy": 1.0}
+    train(tmp_path, teacher=object(), **changes)
+    assert log_lines(tmp_path)[-1]["loss"] == log_lines(tmp_path)[-1]["cross_entropy"] > 0
+
+
+def test_shared_embeddings_stay_the_targets(tmp_path):
+    changes = {"student.keep_layers": [1], "student.embeddings": "shared"}
+    target = random_target()
+    before = target.embedding.weight.clone()
+    _, weights = train(tmp_path, target=target, **changes)
+    assert torch.equal(weights["model.model.embed_tokens.weight"], before)
+    assert torch.equal(target.embedding.weight, before)
+    old = make_student(make_recipe(**changes).student, target).state_dict()
+    assert not torch.equal(weights["model.model.norm.weight"], old["model.model.norm.weight"])
+
+
+# -- whose text ------------------------------------------------------------------------------------
+
+
+def load_batch(recipe, student, target, accumulation=1):
+    objective = Distillation(recipe, student, target)
+    texts = ToyTexts()
+    plan = SamplingPlan(texts.lengths, 8, seed=0)
+    batches = Loader(texts, plan, objective.collate, accumulation).load(0)
+    return batches, [objective.plan(student, batch, 0.0) for batch in batches]
+
+
+def test_a_token_is_supervised_where_its_mask_is_and_answered_one_before():
+    recipe, target = make_recipe(), random_target()
+    (batch,), _ = load_batch(recipe, make_student(recipe.student, target), target)
+    for number, length in enumerate(batch.lengths):
+        row = batch.row(number)
+        origin = next(r for r in ToyTexts().rows if torch.equal(r["input_ids"], row["input_ids"]))
+        assert torch.equal(row["loss_mask"], origin["loss_mask"])
+        assert not batch.supervised[number, length - 1 :].any()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_share_of_the_rows_is_answered_by_the_student(share):
+    changes = {"distill.on_policy": share, "distill.sample_temperature": 0.0}
+    recipe, target = make_recipe(**changes, **{"distill.max_new_tokens": 6}), random_target()
+    student = make_student(recipe.student, target)
+    (batch,), ((rewritten, counted),) = load_batch(recipe, student, target)
+    changed = 0
+    for number in range(8):
+        old, new = batch.row(number), rewritten.row(number)
+        starts = answer_starts(new["loss_mask"])
+        if torch.equal(old["input_ids"], new["input_ids"]):
+            continue
+        changed += 1
+        (start,) = starts
+        assert start in answer_starts(old["loss_mask"])
+        prompt, answer = new["input_ids"][:start].tolist(), new["input_ids"][start:].tolist()
+        assert prompt == old["input_ids"][:start].tolist()
+        assert answer == plain_tokens(student, prompt, min(6, 24 - start))
+        assert counted[number].sum() == len(answer)
+    assert changed == rewritten.written
+    assert changed == {0.0: 0, 1.0: 8}.get(share, changed)
+    assert 0 < changed < 8 or share != 0.5
+
+
+def test_what_a_row_becomes_does_not_depend_on_its_neighbours():
+    recipe, target = make_recipe(**MIXED), random_target()
+    student = make_student(recipe.student, target)
+    _, ((whole, _),) = load_batch(recipe, student, target)
+    _, parts = load_batch(recipe, student, target, accumulation=4)
+    rows = [part.row(n) for part, _ in parts for n in range(len(part.lengths))]
+    for number, row in enumerate(rows):
+        assert torch.equal(row["input_ids"], whole.row(number)["input_ids"])
+
+
+def test_the_student_writes_as_it_is_at_that_step():
+    changes = {"distill.on_policy": 1.0, "distill.sample_temperature": 0.0}
+    recipe, target = make_recipe(**changes), random_target()
+    student = make_student(recipe.student, target)
+    (batch,), _ = load_batch(recipe, student, target)
+    writer = OnPolicy(recipe, student)
+    before = writer(batch)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    after = writer(batch)
+    start = answer_starts(after.row(0)["loss_mask"])[0]
+    ids = after.row(0)["input_ids"].tolist()
+    assert ids[start:] == plain_tokens(student, ids[:start], len(ids) - start)
+    assert not torch.equal(before.row(0)["input_ids"], after.row(0)["input_ids"])
+
+
+def test_rows_without_a_prompt_are_refused_on_policy():
+    texts = ToyTexts()
+    check_prompts(texts)
+    for row in texts.rows:
+        row["loss_mask"] = torch.arange(len(row["input_ids"])) >= 1
+    with pytest.raises(DataError, match="none of the first 16 rows has a prompt"):
+        check_prompts(texts)
+
+
+# -- recipes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["student.layers=2"], "student.keep_layers = (0, 11) and student.layers = 2: set exactly"),
+        (["student.keep_layers=[]"], "student.keep_layers = []: must be layers"),
+        (["student.keep_layers=[3,1]"], "in ascending order"),
+        (["student.hidden=64"], "student.hidden = 64: needs a config of its own: student.layers"),
+        (["student.training=none"], "student.training = 'none': needs a pretrained student"),
+        (["student.lora_targets=[]"], "name at least one linear layer"),
+        (["student.keep_layers=null"], "eval.methods: ssd drafts with a student"),
+        (
+            ["student.keep_layers=null", "student.layers=1", "student.embeddings=shared"],
+            "student.embeddings = 'shared': needs student.keep_layers",
+        ),
+        (
+            ["student.keep_layers=null", "student.layers=1", "student.training=lora"],
+            "student.training = 'lora': adapts weights that exist",
+        ),
+        (["distill.beta=0"], "distill.beta = 0.0: must be above 0 and below 1"),
+        (["distill.beta=1.5"], "distill.beta = 1.5: must be >= 0 and <= 1"),
+        (["distill.on_policy=1.1"], "distill.on_policy = 1.1: must be >= 0 and <= 1"),
+        (["distill.on_policy=-0.1"], "distill.on_policy = -0.1: must be >= 0 and <= 1"),
+        (["distill.forward_kl=0"], "nothing to train on; one must be above 0"),
+        (["distill.temperature=0"], "distill.temperature = 0: must be > 0"),
+        (
+            ["distill.on_policy=0.5", "data.format=text"],
+            "distill.on_policy = 0.5: a text has no prompt",
+        ),
+        (["train.steps=null"], "train.steps and train.epochs are both null"),
+    ],
+)
+def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(RECIPES / "tiny_distill.yaml", overrides)
+    assert message in str(caught.value)
+
+
+# -- a whole run -----------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_a_run_leaves_a_measured_student_that_can_be_measured_again(tmp_path):
+    small = ["train.steps=4", "train.batch_size=4", "train.eval_every=2", "data.limit=24"]
+    small += ["eval.limit=2", "eval.validation=2", "eval.max_new_tokens=12"]
+    places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    places += ["distill.on_policy=0.5", "distill.max_new_tokens=8"]
+    done = run("train/distill.py", "recipes/tiny_distill.yaml", *small, *places)
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names >= {"recipe.yaml", "log.jsonl", "tensorboard", "checkpoints", "student"}
+    rows = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
+    assert [row["method"] for row in rows] == ["plain", "generate", "prompt_lookup", "ssd"]
+    assert all(row["identical"] + row["near_ties"] == 2 for row in rows)
+    assert rows[-1]["mbsu"] < rows[-1]["tokens_per_step"]
+    assert {p.name.partition("-")[0] for p in (tmp_path / "cache").iterdir()} == {"tokens"}
+    options = ["--methods", "plain,ssd", "--batch-sizes", "1,2", "--temperatures", "1"]
+    bench = run("eval/bench.py", "recipes/tiny_distill.yaml", *small, *places, *options)
+    assert bench.returncode == 0, bench.stderr[-2000:]
+    rows = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
+    assert all(row["identical"] + row["near_ties"] == 2 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipes/tiny.yaml"], "tiny: no student; set one of student.layers"),
+        (["recipes/tiny_distill.yaml", "eval.methods=[ssd,falcon_tree]"], "falcon_tree needs a"),
+    ],
+)
+def test_bad_input_is_one_clear_message_before_any_training(arguments, message):
+    done = run("train/distill.py", *arguments, "--dry-run")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(sys.argv[1], **MIXED, **{"train.accumulation": 2})

@@ -1,0 +1,57 @@
+"""The command line that all trainers share: a recipe with overrides, and --dry-run."""
+
+import argparse
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import yaml
+from accelerate import Accelerator, PartialState
+from rich.console import Console
+from rich.table import Table
+
+from specdraft.models.target import Target
+from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import Recipe
+from specdraft.train.plan import counted, lines, make_plan, measured_flops
+from specdraft.train.ranks import make_accelerator
+
+# Runs every stage of a recipe; all ranks call it, and load the target when they need it.
+Train = Callable[[Recipe, Accelerator, Callable[[], Target]], None]
+
+
+def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda _: None) -> None:
+    """Parse, load the recipe, and train, or print the plan.
+
+    check: raises RecipeError for a recipe that this trainer cannot run.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="with --dry-run: plan for N (default: as run)"
+    )
+    arguments = parser.parse_intermixed_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    check(recipe)
+    if arguments.dry_run:
+        show_plan(recipe, arguments.processes)
+        return
+    logging.basicConfig(level=logging.WARNING)
+    accelerator = make_accelerator(recipe)
+    train(recipe, accelerator, partial(Target.of_recipe, recipe.target, accelerator.device))
+
+
+def show_plan(recipe: Recipe, processes: int | None = None) -> None:
+    """Print the resolved recipe and what a run of it would do and cost."""
+    state = PartialState()
+    processes = processes or state.num_processes
+    speed = measured_flops(state.device, getattr(torch, recipe.target.dtype))
+    table = Table.grid(padding=(0, 2))
+    for row in lines(make_plan(recipe, processes, *counted(recipe)), recipe, processes, speed):
+        table.add_row(*row)
+    console = Console(soft_wrap=True)
+    console.print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), highlight=False)
+    console.print(table)

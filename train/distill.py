@@ -1,0 +1,119 @@
+"""Distil a draft LM: conversations -> tokens -> features -> student -> measured student.
+
+    accelerate launch train/distill.py recipes/tiny_distill.yaml [section.key=value ..]
+    python train/distill.py recipes/vicuna7b_distill.yaml --dry-run
+
+The student lies in `output.dir`/student as a plain Hugging Face model. Every stage continues where
+an earlier run stopped. A student that is used as it is (student.training=none) is only measured.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from accelerate import Accelerator
+from huggingface_hub import HfApi
+from transformers.utils import logging as transformers_logging
+
+from specdraft.data.feature_cache import FeatureCache
+from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
+from specdraft.eval.answers import build_caches, build_token_cache
+from specdraft.eval.methods import needs_head
+from specdraft.eval.report import evaluate, print_report, write_report
+from specdraft.models.student import Student, finished_student, make_student
+from specdraft.models.target import Target, TargetEnds
+from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.schema import Recipe
+from specdraft.train.batches import Rows
+from specdraft.train.command import run
+from specdraft.train.distillation import Distillation
+from specdraft.train.loop import fit
+from specdraft.train.on_policy import check_prompts
+from specdraft.train.run import SHARDING
+
+
+@entry
+def main() -> None:
+    """Parse, load the recipe, and go through the stages."""
+    # What a checkpoint says of tied weights and of every file it writes is no news to a user.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    run(__doc__, train, check)
+
+
+def check(recipe: Recipe) -> None:
+    """Raise RecipeError for a recipe without a student, or that measures with something else."""
+    if not recipe.student.given:
+        raise RecipeError(
+            f"{recipe.name}: no student; set one of student.layers, student.keep_layers and "
+            "student.model"
+        )
+    if heads := [name for name in recipe.eval.methods if needs_head(name)]:
+        raise RecipeError(f"eval.methods: {heads[0]} needs a head, which train/distill.py has not")
+
+
+def train(recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Target]) -> None:
+    """Run every stage of a recipe; all ranks call this."""
+    target = load_target()
+    prompts = load_prompts(recipe, target.tokenizer)
+    validation = validation_prompts(recipe, target.tokenizer)
+    if recipe.student.training != "none":
+        student = make_student(recipe.student, target, recipe.train.seed)
+        data = rows(recipe, accelerator, target)
+        measuring, objective = None, Distillation(recipe, student, target)
+        if recipe.train.eval_every is not None and validation:
+            measuring = partial(measure, recipe, target, validation)
+        elif isinstance(data, FeatureCache):  # its two ends are enough: leave the memory
+            objective, target = Distillation(recipe, student, TargetEnds.of(target)), None
+        fit(student, data, objective, recipe, accelerator, measuring)
+    if accelerator.is_main_process:
+        report(recipe, target or load_target(), prompts)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def rows(recipe: Recipe, accelerator: Accelerator, target: Target) -> Rows:
+    """Build what the student is trained on: with features where they can be made beforehand."""
+    distill = recipe.distill
+    if distill.on_policy and accelerator.distributed_type in SHARDING:
+        raise RecipeError(
+            f"distill.on_policy = {distill.on_policy}: the student writes with whole weights; "
+            "launch without DeepSpeed and FSDP, or set it to 0"
+        )
+    if distill.divergences and not distill.on_policy and recipe.data.features == "cached":
+        return build_caches(recipe, target, accelerator)[1]
+    tokens = build_token_cache(recipe, target, accelerator)
+    if distill.on_policy:
+        check_prompts(tokens)
+    return tokens
+
+
+def measure(
+    recipe: Recipe, target: Target, prompts: list[Prompt], student: Student, step: int
+) -> dict[str, float]:
+    """Decode the prompts with the student: what the best one is chosen by."""
+    outcome = evaluate(
+        recipe, target, None, prompts, ["ssd"], progress=False, student=student.as_target()
+    )
+    return {"tokens_per_step": outcome["runs"][0]["tokens_per_step"]}
+
+
+def report(recipe: Recipe, target: Target, prompts: list[Prompt]) -> None:
+    """Measure the kept student beside the baselines, and push it where the recipe says."""
+    folder = Path(recipe.output.dir) / "student"
+    student = finished_student(recipe.student, folder, target)
+    outcome = evaluate(recipe, target, None, prompts, recipe.eval.methods, student=student)
+    write_report(outcome, Path(recipe.output.dir))
+    print_report(outcome)
+    hub = recipe.hub
+    if hub.repo_id and folder.is_dir():
+        api = HfApi()
+        api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)
+        if hub.revision:
+            api.create_branch(hub.repo_id, branch=hub.revision, exist_ok=True)
+        api.upload_folder(repo_id=hub.repo_id, folder_path=folder, revision=hub.revision)
+
+
+if __name__ == "__main__":
+    main()
