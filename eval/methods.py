@@ -6,22 +6,29 @@ weights, and count target forwards with a hook.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, get_args
 
 import torch
 
-from specdraft.eval.decoder import Completion, Decoder, Drafter, Request, Step, Timing
+from specdraft.eval.decoder import GUMBEL, Completion, Decoder, Drafter, Request, Step, Timing
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.strategies import make_strategy
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
 from specdraft.eval.static import StaticTree
 from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.schema import STUDENT_METHODS, EvalSection, Measured
+from specdraft.recipes.schema import STUDENT_METHODS, DraftingSection, EvalSection, Measured
 from specdraft.recipes.static_trees import load_tree_paths
+
+RULES_OF_PAPERS = {
+    "rsd_c": "recursive",
+    "rsd_s": "recursive",
+    "specinfer": "multistep",
+    "spectr": "kseq",
+}
 
 
 def needs_head(method: str) -> bool:
@@ -32,6 +39,11 @@ def needs_head(method: str) -> bool:
 def needs_student(method: str) -> bool:
     """Whether a method, padded or not, drafts with a student."""
     return method.partition(":")[0] in STUDENT_METHODS
+
+
+def rule_of(method: str, settings: EvalSection) -> str:
+    """The acceptance rule of a method when sampling: that of its paper, or the recipe's."""
+    return RULES_OF_PAPERS.get(method.partition(":")[0], settings.acceptance)
 
 
 @dataclass(frozen=True)
@@ -52,12 +64,16 @@ class DecodingMethod(Protocol):
 
 
 class Engine:
-    """Our decoder, with or without a drafter, or the vanilla padded form of it."""
+    """Our decoder, with or without a drafter, or the vanilla padded form of it.
 
-    def __init__(self, decoder: Decoder):
-        self.decoder = decoder
+    `rule` is how requests that sample are accepted, whatever they say themselves.
+    """
+
+    def __init__(self, decoder: Decoder, rule: str = GUMBEL):
+        self.decoder, self.rule = decoder, rule
 
     def __call__(self, requests: Sequence[Request]) -> Outcome:
+        requests = [replace(request, rule=self.rule) for request in requests]
         decoder, drafter = self.decoder, self.decoder.drafter
         if isinstance(decoder, PaddedDecoder):
             decoder.packed.begin(len(requests))
@@ -153,6 +169,7 @@ def make_method(
     head: FalconHead | None,
     capacity: int,
     student: Target | None = None,
+    drafting: DraftingSection | None = None,
 ) -> DecodingMethod:
     """Build a method by its name; RecipeError for an unknown one or one without its drafter.
 
@@ -168,13 +185,14 @@ def make_method(
         return Generate(target)
     if base == "hf_prompt_lookup":
         return Generate(target, settings.hf_lookup_copy)
-    drafter = make_drafter(base, settings, target, head, capacity, student)
+    drafter = make_drafter(base, settings, target, head, capacity, student, drafting)
+    rule = rule_of(base, settings)
     room = capacity + (drafter.max_nodes if drafter else 0)
     if way not in PADDINGS:
-        return Engine(Decoder(target, drafter, rows, room))
+        return Engine(Decoder(target, drafter, rows, room), rule)
     # Aligned caches grow by what the luckiest row accepts: at worst by the sum over rows.
     room += (rows - 1) * settings.max_new_tokens
-    return Engine(PaddedDecoder(target, drafter, rows, room, *PADDINGS[way]))
+    return Engine(PaddedDecoder(target, drafter, rows, room, *PADDINGS[way]), rule)
 
 
 def make_drafter(
@@ -184,6 +202,7 @@ def make_drafter(
     head: FalconHead | None,
     capacity: int,
     student: Target | None = None,
+    drafting: DraftingSection | None = None,
 ) -> Drafter | None:
     """Build the drafter of a method; None for plain decoding."""
     if name == "plain":
@@ -194,7 +213,7 @@ def make_drafter(
     if needs_student(name):
         if student is None:
             raise RecipeError(f"method {name} needs a student; give the recipe one and train it")
-        return SSD(student, rows, capacity, settings.ssd_gamma, settings.ssd_theta)
+        return make_strategy(name, drafting or DraftingSection(), student, rows, capacity)
     if head is None:
         raise RecipeError(f"method {name} needs a trained head; train one first")
     k = head.config.block_size
