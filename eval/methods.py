@@ -5,15 +5,16 @@ Ours run in the one decoder, transformers' own in `model.generate` (eval/hf_gene
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 import torch
 
-from specdraft.eval.decoder import Decoder, Drafter, Request, Timing
+from specdraft.eval.decoder import GUMBEL, Decoder, Drafter, Request, Timing
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
+from specdraft.eval.drafters.strategies import make_strategy
 from specdraft.eval.hf_generate import Generate
 from specdraft.eval.outcome import DecodingMethod, Outcome
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
@@ -22,17 +23,33 @@ from specdraft.eval.trained import HOW, Trained, needs
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.schema import MaxgramSection, Measured, Recipe
+from specdraft.recipes.schema import EvalSection, MaxgramSection, Measured, Recipe
 from specdraft.recipes.static_trees import load_tree_paths
+
+RULES_OF_PAPERS = {
+    "rsd_c": "recursive",
+    "rsd_s": "recursive",
+    "specinfer": "multistep",
+    "spectr": "kseq",
+}
+
+
+def rule_of(method: str, settings: EvalSection) -> str:
+    """The acceptance rule of a method when sampling: that of its paper, or the recipe's."""
+    return RULES_OF_PAPERS.get(method.partition(":")[0], settings.acceptance)
 
 
 class Engine:
-    """Our decoder, with or without a drafter, or the vanilla padded form of it."""
+    """Our decoder, with or without a drafter, or the vanilla padded form of it.
 
-    def __init__(self, decoder: Decoder):
-        self.decoder = decoder
+    `rule` is how requests that sample are accepted, whatever they say themselves.
+    """
+
+    def __init__(self, decoder: Decoder, rule: str = GUMBEL):
+        self.decoder, self.rule = decoder, rule
 
     def __call__(self, requests: Sequence[Request]) -> Outcome:
+        requests = [replace(request, rule=self.rule) for request in requests]
         decoder, drafter = self.decoder, self.decoder.drafter
         if isinstance(decoder, PaddedDecoder):
             decoder.packed.begin(len(requests))
@@ -69,14 +86,15 @@ def make_method(
     if (needed := needs(base)) and getattr(trained, needed) is None:
         raise RecipeError(f"method {base} needs {HOW[needed]}")
     if base == "hf_assisted":
-        return Generate(target, trained.student, recipe.eval.ssd_gamma)
+        return Generate(target, trained.student, recipe.drafting.gamma)
     drafter = make_drafter(base, recipe, target, trained, capacity)
+    rule = rule_of(base, recipe.eval)
     room = capacity + (drafter.max_nodes if drafter else 0)
     if way not in PADDINGS:
-        return Engine(Decoder(target, drafter, rows, room))
+        return Engine(Decoder(target, drafter, rows, room), rule)
     # Aligned caches grow by what the luckiest row accepts: at worst by the sum over rows.
     room += (rows - 1) * recipe.eval.max_new_tokens
-    return Engine(PaddedDecoder(target, drafter, rows, room, *PADDINGS[way]))
+    return Engine(PaddedDecoder(target, drafter, rows, room, *PADDINGS[way]), rule)
 
 
 def make_drafter(
@@ -90,9 +108,8 @@ def make_drafter(
         return PromptLookup(settings.lookup_match, settings.lookup_copy, rows, target.device)
     if name == "maxgram":
         return make_maxgram(recipe.maxgram, trained.table, rows, target.device)
-    if name == "ssd":
-        gamma, theta = settings.ssd_gamma, settings.ssd_theta
-        return SSD(trained.student, rows, capacity, gamma, theta)
+    if needs(name) == "student":
+        return make_strategy(name, recipe.drafting, trained.student, rows, capacity)
     k = trained.head.config.block_size
     chain = StaticTree.chain(settings.chain_depth, k)
     tree = chain if name == "falcon_chain" else StaticTree(load_tree_paths(settings.tree), k)

@@ -5,6 +5,8 @@ Each function returns one line per problem, in a user's words: the keys, the val
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from specdraft.recipes.fields import InvalidRecipeError
@@ -12,6 +14,8 @@ from specdraft.recipes.static_trees import load_tree_paths
 
 if TYPE_CHECKING:
     from specdraft.recipes import schema
+
+LARGEST_TREE = 4096  # nodes drafted by branching factors
 
 
 def of_data(data: schema.DataSection) -> list[str]:
@@ -112,6 +116,20 @@ def of_distill(distill: schema.DistillSection) -> list[str]:
             "nothing to train on; one must be above 0"
         )
     return problems
+
+
+def of_drafting(drafting: schema.DraftingSection) -> list[str]:
+    """A tree that is one, and of a size that a target can read."""
+    branching = list(drafting.branching)
+    if not branching:
+        return ["drafting.branching = []: give the children by depth, e.g. [2, 2, 1]"]
+    nodes = sum(accumulate(branching, mul))
+    if nodes > LARGEST_TREE:
+        return [
+            f"drafting.branching = {branching}: makes {nodes} nodes, at most {LARGEST_TREE}; "
+            "lower some factors or leave out the last"
+        ]
+    return []
 
 
 def of_optim(optim: schema.OptimSection) -> list[str]:
@@ -220,8 +238,7 @@ def of_distillation(
         problems.extend(
             f"eval.methods: {method} drafts with a student; set one of student.model, "
             "student.keep_layers and student.layers"
-            for method in evaluation.methods
-            if method.partition(":")[0] in ("ssd", "hf_assisted")
+            for method in evaluation.student_methods
         )
     if data and distill and distill.on_policy and data.format == "text" and not data.prompt_tokens:
         problems.append(
