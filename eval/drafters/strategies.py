@@ -14,21 +14,13 @@ def make_strategy(
 ) -> LMDrafter:
     """Build the drafter of a method; ValueError for one that does not draft with a student."""
     place, gamma = (student, rows, capacity), drafting.gamma
-    pruned = {
-        "depth": drafting.depth,
-        "out_degree": drafting.out_degree,
-        "theta_prob": drafting.theta_prob,
-        "theta_sib": drafting.theta_sib,
-        "drop_siblings": drafting.sibling_pruning == "drop",
-        "nodes": drafting.max_nodes,
-    }
     match name:
         case "ssd":
             return SSD(*place, gamma, drafting.theta_prob)
         case "tsd":
-            return TSD(*place, **pruned)
+            return TSD(*place, **pruned(drafting))
         case "gsd":
-            return GSD(*place, drafting.tau, drafting.max_copies, **pruned)
+            return GSD(*place, drafting.tau, drafting.max_copies, **pruned(drafting))
         case "rsd_c" | "specinfer":
             return Branching(*place, drafting.branching)
         case "rsd_s":
@@ -36,3 +28,15 @@ def make_strategy(
         case "spectr":
             return Branching(*place, (drafting.chains, *[1] * (gamma - 1)))
     raise ValueError(f"{name} does not draft with a student; {', '.join(STUDENT_METHODS)} do")
+
+
+def pruned(drafting: DraftingSection) -> dict:
+    """What a recipe says of the trees that are pruned, as TSD and GSD take it."""
+    return {
+        "depth": drafting.depth,
+        "out_degree": drafting.out_degree,
+        "theta_prob": drafting.theta_prob,
+        "theta_sib": drafting.theta_sib,
+        "drop_siblings": drafting.sibling_pruning == "drop",
+        "nodes": drafting.max_nodes,
+    }
