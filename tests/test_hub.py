@@ -16,6 +16,7 @@ from specdraft.recipes.errors import HubError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.train.card import PICTURE
 from specdraft.train.curve import curve
+from specdraft.train.publish import contents
 
 # Three small runs are made once for all tests: keep them in one worker.
 pytestmark = pytest.mark.xdist_group("hub")
@@ -265,3 +266,13 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
     log.write_text('{"kind": "train", "step": 1, "loss": 2.0}\n')
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert curve(log) is None
+
+
+def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):
+    tree = tmp_path / "mine.yaml"
+    tree.write_text("paths: [[0], [1], [0, 0]]\n")
+    recipe = load_recipe(runs / "head" / "recipe.yaml", [f"eval.tree={tree}", "hub.repo_id=you/t"])
+    files = contents(recipe, "head")
+    assert files["tree.yaml"] == tree
+    assert 'falcon("you/t", tree="tree.yaml")' in files["README.md"].decode()
+    assert str(tmp_path) not in files["README.md"].decode() + files["recipe.yaml"].decode()

@@ -9,8 +9,10 @@ import yaml
 
 from specdraft.models.hub import is_hub_id
 from specdraft.recipes.schema import BUNDLED, Recipe
+from specdraft.recipes.static_trees import known_trees
 
 PICTURE = "training_curve.png"
+TREE = "tree.yaml"  # a tree of the user's own, beside the head
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def usage(recipe: Recipe, kind: str) -> str:
     """Return the lines of Python that decode with the drafter."""
     target, one = recipe.target, KINDS[kind]
     revision = f', revision="{recipe.hub.revision}"' if recipe.hub.revision else ""
-    call = f'{one.maker}("{recipe.hub.repo_id}"{one.arguments.format(tree=recipe.eval.tree)}'
+    call = f'{one.maker}("{recipe.hub.repo_id}"{one.arguments.format(tree=tree_name(recipe))}'
     bundled = target.model == BUNDLED
     source = "bundled_target_dir()" if bundled else repr(target.model).replace("'", '"')
     pin = f', revision="{target.revision}"' if target.revision else ""
@@ -117,6 +119,11 @@ def usage(recipe: Recipe, kind: str) -> str:
             "",
         ]
     )
+
+
+def tree_name(recipe: Recipe) -> str:
+    """Return a bundled tree's name, or TREE for one that goes along with the head."""
+    return recipe.eval.tree if recipe.eval.tree in known_trees() else TREE
 
 
 def results(report: dict | None) -> str:

@@ -21,7 +21,7 @@ def curve(log: Path) -> bytes | None:
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*losses, strict=True), color="tab:blue")
-    axes.set(xlabel="optimiser step", yscale="log")
+    axes.set_xlabel("optimiser step")
     axes.set_ylabel("training loss", color="tab:blue")
     if measured:
         other = axes.twinx()

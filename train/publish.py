@@ -11,7 +11,7 @@ import yaml
 from specdraft.models.hub import push
 from specdraft.recipes.errors import HeadError, HubError
 from specdraft.recipes.schema import Recipe
-from specdraft.train.card import KINDS, PICTURE, model_card
+from specdraft.train.card import KINDS, PICTURE, TREE, model_card, tree_name
 from specdraft.train.curve import curve
 
 
@@ -43,6 +43,8 @@ def contents(recipe: Recipe, kind: str) -> dict[str, Path | bytes]:
     files: dict[str, Path | bytes] = {
         path.name: path for path in sorted(folder.iterdir()) if path.is_file()
     }
+    if kind == "head" and tree_name(recipe) == TREE:
+        files[TREE] = Path(recipe.eval.tree)
     report, picture = run / "report.json", curve(run / "log.jsonl")
     if picture:
         files[PICTURE] = picture
@@ -61,6 +63,7 @@ def contents(recipe: Recipe, kind: str) -> dict[str, Path | bytes]:
 def portable(recipe: Recipe) -> dict:
     """Return a recipe without the places of one machine."""
     sections = recipe.to_dict()
+    sections["eval"]["tree"] = tree_name(recipe)
     del sections["output"], sections["hub"], sections["data"]["cache_dir"]
     return sections
 
