@@ -5,6 +5,7 @@ Each function returns one line per problem, in a user's words: the keys, the val
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any
@@ -169,6 +170,13 @@ def of_eval(evaluation: schema.EvalSection) -> list[str]:
     except InvalidRecipeError as error:
         problems.extend(f"eval.tree = {evaluation.tree!r}: {line}" for line in error.problems)
     return problems
+
+
+def of_hub(hub: schema.HubSection) -> list[str]:
+    """A repository has an owner and a name."""
+    if hub.repo_id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", hub.repo_id):
+        return [f"hub.repo_id = {hub.repo_id!r}: must be owner/name, e.g. you/falcon-tiny"]
+    return []
 
 
 def of_recipe(

@@ -20,6 +20,7 @@ from specdraft.recipes.fields import (
     Section,
 )
 
+BUNDLED = "tiny"  # the target that comes with the package
 Dtype = Literal["float32", "bfloat16"]
 Method = Literal[
     "plain",
@@ -53,7 +54,7 @@ Measured = Literal[(*METHODS, "padded", *(f"{name}:{way}" for name in OURS for w
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSection(Section):
-    model: str = "tiny"  # "tiny" (bundled), a directory, or a Hub id
+    model: str = BUNDLED  # "tiny" (bundled), a directory, or a Hub id
     revision: str | None = None  # Hub branch, tag or commit
     dtype: Dtype = "float32"  # of the frozen weights and of decoding
     trust_remote_code: bool = False
@@ -274,7 +275,11 @@ class OutputSection(Section):
 class HubSection(Section):
     repo_id: str | None = None  # owner/name to push the drafter to; null: do not push
     private: bool = True  # a push is never public by accident
-    revision: str | None = None
+    revision: str | None = None  # branch to push to, made if needed; null: main
+    license: str | None = None  # of the weights, for the model card, e.g. apache-2.0
+
+    def combinations(self) -> list[str]:
+        return combinations.of_hub(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,14 @@ from specdraft.eval.answers import build_caches
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.eval.trained import Trained
 from specdraft.models.falcon import FalconHead
+from specdraft.models.hub import check_login
 from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import entry
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import run
 from specdraft.train.csgd import CoupledGlancing
 from specdraft.train.loop import fit
+from specdraft.train.publish import publish
 from specdraft.train.shapes import TargetShape, head_config
 
 
@@ -36,6 +38,7 @@ def main() -> None:
 
 def train(recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Target]) -> None:
     """Run every stage of a recipe; all ranks call this."""
+    check_login(recipe.hub)
     target = load_target()
     _, cache = build_caches(recipe, target, accelerator)
     prompts = load_prompts(recipe, target.tokenizer)
@@ -82,9 +85,7 @@ def report(recipe: Recipe, target: Target, head: FalconHead, prompts: list[Promp
     outcome = evaluate(recipe, target, Trained(head), prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))
     print_report(outcome)
-    hub = recipe.hub
-    if hub.repo_id:
-        head.push_to_hub(hub.repo_id, private=hub.private, branch=hub.revision)
+    publish(recipe, "head")
 
 
 if __name__ == "__main__":
