@@ -12,10 +12,12 @@ from typing import Protocol, get_args
 import torch
 
 from specdraft.eval.decoder import Completion, Decoder, Drafter, Request, Step, Timing
+from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
+from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
 from specdraft.eval.static import StaticTree
 from specdraft.eval.trained import HOW, Trained, needs
@@ -33,8 +35,12 @@ class Outcome:
     completions: list[Completion]
     seconds: float
     timing: Timing
-    drafter_forwards: int = 0
+    drafter_passes: tuple[int, ...] = ()  # forwards of each of the drafter's models
     drafter_seconds: float = 0.0
+
+    @property
+    def drafter_forwards(self) -> int:
+        return sum(self.drafter_passes)
 
 
 class DecodingMethod(Protocol):
@@ -54,16 +60,23 @@ class Engine:
         if isinstance(decoder, PaddedDecoder):
             decoder.packed.begin(len(requests))
         decoder.timing = Timing()
-        before = (drafter.forwards, drafter.seconds) if drafter else (0, 0.0)
+        before = _spent(drafter)
         began = time.perf_counter()
         completions = sorted(decoder.run(requests), key=lambda done: done.index)
         seconds = time.perf_counter() - began
         for done in completions:
             if done.error:
                 raise done.error
-        after = (drafter.forwards, drafter.seconds) if drafter else (0, 0.0)
-        spent = (b - a for a, b in zip(before, after, strict=True))
-        return Outcome(completions, seconds, decoder.timing, *spent)
+        *passes, spent = (b - a for a, b in zip(before, _spent(drafter), strict=True))
+        return Outcome(completions, seconds, decoder.timing, tuple(passes), spent)
+
+
+def _spent(drafter: Drafter | None) -> tuple[float, ...]:
+    """Passes of each model of a drafter so far, and the seconds that they took together."""
+    if drafter is None:
+        return (0.0,)
+    passes = drafter.passes if isinstance(drafter, CascadeDrafter) else [drafter.forwards]
+    return (*passes, drafter.seconds)
 
 
 class Generate:
@@ -173,10 +186,19 @@ def make_drafter(
     settings, rows = recipe.eval, recipe.eval.batch_size
     if name == "prompt_lookup":
         return PromptLookup(settings.lookup_match, settings.lookup_copy, rows, target.device)
-    if getattr(trained, needs(name)) is None:
-        raise RecipeError(f"method {name} needs {HOW[needs(name)]}")
+    for need in needs(name):
+        if not getattr(trained, need):
+            raise RecipeError(f"method {name} needs {HOW[need]}")
     if name == "maxgram":
         return make_maxgram(recipe.maxgram, trained.table, rows, target.device)
+    if name == "cascade":
+        bottom = make_maxgram(recipe.maxgram, trained.table, rows, target.device)
+        k, leniency = recipe.cascade.k, recipe.cascade.leniency
+        return CascadeDrafter(trained.cascade, bottom, k, leniency, rows, capacity)
+    if name == "falcon_maxgram":
+        inner = make_drafter("falcon_tree", recipe, target, trained, capacity)
+        bottom = make_maxgram(recipe.maxgram, trained.table, rows, target.device)
+        return MaxGramTail(inner, bottom, recipe.maxgram.n, recipe.maxgram.branches)
     if name == "ssd":
         gamma, theta = settings.ssd_gamma, settings.ssd_theta
         return SSD(trained.student, rows, capacity, gamma, theta)

@@ -58,7 +58,10 @@ def from_dict(tree: dict[str, Any]) -> Recipe:
     together = (built.get(section) for section in ("data", "eval", "maxgram"))
     problems += combinations.of_recipe(name, *together)
     problems += combinations.of_distillation(
-        *(built.get(section) for section in ("data", "eval", "train", "student", "distill"))
+        *(
+            built.get(section)
+            for section in ("data", "eval", "train", "student", "distill", "cascade")
+        )
     )
     if problems:
         raise InvalidRecipeError(problems)

@@ -35,7 +35,7 @@ def tiny():
 
 def test_figures_are_those_counted_by_hand():
     outcome = Outcome(
-        [Completion(0, list(range(8)), STEPS)], 2.0, Timing(verify=0.9, forwards=4), 9, 0.3
+        [Completion(0, list(range(8)), STEPS)], 2.0, Timing(verify=0.9, forwards=4), (9,), 0.3
     )
     figures = counts([outcome], Costs(by_parameters=0.25, measured=0.5))
     assert figures["tokens_per_step"] == 8 / 4
@@ -93,7 +93,7 @@ def report(tiny):
     ones = torch.ones(tiny.vocab_size, dtype=torch.long)
     table = MaxGramTable.of_counts(MaxGramConfig(tiny.vocab_size), ones, ones, ones)
     student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
-    trained = Trained(FalconHead(config), table, student)
+    trained = Trained(FalconHead(config), table, student, (student,))
     return evaluate(recipe, tiny, trained, prompts, METHODS, progress=False)
 
 
