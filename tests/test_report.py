@@ -46,6 +46,8 @@ def test_figures_are_those_counted_by_hand():
     assert figures["matchness"] == 4 / 12
     assert figures["swi_params"] == 8 / (4 + 9 * 0.25)
     assert figures["swi_measured"] == 8 / (4 + 9 * 0.5)
+    # Drafts cost 9 forwards over 3 steps that drafted; conditional acceptance by depth is below.
+    assert figures["ewif_params"] == (1 + 2 / 3 + 1 / 3 + 1 / 3 + 0) / (1 + 3 * 0.25)
     assert figures["mbsu"] == 2.0 / (1 + 0.25 * 9 / 4)
     clock = times([outcome], tokens=8)
     assert clock["tokens_per_second"] == 4.0
