@@ -28,7 +28,8 @@ def check_drafters(
     loaded: dict[str, Trained] = {}
     findings: dict[str, list[Finding]] = {}
     for method in recipe.eval.methods:
-        if (need := needs(method)) is None:
+        need = " and ".join(needs(method))
+        if not need:
             loaded[method] = Trained()
             continue
         one = replace(recipe, eval=replace(recipe.eval, methods=(method,)))
@@ -95,7 +96,7 @@ def check_methods(
             if method == REFERENCE:
                 continue
             if method not in loaded:
-                yield skipped(line, f"its {needs(method)} could not be loaded")
+                yield skipped(line, f"its {' and '.join(needs(method))} could not be loaded")
                 continue
             try:
                 ours = _answers(recipe, target, loaded[method], prompts, method)

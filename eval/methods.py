@@ -11,10 +11,12 @@ from typing import get_args
 import torch
 
 from specdraft.eval.decoder import GUMBEL, Decoder, Drafter, Request, Timing
+from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.drafters.strategies import make_strategy
+from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.hf_generate import Generate
 from specdraft.eval.outcome import DecodingMethod, Outcome
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
@@ -23,7 +25,7 @@ from specdraft.eval.trained import HOW, Trained, needs
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.schema import EvalSection, MaxgramSection, Measured, Recipe
+from specdraft.recipes.schema import STUDENT_METHODS, EvalSection, MaxgramSection, Measured, Recipe
 from specdraft.recipes.static_trees import load_tree_paths
 
 RULES_OF_PAPERS = {
@@ -54,16 +56,23 @@ class Engine:
         if isinstance(decoder, PaddedDecoder):
             decoder.packed.begin(len(requests))
         decoder.timing = Timing()
-        before = (drafter.forwards, drafter.seconds) if drafter else (0, 0.0)
+        before = _spent(drafter)
         began = time.perf_counter()
         completions = sorted(decoder.run(requests), key=lambda done: done.index)
         seconds = time.perf_counter() - began
         for done in completions:
             if done.error:
                 raise done.error
-        after = (drafter.forwards, drafter.seconds) if drafter else (0, 0.0)
-        spent = (b - a for a, b in zip(before, after, strict=True))
-        return Outcome(completions, seconds, decoder.timing, *spent)
+        *passes, spent = (b - a for a, b in zip(before, _spent(drafter), strict=True))
+        return Outcome(completions, seconds, decoder.timing, tuple(passes), spent)
+
+
+def _spent(drafter: Drafter | None) -> tuple[float, ...]:
+    """Passes of each model of a drafter so far, and the seconds that they took together."""
+    if drafter is None:
+        return (0.0,)
+    passes = drafter.passes if isinstance(drafter, CascadeDrafter) else [drafter.forwards]
+    return (*passes, drafter.seconds)
 
 
 def make_method(
@@ -83,8 +92,9 @@ def make_method(
         return Generate(target)
     if base == "hf_prompt_lookup":
         return Generate(target, lookup_tokens=recipe.eval.hf_lookup_copy)
-    if (needed := needs(base)) and getattr(trained, needed) is None:
-        raise RecipeError(f"method {base} needs {HOW[needed]}")
+    for need in needs(base):
+        if not getattr(trained, need):
+            raise RecipeError(f"method {base} needs {HOW[need]}")
     if base == "hf_assisted":
         return Generate(target, trained.student, recipe.drafting.gamma)
     drafter = make_drafter(base, recipe, target, trained, capacity)
@@ -108,7 +118,15 @@ def make_drafter(
         return PromptLookup(settings.lookup_match, settings.lookup_copy, rows, target.device)
     if name == "maxgram":
         return make_maxgram(recipe.maxgram, trained.table, rows, target.device)
-    if needs(name) == "student":
+    if name == "cascade":
+        bottom = make_maxgram(recipe.maxgram, trained.table, rows, target.device)
+        k, leniency = recipe.cascade.k, recipe.cascade.leniency
+        return CascadeDrafter(trained.cascade, bottom, k, leniency, rows, capacity)
+    if name == "falcon_maxgram":
+        inner = make_drafter("falcon_tree", recipe, target, trained, capacity)
+        bottom = make_maxgram(recipe.maxgram, trained.table, rows, target.device)
+        return MaxGramTail(inner, bottom, recipe.maxgram.n, recipe.maxgram.branches)
+    if name in STUDENT_METHODS:
         return make_strategy(name, recipe.drafting, trained.student, rows, capacity)
     k = trained.head.config.block_size
     chain = StaticTree.chain(settings.chain_depth, k)

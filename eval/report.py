@@ -146,8 +146,7 @@ def summarise(
         plain_ms = times(outcomes[REFERENCE], 1)["verify_ms_per_step"]
     rows = []
     for name, parts in outcomes.items():
-        model = trained.model(name)
-        share = _parameters(model) / _parameters(target.model) if model else 0.0
+        share = _parameter_share(parts, trained.models(name), target)
         costs = Costs(share, _measured_cost(parts, plain_ms))
         row = {
             "method": name,
@@ -198,6 +197,18 @@ def _measured_cost(parts: Sequence[Outcome], plain_ms: float | None) -> float | 
         return None
     draft_ms = 1e3 * sum(part.drafter_seconds for part in parts)
     return draft_ms / forwards / plain_ms if forwards else 0.0
+
+
+def _parameter_share(
+    parts: Sequence[Outcome], models: Sequence[torch.nn.Module], target: Target
+) -> float:
+    """Parameters of a drafter's forward over the target's; of several models, by their forwards."""
+    forwards = sum(part.drafter_forwards for part in parts)
+    if not models or not forwards:
+        return 0.0
+    passes = (sum(counts) for counts in zip(*(part.drafter_passes for part in parts), strict=True))
+    read = sum(n * _parameters(model) for n, model in zip(passes, models, strict=True))
+    return read / forwards / _parameters(target.model)
 
 
 def _parameters(model: torch.nn.Module) -> int:

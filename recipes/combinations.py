@@ -179,6 +179,33 @@ def of_hub(hub: schema.HubSection) -> list[str]:
     return []
 
 
+def of_cascade(cascade: schema.CascadeSection) -> list[str]:
+    """A square, upper triangular K of the right size, with a student that has something to do."""
+    k, students = [list(row) for row in cascade.k], cascade.size
+    told = f"cascade.k = {k}"
+    if not students:
+        return ["cascade.students = []: name at least one student, or null for the recipe's own"]
+    if len(k) != students + 1 or any(len(row) != len(k) for row in k):
+        size = f"{students + 1} x {students + 1}"
+        return [
+            f"{told}: must be {size}: rows of the target and of {students} student(s), columns of "
+            "the students and of Max-Gram; see cascade.students"
+        ]
+    below = [(i, j) for i in range(len(k)) for j in range(i) if k[i][j]]
+    if below:
+        i, j = below[0]
+        return [
+            f"{told}: must be upper triangular, but row {i}, column {j} is {k[i][j]}: a drafter "
+            "reviews only what smaller ones propose; set it to 0"
+        ]
+    if not any(k[0][:-1]):
+        return [
+            f"{told}: no student drafts: row 0 must be above 0 before its last column (method "
+            "maxgram is Max-Gram alone)"
+        ]
+    return []
+
+
 def of_recipe(
     name: Any,
     data: schema.DataSection | None,
@@ -231,6 +258,7 @@ def of_distillation(
     train: schema.TrainSection | None,
     student: schema.StudentSection | None,
     distill: schema.DistillSection | None,
+    cascade: schema.CascadeSection | None,
 ) -> list[str]:
     """What a recipe with a student may have, and one without it may not."""
     if student is None:
@@ -246,7 +274,9 @@ def of_distillation(
         problems.extend(
             f"eval.methods: {method} drafts with a student; set one of student.model, "
             "student.keep_layers and student.layers"
-            for method in evaluation.student_methods
+            for method in evaluation.methods
+            if method in evaluation.student_methods
+            or (method.partition(":")[0] == "cascade" and cascade and cascade.students is None)
         )
     if data and distill and distill.on_policy and data.format == "text" and not data.prompt_tokens:
         problems.append(

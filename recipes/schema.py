@@ -38,6 +38,8 @@ Method = Literal[
     "specinfer",
     "spectr",
     "hf_assisted",
+    "cascade",
+    "falcon_maxgram",
 ]
 METHODS: tuple[str, ...] = get_args(Method)
 # Draft with a student.
@@ -261,9 +263,29 @@ class MaxgramSection(Section):
     n: Count = 10  # tokens drafted: copied, then by bigrams
     min_match: Annotated[int, Interval(1, 16)] = 1  # shortest suffix copied from
     continuation: Literal["first", "recent", "frequent"] = "first"  # occurrence that is copied
-    branches: Count = 1  # continuations drafted side by side, as a tree
+    # Continuations drafted side by side, as a tree; falcon_maxgram: deepest paths that go on.
+    branches: Count = 1
     corpus: Literal["tokens", "stream"] = "tokens"  # counted: the token cache, or texts as read
     pairs: Literal["answers", "all"] = "answers"  # bigrams that end in an answer, or every one
+    table: str | None = None  # folder to draft with; null: output.dir/table
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeSection(Section):
+    """Drafters from the largest to the smallest: students, then Max-Gram. Row i of `k` belongs to
+    reviewer i (0: the target): how many tokens each drafter contributes to what it reviews."""
+
+    k: tuple[tuple[Natural, ...], ...] = ((4, 2), (0, 10))  # upper triangular
+    leniency: Annotated[float, Interval(1)] = 1.0  # l, of reviews among students
+    students: tuple[str, ...] | None = None  # folders or Hub ids; null: the recipe's own student
+
+    @property
+    def size(self) -> int:
+        """How many students the cascade has."""
+        return 1 if self.students is None else len(self.students)
+
+    def combinations(self) -> list[str]:
+        return combinations.of_cascade(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,13 +321,14 @@ class Recipe:
     train: TrainSection
     eval: EvalSection = field(default_factory=EvalSection)
     maxgram: MaxgramSection = field(default_factory=MaxgramSection)
+    cascade: CascadeSection = field(default_factory=CascadeSection)
     output: OutputSection = field(default_factory=OutputSection)
     hub: HubSection = field(default_factory=HubSection)
 
     def __post_init__(self) -> None:
         problems = combinations.of_recipe(self.name, self.data, self.eval, self.maxgram)
         problems += combinations.of_distillation(
-            self.data, self.eval, self.train, self.student, self.distill
+            self.data, self.eval, self.train, self.student, self.distill, self.cascade
         )
         if problems:
             raise InvalidRecipeError(problems)
@@ -314,8 +337,11 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as plain dicts, lists and scalars, ready for YAML and JSON."""
-        sections = dataclasses.asdict(self)
-        for section in sections.values():
-            if isinstance(section, dict):
-                section.update({k: list(v) for k, v in section.items() if isinstance(v, tuple)})
-        return sections
+        return _plain(dataclasses.asdict(self))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with lists for tuples, at any depth."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value

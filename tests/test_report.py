@@ -36,7 +36,7 @@ def tiny():
 
 def test_figures_are_those_counted_by_hand():
     outcome = Outcome(
-        [Completion(0, list(range(8)), STEPS)], 2.0, Timing(verify=0.9, forwards=4), 9, 0.3
+        [Completion(0, list(range(8)), STEPS)], 2.0, Timing(verify=0.9, forwards=4), (9,), 0.3
     )
     figures = counts([outcome], Costs(by_parameters=0.25, measured=0.5))
     assert figures["tokens_per_step"] == 8 / 4
@@ -48,6 +48,8 @@ def test_figures_are_those_counted_by_hand():
     assert figures["graph_success"] == 1 / 4
     assert figures["swi_params"] == 8 / (4 + 9 * 0.25)
     assert figures["swi_measured"] == 8 / (4 + 9 * 0.5)
+    # Drafts cost 9 forwards over 3 steps that drafted; conditional acceptance by depth is below.
+    assert figures["ewif_params"] == (1 + 2 / 3 + 1 / 3 + 1 / 3 + 0) / (1 + 3 * 0.25)
     assert figures["mbsu"] == 2.0 / (1 + 0.25 * 9 / 4)
     clock = times([outcome], tokens=8)
     assert clock["tokens_per_second"] == 4.0
@@ -95,7 +97,7 @@ def report(tiny):
     ones = torch.ones(tiny.vocab_size, dtype=torch.long)
     table = MaxGramTable.of_counts(MaxGramConfig(tiny.vocab_size), ones, ones, ones)
     student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
-    trained = Trained(FalconHead(config), table, student)
+    trained = Trained(FalconHead(config), table, student, (student,))
     return evaluate(recipe, tiny, trained, prompts, METHODS, progress=False)
 
 

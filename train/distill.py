@@ -54,10 +54,10 @@ def check(recipe: Recipe) -> None:
         raise RecipeError(
             f"hub.repo_id = {recipe.hub.repo_id}: student.training=none makes nothing to push"
         )
-    others = [name for name in recipe.eval.methods if needs(name) not in (None, "student")]
+    others = [name for name in recipe.eval.methods if set(needs(name)) - {"student"}]
     if others:
         raise RecipeError(
-            f"eval.methods: {others[0]} needs {HOW[needs(others[0])]}; train/distill.py has a "
+            f"eval.methods: {others[0]} needs {HOW[needs(others[0])[0]]}; train/distill.py has a "
             "student only"
         )
 
