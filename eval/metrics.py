@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdraft.eval.decoder import Step
-from specdraft.eval.methods import Outcome
+from specdraft.eval.outcome import Outcome
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
         "matchness": sum(step.accepted for step in steps) / drafted_depth
         if drafted_depth
         else None,
+        "graph_success": sum(step.copied > 0 for step in steps) / len(steps),
         "drafted_per_step": sum(step.drafted for step in steps) / len(steps),
         "drafter_forwards_per_step": per_step,
         "swi_params": swi(costs.by_parameters),

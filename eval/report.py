@@ -22,8 +22,9 @@ from tqdm import tqdm
 from specdraft.data.prompts import Prompt
 from specdraft.eval.decoder import GUMBEL, Request
 from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import Outcome, make_method
+from specdraft.eval.methods import make_method, rule_of
 from specdraft.eval.metrics import Costs, counts, padding, times
+from specdraft.eval.outcome import Outcome
 from specdraft.eval.show import print_sample, sample
 from specdraft.eval.trained import Trained, needs
 from specdraft.models.target import Target
@@ -115,7 +116,6 @@ def make_requests(settings: EvalSection, prompts: Sequence[Prompt]) -> list[Requ
             settings.top_k,
             settings.top_p,
             settings.seed + number,
-            settings.acceptance,
             eos_ids=frozenset() if settings.spread > 1 else None,
         )
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
@@ -155,7 +155,7 @@ def summarise(
             "batch_size": recipe.eval.batch_size,
             "temperature": recipe.eval.temperature,
             "max_new_tokens": recipe.eval.max_new_tokens,
-            "acceptance": recipe.eval.acceptance if recipe.eval.temperature else "greedy",
+            "acceptance": rule_of(name, recipe.eval) if recipe.eval.temperature else "greedy",
             "spread": recipe.eval.spread,
             "dtype": recipe.target.dtype,
             **_identity(recipe, target, prompts, outcomes, name),
@@ -172,7 +172,7 @@ def summarise(
 
 def _identity(recipe, target, prompts: Sequence[Prompt], outcomes: Outcomes, name: str) -> dict:
     """Count outputs equal to plain decoding's; list every other one with its near-tie or fault."""
-    in_law_only = recipe.eval.temperature > 0 and recipe.eval.acceptance != GUMBEL
+    in_law_only = recipe.eval.temperature > 0 and rule_of(name, recipe.eval) != GUMBEL
     if REFERENCE not in outcomes or in_law_only:
         return {"identical": None, "near_ties": None, "differences": []}
     plain, ours = _tokens(outcomes[REFERENCE]), _tokens(outcomes[name])

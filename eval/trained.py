@@ -10,9 +10,14 @@ from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.maxgram import MaxGramTable, load_table
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
-from specdraft.recipes.schema import Recipe
+from specdraft.recipes.schema import STUDENT_METHODS, Recipe
 
-NEEDS = {"falcon_chain": "head", "falcon_tree": "head", "maxgram": "table", "ssd": "student"}
+NEEDS = {
+    "falcon_chain": "head",
+    "falcon_tree": "head",
+    "maxgram": "table",
+    **dict.fromkeys(STUDENT_METHODS, "student"),
+}
 HOW = {
     "head": "a trained head; train one first",
     "table": "a Max-Gram table; count one first",

@@ -6,6 +6,8 @@ Each function returns one line per problem, in a user's words: the keys, the val
 from __future__ import annotations
 
 import re
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from specdraft.recipes.fields import InvalidRecipeError
@@ -13,6 +15,8 @@ from specdraft.recipes.static_trees import load_tree_paths
 
 if TYPE_CHECKING:
     from specdraft.recipes import schema
+
+LARGEST_TREE = 4096  # nodes drafted by branching factors
 
 
 def of_data(data: schema.DataSection) -> list[str]:
@@ -115,6 +119,20 @@ def of_distill(distill: schema.DistillSection) -> list[str]:
     return problems
 
 
+def of_drafting(drafting: schema.DraftingSection) -> list[str]:
+    """A tree that is one, and of a size that a target can read."""
+    branching = list(drafting.branching)
+    if not branching:
+        return ["drafting.branching = []: give the children by depth, e.g. [2, 2, 1]"]
+    nodes = sum(accumulate(branching, mul))
+    if nodes > LARGEST_TREE:
+        return [
+            f"drafting.branching = {branching}: makes {nodes} nodes, at most {LARGEST_TREE}; "
+            "lower some factors or leave out the last"
+        ]
+    return []
+
+
 def of_optim(optim: schema.OptimSection) -> list[str]:
     """A beta of 1 would never forget the first gradient."""
     if max(optim.betas) == 1:
@@ -141,7 +159,7 @@ def of_train(train: schema.TrainSection) -> list[str]:
 def of_eval(evaluation: schema.EvalSection) -> list[str]:
     """Methods there are, and a tree that exists and is one."""
     problems = [] if evaluation.methods else ["eval.methods = []: name at least one"]
-    foreign = [name for name in evaluation.methods if name in ("generate", "hf_prompt_lookup")]
+    foreign = [name for name in evaluation.methods if name.startswith(("generate", "hf_"))]
     if evaluation.spread > 1 and foreign:
         problems.append(
             f"eval.spread = {evaluation.spread:g}: {foreign[0]} cannot give each row its own "
@@ -228,8 +246,7 @@ def of_distillation(
         problems.extend(
             f"eval.methods: {method} drafts with a student; set one of student.model, "
             "student.keep_layers and student.layers"
-            for method in evaluation.methods
-            if method.partition(":")[0] == "ssd"
+            for method in evaluation.student_methods
         )
     if data and distill and distill.on_policy and data.format == "text" and not data.prompt_tokens:
         problems.append(

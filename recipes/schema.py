@@ -31,15 +31,24 @@ Method = Literal[
     "falcon_tree",
     "maxgram",
     "ssd",
+    "tsd",
+    "gsd",
+    "rsd_c",
+    "rsd_s",
+    "specinfer",
+    "spectr",
+    "hf_assisted",
 ]
 METHODS: tuple[str, ...] = get_args(Method)
+# Draft with a student.
+STUDENT_METHODS = ("ssd", "tsd", "gsd", "rsd_c", "rsd_s", "specinfer", "spectr", "hf_assisted")
 # What a recipe measures unless it says more: every method that a Falcon head suffices for.
 HEAD_METHODS = METHODS[:6]
 Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"]
 # METHOD:WAY decodes a method in another way: padded as vanilla multi-sample decoding does (both,
 # or one of its two pads), or with a queue instead of batches that end together.
 WAYS = ("padded", "pad_kv", "pad_inputs", "dynamic")
-OURS = tuple(name for name in METHODS if name not in ("generate", "hf_prompt_lookup"))
+OURS = tuple(name for name in METHODS if not name.startswith(("generate", "hf_")))
 Measured = Literal[(*METHODS, "padded", *(f"{name}:{way}" for name in OURS for way in WAYS))]
 
 
@@ -160,6 +169,27 @@ class DistillSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftingSection(Section):
+    """How a student drafts. Every key names the methods that read it."""
+
+    gamma: Count = 5  # ssd, rsd_s, spectr: tokens of a path
+    depth: Count = 10  # tsd, gsd: levels
+    out_degree: Count = 4  # tsd, gsd: children of a node
+    theta_prob: Fraction = 0.2  # ssd, tsd, gsd: a less probable token ends its path; 0: none does
+    theta_sib: Fraction = 0.3  # tsd, gsd: so does one less probable than this share of its best
+    sibling_pruning: Literal["leaf", "drop"] = "leaf"  # sibling; drop: it is not even added
+    max_nodes: Count = 256  # tsd, gsd: nodes of a draft, copies not counted
+    tau: Natural = 2  # gsd: tokens after which paths that agree share what follows
+    max_copies: Natural = 100  # gsd: nodes copied before verification
+    branching: tuple[Count, ...] = (2, 2, 2, 1, 1)  # rsd_c, specinfer: children by depth
+    beam_width: Count = 4  # rsd_s: nodes of a level
+    chains: Count = 4  # spectr
+
+    def combinations(self) -> list[str]:
+        return combinations.of_drafting(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimSection(Section):
     lr: Positive = 3.0e-5  # peak learning rate; 3.0e-3 suits heads of width 128 to 200
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -205,7 +235,8 @@ class EvalSection(Section):
     temperature: NonNegative = 0.0  # 0: greedy
     top_k: Natural = 0  # 0: off
     top_p: Annotated[float, Interval(0, 1, above=True)] = 1.0
-    acceptance: Acceptance = "gumbel"  # rule when sampling: eval/accept.py
+    # Rule when sampling: eval/accept.py. rsd_c, rsd_s, specinfer and spectr have their own.
+    acceptance: Acceptance = "gumbel"
     batch_size: Count = 1  # rows decoded at once
     repeats: Count = 1  # times each batch is decoded; the median by wall-clock stands
     # Lengths range over max_new_tokens / spread .. max_new_tokens, and no end token cuts them.
@@ -214,9 +245,12 @@ class EvalSection(Section):
     lookup_match: Count = 2  # prompt lookup: longest suffix looked for
     lookup_copy: Count = 7  # prompt lookup: tokens proposed
     hf_lookup_copy: Count = 3  # the same of transformers' prompt lookup
-    ssd_gamma: Count = 5  # ssd: tokens drafted by the student
-    ssd_theta: Fraction = 0.0  # ssd, greedy: a token less probable than this ends the draft
     prompt_tokens: Count | None = None  # holdout of format text: null: as data.prompt_tokens
+
+    @property
+    def student_methods(self) -> tuple[str, ...]:
+        """The methods, padded or not, that draft with a student."""
+        return tuple(name for name in self.methods if name.partition(":")[0] in STUDENT_METHODS)
 
     def combinations(self) -> list[str]:
         return combinations.of_eval(self)
@@ -260,6 +294,7 @@ class Recipe:
     loss: LossSection = field(default_factory=LossSection)
     student: StudentSection = field(default_factory=StudentSection)
     distill: DistillSection = field(default_factory=DistillSection)
+    drafting: DraftingSection = field(default_factory=DraftingSection)
     optim: OptimSection = field(default_factory=OptimSection)
     train: TrainSection
     eval: EvalSection = field(default_factory=EvalSection)

@@ -12,8 +12,9 @@ from specdraft.data.prompts import load_prompts
 from specdraft.eval.decoder import Completion, Step, Timing
 from specdraft.eval.grow import best_paths, probability
 from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import Outcome, make_method
+from specdraft.eval.methods import make_method
 from specdraft.eval.metrics import Costs, acceptance_by_depth, counts, times
+from specdraft.eval.outcome import Outcome
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.eval.show import ACCEPTED, pieces
 from specdraft.eval.trained import Trained
@@ -25,7 +26,7 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import METHODS, StudentSection
 
-STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
+STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3, 2), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,7 @@ def test_figures_are_those_counted_by_hand():
     assert figures["drafted_per_step"] == 30 / 4
     assert figures["drafter_forwards_per_step"] == 9 / 4
     assert figures["matchness"] == 4 / 12
+    assert figures["graph_success"] == 1 / 4
     assert figures["swi_params"] == 8 / (4 + 9 * 0.25)
     assert figures["swi_measured"] == 8 / (4 + 9 * 0.5)
     assert figures["mbsu"] == 2.0 / (1 + 0.25 * 9 / 4)
@@ -128,6 +130,27 @@ def test_an_unknown_method_is_answered_with_the_known_ones(tiny):
         make_method("falcon_tree", recipe, tiny, Trained(), 64)
     with pytest.raises(RecipeError, match="needs a Max-Gram table"):
         make_method("maxgram", recipe, tiny, Trained(), 64)
+
+
+def test_a_method_that_samples_is_accepted_by_the_rule_of_its_paper(tiny):
+    methods = ["plain", "ssd", "gsd:dynamic", "rsd_c", "rsd_s", "specinfer:padded", "spectr"]
+    options = ["eval.limit=2", "eval.max_new_tokens=12", "eval.temperature=1.0", "train.threads=1"]
+    recipe = load_recipe("recipes/tiny_distill.yaml", [*options, "drafting.gamma=3"])
+    student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
+    prompts = load_prompts(recipe, tiny.tokenizer)
+    trained = Trained(student=student)
+    done = evaluate(recipe, tiny, trained, prompts, methods, progress=False)
+    rows = {row["method"]: row for row in done["runs"]}
+    rules = {name: row["acceptance"] for name, row in rows.items()}
+    assert rules == {
+        "plain": "gumbel", "ssd": "gumbel", "gsd:dynamic": "gumbel", "rsd_c": "recursive",
+        "rsd_s": "recursive", "specinfer:padded": "multistep", "spectr": "kseq",
+    }  # fmt: skip
+    for row in rows.values():
+        exact = row["acceptance"] == "gumbel"
+        assert row["identical"] is None or row["identical"] + row["near_ties"] == 2
+        assert exact == (row["identical"] is not None)
+    assert all(row["drafted_per_step"] > 1 for row in rows.values() if row["method"] != "plain")
 
 
 def test_batches_of_rows_change_no_output(tiny, report):

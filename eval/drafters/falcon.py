@@ -105,12 +105,13 @@ class FalconDrafter:
             len(rows), len(self.tree.topology), dtype=torch.long, device=self.target.device
         )
         laws: list[list[Tensor]] = [[] for _ in rows]
-        predicted, state = self._read(rows)  # [R, 1, K, H], [L, R, H] each
+        predicted, state = self._timed(self._read, rows)  # [R, 1, K, H], [L, R, H] each
         self._fill(nodes, laws, rows, self.passes[0], predicted, depth=0)
         scratch = 0
         for number, plan in enumerate(self.passes[1:], start=1):
             depth = number * self.k
-            predicted, state = self._extend(rows, plan, nodes, predicted, state, depth, scratch)
+            inputs = (rows, plan, nodes, predicted, state, depth, scratch)
+            predicted, state = self._timed(self._extend, *inputs)
             scratch += len(plan.blocks)
             self._fill(nodes, laws, rows, plan, predicted, depth)
         self.forwards += len(self.passes) * len(rows)
@@ -275,20 +276,20 @@ class FalconDrafter:
 
     def _fuse(self, inputs: Tensor, state: State | None):
         if self.head.config.fusion == "linear":
-            return self._timed(self.head.fuse, inputs), None
-        after = self._timed(self.head.fuse, inputs, state)
+            return self.head.fuse(inputs), None
+        after = self.head.fuse(inputs, state)
         return after[0][-1], after
 
     def _decode(self, fused: Tensor, positions: Tensor, segments: list[Segment]) -> Tensor:
         plan = Plan(self.pool, segments)
-        return self._timed(
-            self.head.decode,
+        return self.head.decode(
             fused,
             tuple(table.index_select(2, positions) for table in self._rope),
             lambda layer, query, key, value: plan.attend(layer, query, key, value, None),
         )
 
     def _timed(self, part, *inputs):
+        """A part of a pass of the head, from committed or drafted tokens to logits."""
         began = time.perf_counter()
         output = part(*inputs)
         self.seconds += time.perf_counter() - began

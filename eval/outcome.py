@@ -1,0 +1,24 @@
+"""What one way of decoding made of one batch of requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specdraft.eval.decoder import Completion, Request, Timing
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One batch of requests decoded by one method. `timing` has no tokens where it is not ours."""
+
+    completions: list[Completion]
+    seconds: float
+    timing: Timing
+    drafter_forwards: int = 0
+    drafter_seconds: float = 0.0
+
+
+class DecodingMethod(Protocol):
+    """Decodes a batch of requests."""
+
+    def __call__(self, requests: Sequence[Request]) -> Outcome: ...

@@ -1,0 +1,57 @@
+"""Rows attend alike however they are grouped: alone, in runs of equal length, padded in a call."""
+
+import pytest
+import torch
+from random_models import random_head, random_target
+from test_decoder import PATHS, decode, plain_tokens, prompts
+
+from specdraft.eval import packed
+from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.static import StaticTree
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["gqa", "mha"])
+def target(request):
+    return random_target(kv_heads=request.param)
+
+
+def test_ragged_rows_in_one_call_change_no_output(target, monkeypatch):
+    """On CUDA all short segments attend in one call, padded inside it: the same code on a CPU."""
+    sizes, neighbours = [], packed._neighbours
+
+    def as_on_cuda(placed, device):
+        groups = neighbours(placed, torch.device("cuda"))
+        sizes.extend(len({segment.count for _, segment in group}) for group in groups)
+        return groups
+
+    monkeypatch.setattr(packed, "_neighbours", as_on_cuda)
+    requests = [Request(prompt, 5 + 4 * n) for n, prompt in enumerate(prompts())]
+    expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
+    for drafter in (
+        None,
+        PromptLookup(1, 5, 4),
+        FalconDrafter(random_head(target, 2), target, StaticTree(PATHS, 2), 4, 128),
+    ):
+        assert decode(Decoder(target, drafter, 4, 128, prefill=9), requests) == expected
+    assert max(sizes) > 1  # groups were ragged
+
+
+def test_a_long_prompt_attends_alone_beside_short_rows(target):
+    long = (prompts()[5] * 4)[:90]
+    requests = [Request(long, 6), *(Request(prompt, 9) for prompt in prompts(3))]
+    expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
+    assert len(long) > packed.LONG
+    for prefill in (1000, 80):
+        decoder = Decoder(target, PromptLookup(1, 5, 4), 4, 128, prefill)
+        assert decode(decoder, requests) == expected
+        assert decode(decoder, requests[::-1]) == expected[::-1]
+
+
+def test_masks_that_are_kept_are_bounded(target):
+    decoder = Decoder(target, None, 1, 64)
+    for _ in range(3 * packed.KEPT_BIASES):
+        decoder.packed.pool.lengths[0] = 7
+        decoder.packed.segment(0, packed.Topology([-1, 0, 0]))
+    assert len(decoder.packed._biases) == packed.KEPT_BIASES
