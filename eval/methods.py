@@ -14,6 +14,7 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
+from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.hf_generate import Generate
 from specdraft.eval.outcome import DecodingMethod, Outcome
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
@@ -93,9 +94,18 @@ def make_drafter(
     if name == "ssd":
         gamma, theta = settings.ssd_gamma, settings.ssd_theta
         return SSD(trained.student, rows, capacity, gamma, theta)
+    if name == "medusa_tree":
+        paths = load_tree_paths(settings.tree)
+        tree = StaticTree(paths, max(map(len, paths)))
+        return MedusaDrafter(trained.medusa, target, tree, rows)
     k = trained.head.config.block_size
+    if name.startswith("eagle") and not trained.head.config.is_eagle:
+        raise RecipeError(
+            f"method {name} needs an EAGLE-1 head (k = 1, linear); this one has k = {k}, "
+            f"{trained.head.config.fusion}: measure falcon_tree, or train one: train/eagle.py"
+        )
     chain = StaticTree.chain(settings.chain_depth, k)
-    tree = chain if name == "falcon_chain" else StaticTree(load_tree_paths(settings.tree), k)
+    tree = chain if name.endswith("_chain") else StaticTree(load_tree_paths(settings.tree), k)
     return FalconDrafter(trained.head, target, tree, rows, capacity)
 
 

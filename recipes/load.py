@@ -60,6 +60,7 @@ def from_dict(tree: dict[str, Any]) -> Recipe:
     problems += combinations.of_distillation(
         *(built.get(section) for section in ("data", "eval", "train", "student", "distill"))
     )
+    problems += combinations.of_medusa(*(built.get(name) for name in ("eval", "student", "medusa")))
     if problems:
         raise InvalidRecipeError(problems)
     return Recipe(name=name, **built)
