@@ -22,14 +22,19 @@ from specdraft.train.shapes import TargetShape, medusa_config
 @entry
 def main() -> None:
     """Parse, load the recipe, and go through the stages."""
-    kind = Kind(
+    kind = medusa_heads()
+    run(__doc__, partial(train_head, kind), partial(check, kind))
+
+
+def medusa_heads() -> Kind:
+    """The kind of Medusa heads."""
+    return Kind(
         field="medusa",
         method="medusa_tree",
         make=new_heads,
         objective=lambda recipe, ends, heads: TokensAhead(recipe, ends),
         load=partial(MedusaHeads.from_pretrained, strict=True),
     )
-    run(__doc__, partial(train_head, kind), partial(check, kind))
 
 
 def check(kind: Kind, recipe: Recipe) -> None:

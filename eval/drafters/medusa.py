@@ -70,7 +70,7 @@ class MedusaDrafter:
         able = [row for row in rows if self.memory[row].feature is not None]
         trees = {}
         if able:
-            scores = self._scores(able)
+            scores = self.scores(torch.stack([self.memory[row].feature for row in able]))
             self.forwards += len(able)
             trees = {
                 row: self._tree(self.memory[row], part)
@@ -81,10 +81,9 @@ class MedusaDrafter:
 
     # -- drafting --------------------------------------------------------------------------------
 
-    def _scores(self, rows: list[int]) -> Tensor:
-        """Logits of every depth after the last token of each row: [R, D, V]."""
+    def scores(self, features: Tensor) -> Tensor:
+        """Logits of every depth behind features [R, H]: [R, D, V]."""
         began = time.perf_counter()
-        features = torch.stack([self.memory[row].feature for row in rows])
         hidden = self.heads.hidden(features.float(), self.depth).to(self.target.dtype)  # [D, R, H]
         own = self.lm_heads is not None
         scores = hidden @ self.lm_heads.mT if own else self.target.logits(hidden)
