@@ -17,6 +17,7 @@ from test_loop import assert_close, log_lines
 
 from specdraft.eval.decoder import Decoder, Request
 from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.grow import WIDTH, medusa_rank_shares
 from specdraft.eval.methods import make_method
 from specdraft.eval.static import StaticTree
 from specdraft.eval.trained import Trained
@@ -26,6 +27,7 @@ from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.train.ahead import TokensAhead
 from specdraft.train.loop import fit
 from specdraft.train.medusa import check, medusa_heads
+from specdraft.train.plan import lines, make_plan
 from specdraft.train.ranks import make_accelerator
 
 ROOT = Path(__file__).parents[1]
@@ -287,6 +289,31 @@ def test_a_right_head_is_accepted(target):
     done = next(Decoder(target, drafter, 1, 64).run([Request(prompt, 8)]))
     assert done.tokens == answer
     assert [step.accepted for step in done.steps[1:4]] == [1, 1, 1]
+
+
+def test_a_tree_is_grown_from_how_often_each_rank_of_each_head_is_right(target):
+    heads, texts = random_heads(target, 3), [(4, prompts(4)[3]), (2, prompts(3)[2])]
+    found, seen = torch.zeros(3, WIDTH), 0
+    for start, ids in texts:
+        features = target.features(torch.tensor([ids]))[0].clone()
+        for i in range(start - 1, len(ids) - 4):  # where every head has an answer
+            seen += 1
+            for h in (1, 2, 3):
+                order = naive_logits(heads, target, features[i], h).argsort(descending=True)
+                rank = order.tolist().index(ids[i + 1 + h])
+                if rank < WIDTH:
+                    found[h - 1, rank] += 1
+    assert seen > 10
+    torch.testing.assert_close(medusa_rank_shares(heads, target, texts, 3), found / seen)
+
+
+@pytest.mark.parametrize("lm_heads", ["own", "shared"])
+def test_the_plan_counts_the_heads_that_are_made(lm_heads):
+    recipe = load_recipe(RECIPE, [f"medusa.lm_heads={lm_heads}"])
+    plan = make_plan(recipe)
+    made = 4 * (128 * 128 + 128) + (4 * 2048 * 128 if lm_heads == "own" else 0)
+    assert plan.drafter_parameters == made
+    assert f"4 Medusa heads, {lm_heads} lm_heads" in dict(lines(plan, recipe, 1, 1e12))["head"]
 
 
 # -- files and bad input ---------------------------------------------------------------------------

@@ -4,12 +4,14 @@ import pytest
 import torch
 from random_models import VOCAB, random_head, random_target
 from test_decoder import PATHS, prompts
+from test_medusa import random_heads
 
 from specdraft.eval.accept import RULES
 from specdraft.eval.decoder import Decoder, Request
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.static import StaticTree
 
 WARP = {"temperature": 4.0, "top_k": 12, "top_p": 0.95}
@@ -38,7 +40,7 @@ def exact_law(target, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", ["falcon", "ssd"])
+@pytest.mark.parametrize("kind", ["falcon", "ssd", "medusa"])
 def test_outputs_follow_the_targets_law(target, kind, rule):
     """Chi-square over the 400 likeliest continuations of three tokens, at the 0.1% level."""
     prompt, count, rows = prompts(2)[1], 2000, 32
@@ -46,6 +48,10 @@ def test_outputs_follow_the_targets_law(target, kind, rule):
     drafter = drafter_for(rule, target, rows)
     if kind == "ssd":
         drafter = SSD(random_target(seed=3, sharpness=4.0), rows, 64, gamma=2)
+    if kind == "medusa":  # nodes of one depth share their draw
+        heads, paths = random_heads(target), CHAIN.paths if rule == "block" else PATHS
+        tree = StaticTree(paths, max(map(len, paths)))
+        drafter = MedusaDrafter(heads, target, tree, rows)
     decoder = Decoder(target, drafter, rows, 64)
     done = list(decoder.run(requests))
     accepted = sum(step.accepted for c in done for step in c.steps)
