@@ -60,6 +60,23 @@ def validation_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> li
     return spread([p for p in every if p.id not in measured], recipe.eval.validation)
 
 
+def tuning_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Prompt]:
+    """Return `count` prompts to tune a drafter on: neither measured ones nor validation prompts.
+
+    Raises: DataError where those two are all that there are.
+    """
+    every = _all_prompts(recipe, tokenizer)
+    taken = spread(every, recipe.eval.limit) + validation_prompts(recipe, tokenizer)
+    used = {prompt.id for prompt in taken}
+    left = [prompt for prompt in every if prompt.id not in used]
+    if not left:
+        raise DataError(
+            f"eval.limit = {recipe.eval.limit}: no prompt of {recipe.eval.prompts} is left to tune "
+            f"on ({len(every)} there are, {recipe.eval.validation} validate); lower it"
+        )
+    return spread(left, count)
+
+
 def _all_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     name, renderer = recipe.eval.prompts, Renderer(tokenizer, recipe.data)
     holdout = name == HOLDOUT

@@ -30,24 +30,69 @@ from transformers.generation.streamers import BaseStreamer
 
 from specdraft.eval.decoder import Decoder, Drafter
 from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.maxgram import MaxGramDrafter
+from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.generate_call import GenerateCall, read_call
+from specdraft.eval.methods import make_maxgram
 from specdraft.eval.static import StaticTree
 from specdraft.models.falcon import FalconHead, load_head
+from specdraft.models.maxgram import MaxGramTable, load_table
+from specdraft.models.medusa import MedusaHeads, load_medusa
+from specdraft.models.student import load_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
+from specdraft.recipes.schema import MaxgramSection
 from specdraft.recipes.static_trees import load_tree_paths
 
 MakeDrafter = Callable[[Target, int, int], Drafter | None]  # of a target, rows and capacity
 
 
-def falcon(head: FalconHead | str | Path, tree: str) -> MakeDrafter:
-    """Draft with a Falcon head (or its folder) and a tree: a bundled one's name, or a file."""
+def falcon(head: FalconHead | str | Path, tree: str, revision: str | None = None) -> MakeDrafter:
+    """Draft with a Falcon head (or its folder or Hub id) and a tree: a bundled one's name, or a
+    file."""
 
     def make(target: Target, rows: int, capacity: int) -> FalconDrafter:
-        loaded = head if isinstance(head, FalconHead) else load_head(Path(head), target.identity())
+        loaded = head
+        if not isinstance(head, FalconHead):
+            loaded = load_head(head, target.identity(), revision)
         plan = StaticTree(load_tree_paths(tree), loaded.config.block_size)
         return FalconDrafter(loaded, target, plan, rows, capacity)
+
+    return make
+
+
+def medusa(heads: MedusaHeads | str | Path, tree: str, revision: str | None = None) -> MakeDrafter:
+    """Draft with Medusa heads (or their folder or Hub id) and a tree, as `falcon` does."""
+
+    def make(target: Target, rows: int, capacity: int) -> MedusaDrafter:
+        loaded = heads
+        if not isinstance(heads, MedusaHeads):
+            loaded = load_medusa(heads, target.identity(), revision)
+        paths = load_tree_paths(tree)
+        return MedusaDrafter(loaded, target, StaticTree(paths, max(map(len, paths))), rows)
+
+    return make
+
+
+def ssd(student: str | Path, revision: str | None = None, gamma: int = 5) -> MakeDrafter:
+    """Draft `gamma` tokens at a time with a small causal LM, from its folder or by its Hub id."""
+    return lambda target, rows, capacity: SSD(
+        load_student(student, revision, target, target.dtype), rows, capacity, gamma
+    )
+
+
+def maxgram(
+    table: MaxGramTable | str | Path, revision: str | None = None, n: int = 10
+) -> MakeDrafter:
+    """Draft `n` tokens by copying, then by a Max-Gram table (or its folder or Hub id)."""
+
+    def make(target: Target, rows: int, capacity: int) -> MaxGramDrafter:
+        loaded = table
+        if not isinstance(table, MaxGramTable):
+            loaded = load_table(table, target.name, target.vocab_size, revision=revision)
+        return make_maxgram(MaxgramSection(n=n), loaded, rows, target.device)
 
     return make
 

@@ -55,6 +55,7 @@ class Step:
     drafted: int  # nodes of the verified tree, the root not counted
     depth: int  # depth of the deepest drafted node
     accepted: int  # depth of the accepted path, before a stop cut it
+    copied: int = 0  # nodes of this path that were copied from elsewhere in the draft (GSD)
 
 
 @dataclass
@@ -350,7 +351,7 @@ class Decoder:
             features = features[upload(kept, features.device)]
         self._tell(slot, row.unread[1:] + fresh, features)
         row.unread = [bonus]
-        return self._commit(row, fresh, part.tree, len(path) - 1)
+        return self._commit(row, fresh, part.tree, path)
 
     def _accept(self, row: Row, tree: Tree, verdict: Verdict) -> tuple[list[int], int]:
         """The accepted nodes, the root first, and the bonus token."""
@@ -379,7 +380,7 @@ class Decoder:
         if self.rows[slot].drafts:
             self._guard([slot], self.drafter.observe, slot, tokens, features)
 
-    def _commit(self, row: Row, fresh: list[int], tree: Tree, accepted: int) -> Update:
+    def _commit(self, row: Row, fresh: list[int], tree: Tree, path: list[int]) -> Update:
         """Append the fresh tokens, as far as they stand: an end or the limit may cut them."""
         request, known = row.request, len(row.tokens)
         ends = (n for n, token in enumerate(fresh, start=1) if token in row.eos_ids)
@@ -391,7 +392,8 @@ class Decoder:
         cut, reason = min((cut for cut in cuts if cut[0] is not None), key=lambda cut: cut[0])
         fresh = fresh[:cut]
         depths = tree.topology.depths
-        step = Step(len(fresh), len(depths) - 1, max(depths), accepted)
+        copied = sum(node >= len(depths) - tree.copies for node in path)
+        step = Step(len(fresh), len(depths) - 1, max(depths), len(path) - 1, copied)
         row.tokens += fresh
         row.steps.append(step)
         done = len(fresh) == cut

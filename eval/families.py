@@ -142,21 +142,29 @@ def check_positions(target: Target, capacity: int) -> None:
     A learned table ends; frequencies that change with the longest row ("dynamic", "longrope")
     would make a row's output depend on its neighbours. Other rotary positions have no end.
     """
-    config = target.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None)
-    limit = getattr(config, "max_position_embeddings", None)
-    kind = "positions it has learned"
-    if rope:
-        if rope.get("rope_type") not in ("dynamic", "longrope"):
-            return
-        limit = rope.get("original_max_position_embeddings") or limit
-        kind = f"positions before its {rope['rope_type']} rotary frequencies change"
+    limit = position_limit(target)
     if limit is not None and capacity > limit:
+        rope = getattr(target.config.get_text_config(), "rope_parameters", None)
+        kind = "positions it has learned"
+        if rope:
+            kind = f"positions before its {rope['rope_type']} rotary frequencies change"
         raise _refusal(
             target,
             f"a capacity of {capacity} tokens (prompt, new tokens and drafts) exceeds the {limit} "
             f"{kind}; shorten the prompt or max_new_tokens, or pass a smaller capacity",
         )
+
+
+def position_limit(target: Target) -> int | None:
+    """How many positions a target can be run at; None for rotary positions that have no end."""
+    config = target.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    if not rope:
+        return limit
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return None
+    return rope.get("original_max_position_embeddings") or limit
 
 
 def check_forward(target: Target, packed: Callable[[Tensor], Tensor], capacity: int) -> None:

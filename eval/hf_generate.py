@@ -86,7 +86,7 @@ class Generate:
         for index, completion in enumerate(completions):
             completion.index = index
         timing = Timing(verify=target.seconds, forwards=target.forwards)
-        return Outcome(completions, seconds, timing, assistant.forwards, assistant.seconds)
+        return Outcome(completions, seconds, timing, (assistant.forwards,), assistant.seconds)
 
     def _generate(self, batch: list[Request]) -> list[list[int]]:
         """New tokens of every row, as `generate` pads them."""

@@ -5,16 +5,19 @@ Ours run in the one decoder, transformers' own in `model.generate` (eval/hf_gene
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 import torch
 
-from specdraft.eval.decoder import Decoder, Drafter, Request, Timing
+from specdraft.eval.decoder import GUMBEL, Decoder, Drafter, Request, Timing
+from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.strategies import make_strategy
+from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.hf_generate import Generate
 from specdraft.eval.outcome import DecodingMethod, Outcome
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
@@ -23,31 +26,54 @@ from specdraft.eval.trained import HOW, Trained, needs
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.schema import MaxgramSection, Measured, Recipe
+from specdraft.recipes.schema import STUDENT_METHODS, EvalSection, MaxgramSection, Measured, Recipe
 from specdraft.recipes.static_trees import load_tree_paths
+
+RULES_OF_PAPERS = {
+    "rsd_c": "recursive",
+    "rsd_s": "recursive",
+    "specinfer": "multistep",
+    "spectr": "kseq",
+}
+
+
+def rule_of(method: str, settings: EvalSection) -> str:
+    """The acceptance rule of a method when sampling: that of its paper, or the recipe's."""
+    return RULES_OF_PAPERS.get(method.partition(":")[0], settings.acceptance)
 
 
 class Engine:
-    """Our decoder, with or without a drafter, or the vanilla padded form of it."""
+    """Our decoder, with or without a drafter, or the vanilla padded form of it.
 
-    def __init__(self, decoder: Decoder):
-        self.decoder = decoder
+    `rule` is how requests that sample are accepted, whatever they say themselves.
+    """
+
+    def __init__(self, decoder: Decoder, rule: str = GUMBEL):
+        self.decoder, self.rule = decoder, rule
 
     def __call__(self, requests: Sequence[Request]) -> Outcome:
+        requests = [replace(request, rule=self.rule) for request in requests]
         decoder, drafter = self.decoder, self.decoder.drafter
         if isinstance(decoder, PaddedDecoder):
             decoder.packed.begin(len(requests))
         decoder.timing = Timing()
-        before = (drafter.forwards, drafter.seconds) if drafter else (0, 0.0)
+        before = _spent(drafter)
         began = time.perf_counter()
         completions = sorted(decoder.run(requests), key=lambda done: done.index)
         seconds = time.perf_counter() - began
         for done in completions:
             if done.error:
                 raise done.error
-        after = (drafter.forwards, drafter.seconds) if drafter else (0, 0.0)
-        spent = (b - a for a, b in zip(before, after, strict=True))
-        return Outcome(completions, seconds, decoder.timing, *spent)
+        *passes, spent = (b - a for a, b in zip(before, _spent(drafter), strict=True))
+        return Outcome(completions, seconds, decoder.timing, tuple(passes), spent)
+
+
+def _spent(drafter: Drafter | None) -> tuple[float, ...]:
+    """Passes of each model of a drafter so far, and the seconds that they took together."""
+    if drafter is None:
+        return (0.0,)
+    passes = drafter.passes if isinstance(drafter, CascadeDrafter) else [drafter.forwards]
+    return (*passes, drafter.seconds)
 
 
 def make_method(
@@ -67,17 +93,19 @@ def make_method(
         return Generate(target)
     if base == "hf_prompt_lookup":
         return Generate(target, lookup_tokens=recipe.eval.hf_lookup_copy)
-    if (needed := needs(base)) and getattr(trained, needed) is None:
-        raise RecipeError(f"method {base} needs {HOW[needed]}")
+    for need in needs(base):
+        if not getattr(trained, need):
+            raise RecipeError(f"method {base} needs {HOW[need]}")
     if base == "hf_assisted":
-        return Generate(target, trained.student, recipe.eval.ssd_gamma)
+        return Generate(target, trained.student, recipe.drafting.gamma)
     drafter = make_drafter(base, recipe, target, trained, capacity)
+    rule = rule_of(base, recipe.eval)
     room = capacity + (drafter.max_nodes if drafter else 0)
     if way not in PADDINGS:
-        return Engine(Decoder(target, drafter, rows, room))
+        return Engine(Decoder(target, drafter, rows, room), rule)
     # Aligned caches grow by what the luckiest row accepts: at worst by the sum over rows.
     room += (rows - 1) * recipe.eval.max_new_tokens
-    return Engine(PaddedDecoder(target, drafter, rows, room, *PADDINGS[way]))
+    return Engine(PaddedDecoder(target, drafter, rows, room, *PADDINGS[way]), rule)
 
 
 def make_drafter(
@@ -91,9 +119,16 @@ def make_drafter(
         return PromptLookup(settings.lookup_match, settings.lookup_copy, rows, target.device)
     if name == "maxgram":
         return make_maxgram(recipe.maxgram, trained.table, rows, target.device)
-    if name == "ssd":
-        gamma, theta = settings.ssd_gamma, settings.ssd_theta
-        return SSD(trained.student, rows, capacity, gamma, theta)
+    if name == "cascade":
+        bottom = make_maxgram(recipe.maxgram, trained.table, rows, target.device)
+        k, leniency = recipe.cascade.k, recipe.cascade.leniency
+        return CascadeDrafter(trained.cascade, bottom, k, leniency, rows, capacity)
+    if name == "falcon_maxgram":
+        inner = make_drafter("falcon_tree", recipe, target, trained, capacity)
+        bottom = make_maxgram(recipe.maxgram, trained.table, rows, target.device)
+        return MaxGramTail(inner, bottom, recipe.maxgram.n, recipe.maxgram.branches)
+    if name in STUDENT_METHODS:
+        return make_strategy(name, recipe.drafting, trained.student, rows, capacity)
     if name == "medusa_tree":
         paths = load_tree_paths(settings.tree)
         tree = StaticTree(paths, max(map(len, paths)))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdraft.eval.decoder import Step
+from specdraft.eval.ewif import ewif
 from specdraft.eval.outcome import Outcome
 
 
@@ -32,6 +33,12 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
     def swi(cost: float | None) -> float | None:
         return None if cost is None else tokens / (len(steps) + drafter_forwards * cost)
 
+    rates = acceptance_by_depth(steps)
+    drafts = sum(step.depth > 0 for step in steps)
+
+    def expected(cost: float | None) -> float | None:
+        return None if cost is None or not rates else ewif(rates, drafter_forwards / drafts * cost)
+
     drafted_depth = sum(step.depth for step in steps)
     return {
         "outputs": len(completions),
@@ -40,14 +47,18 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
         "tokens_per_step": ratio,
         "accepted_per_step": ratio - 1,
         "acceptance_rate": (ratio - 1) / ratio,
-        "acceptance_by_depth": acceptance_by_depth(steps),
+        "acceptance_by_depth": rates,
         "matchness": sum(step.accepted for step in steps) / drafted_depth
         if drafted_depth
         else None,
+        "graph_success": sum(step.copied > 0 for step in steps) / len(steps),
         "drafted_per_step": sum(step.drafted for step in steps) / len(steps),
         "drafter_forwards_per_step": per_step,
         "swi_params": swi(costs.by_parameters),
         "swi_measured": swi(costs.measured),
+        # What whole drafts would gain (Theorem 4.1); SWI counts prompts, short drafts, ends, too.
+        "ewif_params": expected(costs.by_parameters),
+        "ewif_measured": expected(costs.measured),
         "mbsu": ratio / (1 + costs.by_parameters * per_step),
     }
 

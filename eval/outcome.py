@@ -14,8 +14,12 @@ class Outcome:
     completions: list[Completion]
     seconds: float
     timing: Timing
-    drafter_forwards: int = 0
+    drafter_passes: tuple[int, ...] = ()  # forwards of each of the drafter's models
     drafter_seconds: float = 0.0
+
+    @property
+    def drafter_forwards(self) -> int:
+        return sum(self.drafter_passes)
 
 
 class DecodingMethod(Protocol):

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from specdraft.data.prompts import Prompt
 from specdraft.eval.decoder import GUMBEL, Request
 from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import make_method
+from specdraft.eval.methods import make_method, rule_of
 from specdraft.eval.metrics import Costs, counts, padding, times
 from specdraft.eval.outcome import Outcome
 from specdraft.eval.show import print_sample, sample
@@ -116,7 +116,6 @@ def make_requests(settings: EvalSection, prompts: Sequence[Prompt]) -> list[Requ
             settings.top_k,
             settings.top_p,
             settings.seed + number,
-            settings.acceptance,
             eos_ids=frozenset() if settings.spread > 1 else None,
         )
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
@@ -147,8 +146,7 @@ def summarise(
         plain_ms = times(outcomes[REFERENCE], 1)["verify_ms_per_step"]
     rows = []
     for name, parts in outcomes.items():
-        model = trained.model(name)
-        share = _parameters(model) / _parameters(target.model) if model else 0.0
+        share = _parameter_share(parts, trained.models(name), target)
         costs = Costs(share, _measured_cost(parts, plain_ms))
         row = {
             "method": name,
@@ -156,7 +154,7 @@ def summarise(
             "batch_size": recipe.eval.batch_size,
             "temperature": recipe.eval.temperature,
             "max_new_tokens": recipe.eval.max_new_tokens,
-            "acceptance": recipe.eval.acceptance if recipe.eval.temperature else "greedy",
+            "acceptance": rule_of(name, recipe.eval) if recipe.eval.temperature else "greedy",
             "spread": recipe.eval.spread,
             "dtype": recipe.target.dtype,
             **_identity(recipe, target, prompts, outcomes, name),
@@ -173,7 +171,7 @@ def summarise(
 
 def _identity(recipe, target, prompts: Sequence[Prompt], outcomes: Outcomes, name: str) -> dict:
     """Count outputs equal to plain decoding's; list every other one with its near-tie or fault."""
-    in_law_only = recipe.eval.temperature > 0 and recipe.eval.acceptance != GUMBEL
+    in_law_only = recipe.eval.temperature > 0 and rule_of(name, recipe.eval) != GUMBEL
     if REFERENCE not in outcomes or in_law_only:
         return {"identical": None, "near_ties": None, "differences": []}
     plain, ours = _tokens(outcomes[REFERENCE]), _tokens(outcomes[name])
@@ -199,6 +197,18 @@ def _measured_cost(parts: Sequence[Outcome], plain_ms: float | None) -> float | 
         return None
     draft_ms = 1e3 * sum(part.drafter_seconds for part in parts)
     return draft_ms / forwards / plain_ms if forwards else 0.0
+
+
+def _parameter_share(
+    parts: Sequence[Outcome], models: Sequence[torch.nn.Module], target: Target
+) -> float:
+    """Parameters of a drafter's forward over the target's; of several models, by their forwards."""
+    forwards = sum(part.drafter_forwards for part in parts)
+    if not models or not forwards:
+        return 0.0
+    passes = (sum(counts) for counts in zip(*(part.drafter_passes for part in parts), strict=True))
+    read = sum(n * _parameters(model) for n, model in zip(passes, models, strict=True))
+    return read / forwards / _parameters(target.model)
 
 
 def _parameters(model: torch.nn.Module) -> int:

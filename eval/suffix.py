@@ -11,9 +11,11 @@ token of an occurrence.
     next(suffixes.continuations(2))  # [7, 5], what followed 5 6 the first time
 
 `continuations` goes on with the next shorter suffixes that occur elsewhere, too, the longest first.
+Tokens that are drafted and not committed can be put `ahead` of the sequence: suffixes then end with
+them, and occur in what is committed. Copying guesses from guesses would say nothing about the text.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 LONGEST = 16  # tokens of the suffixes that RecentSuffixes and FrequentSuffixes tell apart
@@ -28,9 +30,11 @@ class Suffixes(Protocol):
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
 
-    def continuations(self, count: int, shortest: int = 1) -> Iterator[list[int]]:
-        """Yield up to `count` known tokens that followed an earlier occurrence of the longest
-        suffix, then of shorter ones down to `shortest` tokens."""
+    def continuations(
+        self, count: int, shortest: int = 1, ahead: Sequence[int] = ()
+    ) -> Iterator[list[int]]:
+        """Yield up to `count` tokens that followed an earlier occurrence of the longest suffix of
+        the sequence and of what is `ahead` of it, then of shorter ones down to `shortest`."""
 
 
 class FirstSuffixes:
@@ -47,14 +51,34 @@ class FirstSuffixes:
         for token in tokens:
             self._add(token)
 
-    def continuations(self, count: int, shortest: int = 1) -> Iterator[list[int]]:
-        state = self.link[self.newest]
+    def continuations(
+        self, count: int, shortest: int = 1, ahead: Sequence[int] = ()
+    ) -> Iterator[list[int]]:
+        state, length = self.link[self.newest], len(self.tokens)
+        if ahead:
+            state, length = self._follow(self.newest, ahead)
         for _ in range(LOOKED):
-            if state <= 0 or self.length[state] < shortest:
+            if state <= 0 or min(length, self.length[state]) < shortest:
                 return
-            start = self.first[state] + 1
-            yield self.tokens[start : start + count]
+            yield self._copy(self.first[state] + 1, count, ahead)
             state = self.link[state]
+
+    def _copy(self, start: int, count: int, ahead: Sequence[int]) -> list[int]:
+        """`count` tokens from a place on, as far as they are known; the copy runs on `ahead`."""
+        copied = self.tokens[start : start + count]
+        return copied + list(ahead[: count - len(copied)])
+
+    def _follow(self, state: int, ahead: Sequence[int]) -> tuple[int, int]:
+        """The state and the length of the longest suffix that occurs in the sequence once `ahead`
+        is put behind the longest suffix of `state`."""
+        length = self.length[state]
+        for token in ahead:
+            while state and token not in self.follow[state]:
+                state = self.link[state]
+                length = self.length[state]
+            known = self.follow[state].get(token)
+            state, length = (0, 0) if known is None else (known, length + 1)
+        return state, length
 
     def _add(self, token: int) -> None:
         follow, link = self.follow, self.link
@@ -109,6 +133,12 @@ class _BoundedSuffixes(FirstSuffixes):
         super()._split(state, length)
         self.marks.append(self.marks[state])
 
+    def _end(self, ahead: Sequence[int], bound: int) -> tuple[int, int]:
+        """The state of the longest suffix of up to `bound` tokens, `ahead` included, that occurs in
+        the sequence, and the length of that suffix."""
+        state, length = self._follow(self.held, ahead)
+        return self._trim(state, bound), min(length, bound)
+
     def _trim(self, state: int, length: int) -> int:
         """Return the state, `state` or one down its links, of its suffixes of up to `length`."""
         link, lengths = self.link, self.length
@@ -132,13 +162,15 @@ class RecentSuffixes(_BoundedSuffixes):
             state = self.link[state]
         super()._add(token)
 
-    def continuations(self, count: int, shortest: int = 1) -> Iterator[list[int]]:
-        state, looked = self.held, 0
-        while state > 0 and looked < LOOKED and self.length[state] >= shortest:
+    def continuations(
+        self, count: int, shortest: int = 1, ahead: Sequence[int] = ()
+    ) -> Iterator[list[int]]:
+        (state, length), looked = self._end(ahead, self.bound), 0
+        while state > 0 and looked < LOOKED and min(length, self.length[state]) >= shortest:
             start = self.marks[state]
             if start:
                 looked += 1
-                yield self.tokens[start : start + count]
+                yield self._copy(start, count, ahead)
             state = self.link[state]
 
 
@@ -160,9 +192,11 @@ class FrequentSuffixes(_BoundedSuffixes):
             self.marks[state] += 1
             state = self.link[state]
 
-    def continuations(self, count: int, shortest: int = 1) -> Iterator[list[int]]:
-        state, looked = self._trim(self.held, self.longest), 0
-        while state > 0 and looked < LOOKED and self.length[state] >= shortest:
+    def continuations(
+        self, count: int, shortest: int = 1, ahead: Sequence[int] = ()
+    ) -> Iterator[list[int]]:
+        (state, length), looked = self._end(ahead, self.longest), 0
+        while state > 0 and looked < LOOKED and min(length, self.length[state]) >= shortest:
             if self.follow[state]:
                 looked += 1
                 yield self._walk(state, count)

@@ -9,60 +9,77 @@ from specdraft.data import fingerprint
 from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.maxgram import MaxGramTable, load_table
 from specdraft.models.medusa import MedusaHeads, load_medusa
-from specdraft.models.student import finished_student
+from specdraft.models.student import finished_student, load_student
 from specdraft.models.target import Target
-from specdraft.recipes.schema import Recipe
+from specdraft.recipes.schema import STUDENT_METHODS, Recipe
 
 NEEDS = {
-    "falcon_chain": "head",
-    "falcon_tree": "head",
-    "maxgram": "table",
-    "ssd": "student",
-    "hf_assisted": "student",
-    "eagle_chain": "head",
-    "eagle_tree": "head",
-    "medusa_tree": "medusa",
+    "falcon_chain": ("head",),
+    "falcon_tree": ("head",),
+    "maxgram": ("table",),
+    **dict.fromkeys(STUDENT_METHODS, ("student",)),
+    "cascade": ("cascade", "table"),
+    "falcon_maxgram": ("head", "table"),
+    "eagle_chain": ("head",),
+    "eagle_tree": ("head",),
+    "medusa_tree": ("medusa",),
 }
 HOW = {
     "head": "a trained head; train one first",
     "table": "a Max-Gram table; count one first",
     "student": "a student; give the recipe one and train it",
+    "cascade": "at least one student; train one, or name some in cascade.students",
     "medusa": "Medusa heads; train them first: train/medusa.py",
 }
 
 
-def needs(method: str) -> str | None:
-    """Which field of `Trained` a method, decoded in whatever way, drafts with."""
-    return NEEDS.get(method.partition(":")[0])
+def needs(method: str) -> tuple[str, ...]:
+    """Which fields of `Trained` a method, decoded in whatever way, drafts with."""
+    return NEEDS.get(method.partition(":")[0], ())
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What the methods of a run draft with; None where none asks for it."""
+    """What the methods of a run draft with; None or empty where none asks for it."""
 
     head: FalconHead | None = None
     table: MaxGramTable | None = None
     student: Target | None = None
+    cascade: tuple[Target, ...] = ()  # students, from the largest to the smallest
     medusa: MedusaHeads | None = None
 
-    def model(self, method: str) -> nn.Module | None:
-        """The network that a method drafts with; None for those that compute nothing."""
-        student = self.student.model if self.student else None
-        networks = {"head": self.head, "student": student, "medusa": self.medusa}
-        return networks.get(needs(method))
+    def models(self, method: str) -> list[nn.Module]:
+        """The networks that a method drafts with, in the order of its passes."""
+        needed = needs(method)
+        students = self.cascade if "cascade" in needed else ()
+        students += (self.student,) if "student" in needed else ()
+        heads = [getattr(self, name) for name in ("head", "medusa") if name in needed]
+        return [*heads, *(student.model for student in students)]
 
 
 def load_trained(recipe: Recipe, target: Target) -> Trained:
-    """Load from `output.dir` what the recipe's methods need. Raises HeadError, TargetError."""
-    out, needed = Path(recipe.output.dir), {needs(method) for method in recipe.eval.methods}
+    """Load from `output.dir`, or from where the recipe says, what its methods need.
+
+    Raises HeadError, TargetError.
+    """
+    out = Path(recipe.output.dir)
+    needed = {need for method in recipe.eval.methods for need in needs(method)}
+    own = recipe.cascade.students is None
     head = table = student = medusa = None
+    cascade: tuple[Target, ...] = ()
     if "head" in needed:
         head = load_head(out / "head", target.identity())
     if "table" in needed:
+        folder = Path(recipe.maxgram.table) if recipe.maxgram.table else out / "table"
         tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
-        table = load_table(out / "table", target.name, target.vocab_size, tokenizer)
-    if "student" in needed:
+        table = load_table(folder, target.name, target.vocab_size, tokenizer)
+    if "student" in needed or ("cascade" in needed and own):
         student = finished_student(recipe.student, out / "student", target)
     if "medusa" in needed:
         medusa = load_medusa(out / "medusa", target.identity())
-    return Trained(head, table, student, medusa)
+    if "cascade" in needed:
+        named = recipe.cascade.students or ()
+        key = "cascade.students"
+        loaded = tuple(load_student(name, None, target, key=key) for name in named)
+        cascade = (student,) if own else loaded
+    return Trained(head, table, student, cascade, medusa)

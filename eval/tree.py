@@ -102,9 +102,11 @@ class Tree:
 
     Tokens stay on the drafter's device; the decoder brings them to the host once per step,
     together with the target's choices. `draws` is None for deterministic candidates (top-k, lookup,
-    copies), which no probability belongs to.
+    copies), which no probability belongs to. The last `copies` nodes were copied from elsewhere in
+    the draft (unmerged graphs).
     """
 
     topology: Topology
     tokens: Tensor
     draws: Draws | None = None
+    copies: int = 0

@@ -28,6 +28,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from specdraft.models.hub import fetch
 from specdraft.models.lstm import LSTM, State
 from specdraft.models.target import check_trained_for
 from specdraft.recipes.errors import HeadError
@@ -217,9 +218,13 @@ class FalconHead(
         return after[0][-1], after
 
 
-def load_head(folder: Path, target_identity: dict) -> FalconHead:
-    """Load a trained head for a target; HeadError when there is none, or TargetError when it is
-    another target's."""
+def load_head(source: str | Path, target_identity: dict, revision: str | None = None) -> FalconHead:
+    """Load a trained head, from a folder or by its Hub id, for a target.
+
+    Raises HeadError when there is none, HubError when the Hub does not give it, and TargetError
+    when it is another target's.
+    """
+    folder = fetch(source, revision)
     if not (folder / "config.json").is_file():
         raise HeadError(
             f"no trained head at {folder}; train it with: "

@@ -14,6 +14,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from specdraft.models.hub import fetch
 from specdraft.recipes.errors import HeadError, TargetError
 
 VERSION = 1  # of the layout on disk
@@ -91,10 +92,18 @@ class MaxGramTable(
 
 
 def load_table(
-    folder: Path, name: str, vocab_size: int, tokenizer: str | None = None
+    source: str | Path,
+    name: str,
+    vocab_size: int,
+    tokenizer: str | None = None,
+    revision: str | None = None,
 ) -> MaxGramTable:
-    """Load the table of a target called `name`; HeadError when there is none or it is damaged,
-    TargetError when it is another tokenizer's."""
+    """Load the table of a target called `name`, from a folder or by its Hub id.
+
+    Raises HeadError when there is none or it is damaged, HubError when the Hub does not give it,
+    and TargetError when it is another tokenizer's.
+    """
+    folder = fetch(source, revision)
     for file in ("config.json", "model.safetensors"):
         if not (folder / file).is_file():
             raise HeadError(

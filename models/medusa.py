@@ -23,6 +23,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from specdraft.models.hub import fetch
 from specdraft.models.target import check_trained_for
 from specdraft.recipes.errors import HeadError
 
@@ -101,9 +102,15 @@ class MedusaHeads(
         return loss(self.hidden(features), self.lm_heads)
 
 
-def load_medusa(folder: Path, target_identity: dict) -> MedusaHeads:
-    """Load trained heads for a target; HeadError when there are none, or TargetError when they are
-    another target's."""
+def load_medusa(
+    source: str | Path, target_identity: dict, revision: str | None = None
+) -> MedusaHeads:
+    """Load trained heads, from a folder or by their Hub id, for a target.
+
+    Raises HeadError when there are none, HubError when the Hub does not give them, and TargetError
+    when they are another target's.
+    """
+    folder = fetch(source, revision)
     if not (folder / "config.json").is_file():
         raise HeadError(
             f"no trained Medusa heads at {folder}; train them with: "

@@ -176,10 +176,12 @@ def load_student(
     revision: str | None,
     target: Target,
     dtype: torch.dtype | None = None,
+    key: str = "student.model",
 ) -> Target:
     """Load a pretrained or finished student, in the dtype it was saved in unless told otherwise.
 
-    Raises TargetError when it cannot be loaded or does not share the target's tokens.
+    Raises TargetError, naming the recipe's `key`, when it cannot be loaded, or when it does not
+    share the target's tokens.
     """
     try:
         folder = resolve(str(name), revision)
@@ -187,7 +189,7 @@ def load_student(
         tokenizer = load_tokenizer(folder)
     except (TargetError, ValueError, OSError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0].removeprefix("target.model: ")
-        raise TargetError(f"student.model: cannot load {name}: {reason}") from error
+        raise TargetError(f"{key}: cannot load {name}: {reason}") from error
     student = Target(model.to(target.device), tokenizer, str(name))
     check_tokens(student, target)
     return student

@@ -27,10 +27,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from specdraft.recipes.errors import TargetError
-from specdraft.recipes.schema import TargetSection
+from specdraft.recipes.schema import BUNDLED, TargetSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BUNDLED = "tiny"
 _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_model*.bin"]
 # Where families write the size of what lm_head consumes; OPT-350m's differs from its hidden size.
 _FEATURE_SIZES = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")

@@ -5,6 +5,9 @@ Each function returns one line per problem, in a user's words: the keys, the val
 
 from __future__ import annotations
 
+import re
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from specdraft.recipes.fields import InvalidRecipeError
@@ -12,6 +15,8 @@ from specdraft.recipes.static_trees import load_tree_paths
 
 if TYPE_CHECKING:
     from specdraft.recipes import schema
+
+LARGEST_TREE = 4096  # nodes drafted by branching factors
 
 
 def of_data(data: schema.DataSection) -> list[str]:
@@ -114,6 +119,20 @@ def of_distill(distill: schema.DistillSection) -> list[str]:
     return problems
 
 
+def of_drafting(drafting: schema.DraftingSection) -> list[str]:
+    """A tree that is one, and of a size that a target can read."""
+    branching = list(drafting.branching)
+    if not branching:
+        return ["drafting.branching = []: give the children by depth, e.g. [2, 2, 1]"]
+    nodes = sum(accumulate(branching, mul))
+    if nodes > LARGEST_TREE:
+        return [
+            f"drafting.branching = {branching}: makes {nodes} nodes, at most {LARGEST_TREE}; "
+            "lower some factors or leave out the last"
+        ]
+    return []
+
+
 def of_optim(optim: schema.OptimSection) -> list[str]:
     """A beta of 1 would never forget the first gradient."""
     if max(optim.betas) == 1:
@@ -151,6 +170,40 @@ def of_eval(evaluation: schema.EvalSection) -> list[str]:
     except InvalidRecipeError as error:
         problems.extend(f"eval.tree = {evaluation.tree!r}: {line}" for line in error.problems)
     return problems
+
+
+def of_hub(hub: schema.HubSection) -> list[str]:
+    """A repository has an owner and a name."""
+    if hub.repo_id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", hub.repo_id):
+        return [f"hub.repo_id = {hub.repo_id!r}: must be owner/name, e.g. you/falcon-tiny"]
+    return []
+
+
+def of_cascade(cascade: schema.CascadeSection) -> list[str]:
+    """A square, upper triangular K of the right size, with a student that has something to do."""
+    k, students = [list(row) for row in cascade.k], cascade.size
+    told = f"cascade.k = {k}"
+    if not students:
+        return ["cascade.students = []: name at least one student, or null for the recipe's own"]
+    if len(k) != students + 1 or any(len(row) != len(k) for row in k):
+        size = f"{students + 1} x {students + 1}"
+        return [
+            f"{told}: must be {size}: rows of the target and of {students} student(s), columns of "
+            "the students and of Max-Gram; see cascade.students"
+        ]
+    below = [(i, j) for i in range(len(k)) for j in range(i) if k[i][j]]
+    if below:
+        i, j = below[0]
+        return [
+            f"{told}: must be upper triangular, but row {i}, column {j} is {k[i][j]}: a drafter "
+            "reviews only what smaller ones propose; set it to 0"
+        ]
+    if not any(k[0][:-1]):
+        return [
+            f"{told}: no student drafts: row 0 must be above 0 before its last column (method "
+            "maxgram is Max-Gram alone)"
+        ]
+    return []
 
 
 def of_recipe(
@@ -205,6 +258,7 @@ def of_distillation(
     train: schema.TrainSection | None,
     student: schema.StudentSection | None,
     distill: schema.DistillSection | None,
+    cascade: schema.CascadeSection | None,
 ) -> list[str]:
     """What a recipe with a student may have, and one without it may not."""
     if student is None:
@@ -221,7 +275,8 @@ def of_distillation(
             f"eval.methods: {method} drafts with a student; set one of student.model, "
             "student.keep_layers and student.layers"
             for method in evaluation.methods
-            if method.partition(":")[0] in ("ssd", "hf_assisted")
+            if method in evaluation.student_methods
+            or (method.partition(":")[0] == "cascade" and cascade and cascade.students is None)
         )
     if data and distill and distill.on_policy and data.format == "text" and not data.prompt_tokens:
         problems.append(

@@ -31,6 +31,10 @@ class HeadError(UserError):
     """A trained head or a counted table that is missing, damaged or none."""
 
 
+class HubError(UserError):
+    """A Hub that does not give or take a drafter."""
+
+
 class TargetError(UserError):
     """A target that is missing, unsupported or not the one a head was made for."""
 

@@ -1,6 +1,7 @@
 """A recipe from its YAML file and the command line, and back to YAML.
 
     recipe = load_recipe("recipes/tiny.yaml", ["optim.lr=1.0e-3", "data.sources=[../a.jsonl]"])
+    recipe = load_recipe("recipes/tiny_cascade.yaml", ["runs/tiny_cascade/tuned_cascade.yaml"])
     dump(recipe, "runs/tiny/recipe.yaml")
 
 YAML maps 1:1 to the sections of `schema.Recipe`; every mistake of a recipe is reported at once.
@@ -21,7 +22,8 @@ from specdraft.recipes.yaml_file import explain, read_mapping, scalar
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a recipe, apply `key=value` overrides (section.key=value) and validate the whole.
+    """Read a recipe, apply overrides and validate the whole. An override is section.key=value or
+    the YAML file of a part of a recipe; later ones win.
 
     Raises: RecipeError that lists every problem.
     """
@@ -58,7 +60,10 @@ def from_dict(tree: dict[str, Any]) -> Recipe:
     together = (built.get(section) for section in ("data", "eval", "maxgram"))
     problems += combinations.of_recipe(name, *together)
     problems += combinations.of_distillation(
-        *(built.get(section) for section in ("data", "eval", "train", "student", "distill"))
+        *(
+            built.get(section)
+            for section in ("data", "eval", "train", "student", "distill", "cascade")
+        )
     )
     problems += combinations.of_medusa(*(built.get(name) for name in ("eval", "student", "medusa")))
     if problems:
@@ -106,6 +111,8 @@ def _build(section: str, kind: type[Section], values: Any) -> Section:
 
 def _override(tree: dict, override: str) -> list[str]:
     """Write one `section.key=value` into the tree; return what is wrong with it."""
+    if override.endswith(".yaml") and "=" not in override:
+        return _merge(tree, Path(override))
     key, equals, text = override.partition("=")
     section, dot, leaf = key.strip().partition(".")
     if not equals:
@@ -121,6 +128,20 @@ def _override(tree: dict, override: str) -> list[str]:
         tree[section] = {}
     if isinstance(tree[section], dict):
         tree[section][leaf] = value
+    return []
+
+
+def _merge(tree: dict, path: Path) -> list[str]:
+    """Write the values of a part of a recipe into the tree; return what is wrong with it."""
+    try:
+        part = read_mapping(path)
+    except RecipeError as error:
+        return [str(error)]
+    for section, values in part.items():
+        if isinstance(values, dict) and isinstance(tree.get(section) or {}, dict):
+            tree[section] = {**(tree.get(section) or {}), **values}
+        else:
+            tree[section] = values
     return []
 
 

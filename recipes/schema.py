@@ -20,6 +20,7 @@ from specdraft.recipes.fields import (
     Section,
 )
 
+BUNDLED = "tiny"  # the target that comes with the package
 Dtype = Literal["float32", "bfloat16"]
 Method = Literal[
     "plain",
@@ -30,12 +31,22 @@ Method = Literal[
     "falcon_tree",
     "maxgram",
     "ssd",
+    "tsd",
+    "gsd",
+    "rsd_c",
+    "rsd_s",
+    "specinfer",
+    "spectr",
     "hf_assisted",
+    "cascade",
+    "falcon_maxgram",
     "eagle_chain",
     "eagle_tree",
     "medusa_tree",
 ]
 METHODS: tuple[str, ...] = get_args(Method)
+# Draft with a student.
+STUDENT_METHODS = ("ssd", "tsd", "gsd", "rsd_c", "rsd_s", "specinfer", "spectr", "hf_assisted")
 # What a recipe measures unless it says more: every method that a Falcon head suffices for.
 HEAD_METHODS = METHODS[:6]
 Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"]
@@ -48,7 +59,7 @@ Measured = Literal[(*METHODS, "padded", *(f"{name}:{way}" for name in OURS for w
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSection(Section):
-    model: str = "tiny"  # "tiny" (bundled), a directory, or a Hub id
+    model: str = BUNDLED  # "tiny" (bundled), a directory, or a Hub id
     revision: str | None = None  # Hub branch, tag or commit
     dtype: Dtype = "float32"  # of the frozen weights and of decoding
     trust_remote_code: bool = False
@@ -180,6 +191,27 @@ class DistillSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftingSection(Section):
+    """How a student drafts. Every key names the methods that read it."""
+
+    gamma: Count = 5  # ssd, rsd_s, spectr: tokens of a path
+    depth: Count = 10  # tsd, gsd: levels
+    out_degree: Count = 4  # tsd, gsd: children of a node
+    theta_prob: Fraction = 0.2  # ssd, tsd, gsd: a less probable token ends its path; 0: none does
+    theta_sib: Fraction = 0.3  # tsd, gsd: so does one less probable than this share of its best
+    sibling_pruning: Literal["leaf", "drop"] = "leaf"  # sibling; drop: it is not even added
+    max_nodes: Count = 256  # tsd, gsd: nodes of a draft, copies not counted
+    tau: Natural = 2  # gsd: tokens after which paths that agree share what follows
+    max_copies: Natural = 100  # gsd: nodes copied before verification
+    branching: tuple[Count, ...] = (2, 2, 2, 1, 1)  # rsd_c, specinfer: children by depth
+    beam_width: Count = 4  # rsd_s: nodes of a level
+    chains: Count = 4  # spectr
+
+    def combinations(self) -> list[str]:
+        return combinations.of_drafting(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimSection(Section):
     lr: Positive = 3.0e-5  # peak learning rate; 3.0e-3 suits heads of width 128 to 200
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -225,7 +257,8 @@ class EvalSection(Section):
     temperature: NonNegative = 0.0  # 0: greedy
     top_k: Natural = 0  # 0: off
     top_p: Annotated[float, Interval(0, 1, above=True)] = 1.0
-    acceptance: Acceptance = "gumbel"  # rule when sampling: eval/accept.py
+    # Rule when sampling: eval/accept.py. rsd_c, rsd_s, specinfer and spectr have their own.
+    acceptance: Acceptance = "gumbel"
     batch_size: Count = 1  # rows decoded at once
     repeats: Count = 1  # times each batch is decoded; the median by wall-clock stands
     # Lengths range over max_new_tokens / spread .. max_new_tokens, and no end token cuts them.
@@ -234,9 +267,12 @@ class EvalSection(Section):
     lookup_match: Count = 2  # prompt lookup: longest suffix looked for
     lookup_copy: Count = 7  # prompt lookup: tokens proposed
     hf_lookup_copy: Count = 3  # the same of transformers' prompt lookup
-    ssd_gamma: Count = 5  # ssd: tokens drafted by the student
-    ssd_theta: Fraction = 0.0  # ssd, greedy: a token less probable than this ends the draft
     prompt_tokens: Count | None = None  # holdout of format text: null: as data.prompt_tokens
+
+    @property
+    def student_methods(self) -> tuple[str, ...]:
+        """The methods, padded or not, that draft with a student."""
+        return tuple(name for name in self.methods if name.partition(":")[0] in STUDENT_METHODS)
 
     def combinations(self) -> list[str]:
         return combinations.of_eval(self)
@@ -247,9 +283,29 @@ class MaxgramSection(Section):
     n: Count = 10  # tokens drafted: copied, then by bigrams
     min_match: Annotated[int, Interval(1, 16)] = 1  # shortest suffix copied from
     continuation: Literal["first", "recent", "frequent"] = "first"  # occurrence that is copied
-    branches: Count = 1  # continuations drafted side by side, as a tree
+    # Continuations drafted side by side, as a tree; falcon_maxgram: deepest paths that go on.
+    branches: Count = 1
     corpus: Literal["tokens", "stream"] = "tokens"  # counted: the token cache, or texts as read
     pairs: Literal["answers", "all"] = "answers"  # bigrams that end in an answer, or every one
+    table: str | None = None  # folder to draft with; null: output.dir/table
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeSection(Section):
+    """Drafters from the largest to the smallest: students, then Max-Gram. Row i of `k` belongs to
+    reviewer i (0: the target): how many tokens each drafter contributes to what it reviews."""
+
+    k: tuple[tuple[Natural, ...], ...] = ((4, 2), (0, 10))  # upper triangular
+    leniency: Annotated[float, Interval(1)] = 1.0  # l, of reviews among students
+    students: tuple[str, ...] | None = None  # folders or Hub ids; null: the recipe's own student
+
+    @property
+    def size(self) -> int:
+        """How many students the cascade has."""
+        return 1 if self.students is None else len(self.students)
+
+    def combinations(self) -> list[str]:
+        return combinations.of_cascade(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +317,11 @@ class OutputSection(Section):
 class HubSection(Section):
     repo_id: str | None = None  # owner/name to push the drafter to; null: do not push
     private: bool = True  # a push is never public by accident
-    revision: str | None = None
+    revision: str | None = None  # branch to push to, made if needed; null: main
+    license: str | None = None  # of the weights, for the model card, e.g. apache-2.0
+
+    def combinations(self) -> list[str]:
+        return combinations.of_hub(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,17 +337,19 @@ class Recipe:
     loss: LossSection = field(default_factory=LossSection)
     student: StudentSection = field(default_factory=StudentSection)
     distill: DistillSection = field(default_factory=DistillSection)
+    drafting: DraftingSection = field(default_factory=DraftingSection)
     optim: OptimSection = field(default_factory=OptimSection)
     train: TrainSection
     eval: EvalSection = field(default_factory=EvalSection)
     maxgram: MaxgramSection = field(default_factory=MaxgramSection)
+    cascade: CascadeSection = field(default_factory=CascadeSection)
     output: OutputSection = field(default_factory=OutputSection)
     hub: HubSection = field(default_factory=HubSection)
 
     def __post_init__(self) -> None:
         problems = combinations.of_recipe(self.name, self.data, self.eval, self.maxgram)
         problems += combinations.of_distillation(
-            self.data, self.eval, self.train, self.student, self.distill
+            self.data, self.eval, self.train, self.student, self.distill, self.cascade
         )
         problems += combinations.of_medusa(self.eval, self.student, self.medusa)
         if problems:
@@ -297,8 +359,11 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as plain dicts, lists and scalars, ready for YAML and JSON."""
-        sections = dataclasses.asdict(self)
-        for section in sections.values():
-            if isinstance(section, dict):
-                section.update({k: list(v) for k, v in section.items() if isinstance(v, tuple)})
-        return sections
+        return _plain(dataclasses.asdict(self))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with lists for tuples, at any depth."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value

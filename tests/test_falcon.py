@@ -134,7 +134,7 @@ def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k)
     class Recorder:
         """Notes each draft beside the sequence it was made for."""
 
-        forwards, max_nodes = 0, drafter.max_nodes
+        forwards, max_nodes, rules = 0, drafter.max_nodes, drafter.rules
         start, observe = drafter.start, drafter.observe
 
         def draft(self, rows):

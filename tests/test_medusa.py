@@ -14,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from test_decoder import PATHS, decode, plain_tokens, prompts
 from test_distill import ToyTexts
 from test_loop import assert_close, log_lines
+from test_rules_in_decoder import CHAIN, check_law
 
+from specdraft.eval.accept import RULES
+from specdraft.eval.custom_generate import Speculative, medusa
 from specdraft.eval.decoder import Decoder, Request
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.grow import WIDTH, medusa_rank_shares
@@ -235,6 +238,25 @@ def test_seeded_sampling_gives_plain_decodings_tokens(target, rows):
     expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
     for name, drafter in drafters(target, rows):
         assert decode(Decoder(target, drafter, rows, 128), requests) == expected, name
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_outputs_follow_the_targets_law_where_nodes_of_a_depth_share_their_draw(target, rule):
+    paths = CHAIN.paths if rule == "block" else PATHS
+    tree = StaticTree(paths, max(map(len, paths)))
+    check_law(target, MedusaDrafter(random_heads(target), target, tree, 32), rule, 32)
+
+
+def test_generate_drafts_with_the_heads_of_a_folder(target, tmp_path):
+    random_heads(target).save_pretrained(tmp_path / "heads")
+    (tmp_path / "tree.yaml").write_text("paths: [[0], [1], [0, 0]]\n")
+    ids = torch.tensor([prompts(2)[1]])
+    config = json.loads((tmp_path / "heads" / "config.json").read_text())
+    config["target"] = {}  # the copy that `generate` makes has an identity of its own
+    (tmp_path / "heads" / "config.json").write_text(json.dumps(config))
+    fast = Speculative(medusa(tmp_path / "heads", str(tmp_path / "tree.yaml")))
+    ours = target.model.generate(ids, custom_generate=fast, max_new_tokens=9, do_sample=False)
+    assert ours[0].tolist() == ids[0].tolist() + plain_tokens(target, ids[0].tolist(), 9)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])

@@ -26,7 +26,7 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import METHODS, StudentSection
 
-STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
+STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3, 2), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def tiny():
 
 def test_figures_are_those_counted_by_hand():
     outcome = Outcome(
-        [Completion(0, list(range(8)), STEPS)], 2.0, Timing(verify=0.9, forwards=4), 9, 0.3
+        [Completion(0, list(range(8)), STEPS)], 2.0, Timing(verify=0.9, forwards=4), (9,), 0.3
     )
     figures = counts([outcome], Costs(by_parameters=0.25, measured=0.5))
     assert figures["tokens_per_step"] == 8 / 4
@@ -45,8 +45,11 @@ def test_figures_are_those_counted_by_hand():
     assert figures["drafted_per_step"] == 30 / 4
     assert figures["drafter_forwards_per_step"] == 9 / 4
     assert figures["matchness"] == 4 / 12
+    assert figures["graph_success"] == 1 / 4
     assert figures["swi_params"] == 8 / (4 + 9 * 0.25)
     assert figures["swi_measured"] == 8 / (4 + 9 * 0.5)
+    # Drafts cost 9 forwards over 3 steps that drafted; conditional acceptance by depth is below.
+    assert figures["ewif_params"] == (1 + 2 / 3 + 1 / 3 + 1 / 3 + 0) / (1 + 3 * 0.25)
     assert figures["mbsu"] == 2.0 / (1 + 0.25 * 9 / 4)
     clock = times([outcome], tokens=8)
     assert clock["tokens_per_second"] == 4.0
@@ -98,7 +101,7 @@ def report(tiny):
     ones = torch.ones(tiny.vocab_size, dtype=torch.long)
     table = MaxGramTable.of_counts(MaxGramConfig(tiny.vocab_size), ones, ones, ones)
     student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
-    trained = Trained(FalconHead(config), table, student)
+    trained = Trained(FalconHead(config), table, student, (student,))
     return evaluate(recipe, tiny, trained, prompts, MEASURED, progress=False)
 
 
@@ -133,6 +136,27 @@ def test_an_unknown_method_is_answered_with_the_known_ones(tiny):
         make_method("falcon_tree", recipe, tiny, Trained(), 64)
     with pytest.raises(RecipeError, match="needs a Max-Gram table"):
         make_method("maxgram", recipe, tiny, Trained(), 64)
+
+
+def test_a_method_that_samples_is_accepted_by_the_rule_of_its_paper(tiny):
+    methods = ["plain", "ssd", "gsd:dynamic", "rsd_c", "rsd_s", "specinfer:padded", "spectr"]
+    options = ["eval.limit=2", "eval.max_new_tokens=12", "eval.temperature=1.0", "train.threads=1"]
+    recipe = load_recipe("recipes/tiny_distill.yaml", [*options, "drafting.gamma=3"])
+    student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
+    prompts = load_prompts(recipe, tiny.tokenizer)
+    trained = Trained(student=student)
+    done = evaluate(recipe, tiny, trained, prompts, methods, progress=False)
+    rows = {row["method"]: row for row in done["runs"]}
+    rules = {name: row["acceptance"] for name, row in rows.items()}
+    assert rules == {
+        "plain": "gumbel", "ssd": "gumbel", "gsd:dynamic": "gumbel", "rsd_c": "recursive",
+        "rsd_s": "recursive", "specinfer:padded": "multistep", "spectr": "kseq",
+    }  # fmt: skip
+    for row in rows.values():
+        exact = row["acceptance"] == "gumbel"
+        assert row["identical"] is None or row["identical"] + row["near_ties"] == 2
+        assert exact == (row["identical"] is not None)
+    assert all(row["drafted_per_step"] > 1 for row in rows.values() if row["method"] != "plain")
 
 
 def test_batches_of_rows_change_no_output(tiny, report):

@@ -147,3 +147,45 @@ def test_a_match_looks_at_as_few_states_in_a_long_repetition_as_in_a_short_one(k
         suffixes.extend([token])
         next(suffixes.continuations(10))
     assert suffixes.link.reads <= 100 * 10 * (LONGEST + 3)
+
+
+def once_ahead(known: list[int], ahead: list[int], longest: int) -> list[int]:
+    """The longest suffix, of known and ahead together, that occurs in what is known."""
+    whole = known + ahead
+    for length in range(min(longest, len(whole) - 1), 0, -1):
+        if ends(known, whole[-length:]):
+            return whole[-length:]
+    return []
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_drafted_tokens_ahead_are_matched_in_what_is_known_and_copied_on(seed, count):
+    rng = random.Random(seed)
+    for string in strings(seed):
+        known, guess = string[:30], rng.randrange(3)
+        for ahead in (string[30 : 30 + count], [guess] * count, [99, *string[3:count]]):
+            whole = known + ahead
+            first, recent = FirstSuffixes(), RecentSuffixes(3)
+            first.extend(known)
+            recent.extend(known)
+            suffix = once_ahead(known, ahead, 10**9)
+            expected = copied(whole, ends(known, suffix)[0], 5) if suffix else None
+            assert next(first.continuations(5, 1, ahead), None) == expected
+            longer = len(suffix) >= 4
+            assert next(first.continuations(5, 4, ahead), None) == (expected if longer else None)
+            # Of the last three tokens: an occurrence that a known token followed.
+            suffix = once_ahead(known[:-1], ahead, 3)
+            if suffix == once_ahead(known, ahead, 3):
+                where = ends(known[:-1], suffix)[-1] if suffix else None
+                expected = copied(whole, where, 5) if suffix else None
+                assert next(recent.continuations(5, 1, ahead), None) == expected
+            assert first.tokens == recent.tokens == known
+
+
+def test_the_most_frequent_continuation_is_that_behind_the_drafted_tokens():
+    suffixes = FrequentSuffixes()
+    suffixes.extend([1, 2, 5, 6, 1, 2, 7, 6, 1, 2, 7, 8])
+    assert next(suffixes.continuations(2, 1, [1])) == [2, 7]
+    assert next(suffixes.continuations(2, 1, [6, 1, 2])) == [7, 6]
+    assert next(suffixes.continuations(2, 3, [9, 1, 2]), None) is None

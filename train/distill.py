@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
-from huggingface_hub import HfApi
 from transformers.utils import logging as transformers_logging
 
 from specdraft.data.feature_cache import FeatureCache
@@ -21,6 +20,7 @@ from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.eval.answers import build_caches, build_token_cache
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.eval.trained import HOW, Trained, needs
+from specdraft.models.hub import check_login
 from specdraft.models.student import Student, finished_student, make_student
 from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import RecipeError, entry
@@ -30,6 +30,7 @@ from specdraft.train.command import run
 from specdraft.train.distillation import Distillation
 from specdraft.train.loop import fit
 from specdraft.train.on_policy import check_prompts
+from specdraft.train.publish import publish
 from specdraft.train.run import SHARDING
 
 
@@ -49,16 +50,21 @@ def check(recipe: Recipe) -> None:
             f"{recipe.name}: no student; set one of student.layers, student.keep_layers and "
             "student.model"
         )
-    others = [name for name in recipe.eval.methods if needs(name) not in (None, "student")]
+    if recipe.hub.repo_id and recipe.student.training == "none":
+        raise RecipeError(
+            f"hub.repo_id = {recipe.hub.repo_id}: student.training=none makes nothing to push"
+        )
+    others = [name for name in recipe.eval.methods if set(needs(name)) - {"student"}]
     if others:
         raise RecipeError(
-            f"eval.methods: {others[0]} needs {HOW[needs(others[0])]}; train/distill.py has a "
+            f"eval.methods: {others[0]} needs {HOW[needs(others[0])[0]]}; train/distill.py has a "
             "student only"
         )
 
 
 def train(recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Target]) -> None:
     """Run every stage of a recipe; all ranks call this."""
+    check_login(recipe.hub)
     target = load_target()
     prompts = load_prompts(recipe, target.tokenizer)
     validation = validation_prompts(recipe, target.tokenizer)
@@ -109,13 +115,7 @@ def report(recipe: Recipe, target: Target, prompts: list[Prompt]) -> None:
     outcome = evaluate(recipe, target, trained, prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))
     print_report(outcome)
-    hub = recipe.hub
-    if hub.repo_id and folder.is_dir():
-        api = HfApi()
-        api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)
-        if hub.revision:
-            api.create_branch(hub.repo_id, branch=hub.revision, exist_ok=True)
-        api.upload_folder(repo_id=hub.repo_id, folder_path=folder, revision=hub.revision)
+    publish(recipe, "student")
 
 
 if __name__ == "__main__":

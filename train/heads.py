@@ -18,11 +18,13 @@ from specdraft.eval.answers import build_caches
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.eval.trained import HOW, Trained, needs
 from specdraft.models.falcon import FalconHead
+from specdraft.models.hub import check_login
 from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 from specdraft.train.csgd import CoupledGlancing
 from specdraft.train.loop import fit
+from specdraft.train.publish import publish
 from specdraft.train.run import Objective
 from specdraft.train.shapes import TargetShape, head_config
 
@@ -31,7 +33,7 @@ from specdraft.train.shapes import TargetShape, head_config
 class Kind:
     """What a kind of head has of its own."""
 
-    field: str  # of `Trained`
+    field: str  # of `Trained`, and the folder below output.dir
     method: str  # whose tokens per step choose the head that is kept
     make: Callable[[Recipe, Target, FeatureCache], nn.Module]
     objective: Callable[[Recipe, TargetEnds, nn.Module], Objective]
@@ -39,12 +41,13 @@ class Kind:
 
     def check_methods(self, recipe: Recipe) -> None:
         """Raise RecipeError for a recipe that measures with what this kind is not."""
-        others = [name for name in recipe.eval.methods if needs(name) not in (None, self.field)]
-        if others:
-            raise RecipeError(
-                f"eval.methods: {others[0]} needs {HOW[needs(others[0])]}; here is trained what "
-                f"{self.method} drafts with, and nothing else"
-            )
+        for name in recipe.eval.methods:
+            for need in needs(name):
+                if need != self.field:
+                    raise RecipeError(
+                        f"eval.methods: {name} needs {HOW[need]}; here is trained what "
+                        f"{self.method} drafts with, and nothing else"
+                    )
 
 
 def sar_head(method: str) -> Kind:
@@ -76,6 +79,7 @@ def train_head(
     kind: Kind, recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Target]
 ) -> None:
     """Run every stage of a recipe; all ranks call this."""
+    check_login(recipe.hub)
     target = load_target()
     _, cache = build_caches(recipe, target, accelerator)
     prompts = load_prompts(recipe, target.tokenizer)
@@ -89,7 +93,7 @@ def train_head(
         measuring = partial(_measure, kind, recipe, target, validation)
         fit(head, cache, objective, recipe, accelerator, measuring)
     if accelerator.is_main_process:
-        best = kind.load(Path(recipe.output.dir) / objective.folder)
+        best = kind.load(Path(recipe.output.dir) / kind.field)
         _report(kind, recipe, target or load_target(), best, prompts)
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -112,6 +116,4 @@ def _report(
     outcome = evaluate(recipe, target, trained, prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))
     print_report(outcome)
-    hub = recipe.hub
-    if hub.repo_id:
-        head.push_to_hub(hub.repo_id, private=hub.private, branch=hub.revision)
+    publish(recipe, kind.field)

@@ -21,6 +21,7 @@ from specdraft.data.prompts import load_prompts
 from specdraft.eval.answers import build_token_cache, ranks
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.eval.trained import Trained
+from specdraft.models.hub import check_login
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.target import Target
 from specdraft.recipes.errors import entry
@@ -28,6 +29,7 @@ from specdraft.recipes.load import dump, load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.train.bigrams import CachedTokens, Corpus, StreamedTexts, count, save_table
 from specdraft.train.plan import counted, size
+from specdraft.train.publish import publish
 from specdraft.train.ranks import make_accelerator
 from specdraft.train.shapes import target_shape
 
@@ -44,6 +46,7 @@ def main() -> None:
     if arguments.dry_run:
         show_plan(recipe)
         return
+    check_login(recipe.hub)
     logging.basicConfig(level=logging.WARNING)
     accelerator = make_accelerator(recipe)
     target = Target.of_recipe(recipe.target, accelerator.device)
@@ -91,9 +94,7 @@ def report(recipe: Recipe, target: Target, table: MaxGramTable) -> None:
     outcome = evaluate(recipe, target, Trained(table=table), prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))
     print_report(outcome)
-    hub = recipe.hub
-    if hub.repo_id:
-        table.push_to_hub(hub.repo_id, private=hub.private, branch=hub.revision)
+    publish(recipe, "table")
 
 
 def show_plan(recipe: Recipe) -> None:

@@ -24,6 +24,26 @@ def is_ranked(request: Request) -> bool:
     return request.temperature == 0 or request.rule == "walk"
 
 
+def is_drawn(request: Request) -> bool:
+    """Whether samples are wanted, for a rule that rejects."""
+    return request.temperature > 0 and request.rule in DRAWN
+
+
+def ranking(scores: Tensor, request: Request, positions: Tensor) -> Tensor:
+    """What deterministic candidates are ranked by, [D, V], for logits [D, V]: log q at the
+    request's temperature and, where the target's choice will see noise, the same noise.
+
+    Their softmax says how likely each candidate is to be the target's choice, as far as the drafter
+    can know: q itself or, the noise given, what is left of it.
+    """
+    if request.temperature == 0:
+        return scores.float()
+    scores = scores.float() / request.temperature
+    if request.rule == GUMBEL:
+        scores = scores + gumbel(request.seed, positions, scores.shape[-1])
+    return scores
+
+
 def draw(
     scores: Tensor, request: Request, positions: Tensor, step: tuple[int, ...], width: int
 ) -> tuple[Tensor, Tensor | None]:
@@ -31,14 +51,13 @@ def draw(
 
     scores: logits [D, V]. positions: [D], absolute, of the tokens drafted. step: counters that no
     other draw of the request shares, the number of committed tokens among them. Returns tokens
-    [D, W] and, where they are samples, the probabilities [D, V] that they were drawn from.
+    [D, W] and, where they are samples, the probabilities [D, V] that they were drawn from. Where
+    tokens differ, W is V at most; those of probability zero come last.
     """
-    if is_ranked(request):
-        return scores.topk(width).indices, None
     size = scores.shape[-1]
-    if request.rule == GUMBEL:
-        noise = gumbel(request.seed, positions, size)
-        return (scores / request.temperature + noise).topk(width).indices, None
+    different = min(width, size)
+    if not is_drawn(request):
+        return ranking(scores, request, positions).topk(different).indices, None
     logs = warp(scores, request.temperature, request.top_k, request.top_p).double()
     seed, count = derive(request.seed, DRAFTS, *step), len(scores)
     if RULES[request.rule].drafts == "iid":
@@ -46,5 +65,5 @@ def draw(
         tokens = (logs[:, None] + gumbel(seed, places, size)).argmax(-1)
     else:
         places = torch.arange(count, device=scores.device)
-        tokens = (logs + gumbel(seed, places, size)).topk(width).indices
+        tokens = (logs + gumbel(seed, places, size)).topk(different).indices
     return tokens, logs.softmax(-1)

@@ -5,7 +5,7 @@ one; drafted tokens that are read while drafting go behind it. When the target h
 the entries of its accepted tokens stay and the others are dropped, so nothing accepted is ever read
 twice. What shape a draft has is `grow`, the part of a strategy; everything else is shared by all.
 
-Shapes: R rows, N packed tokens, A of them asked for, V vocabulary.
+Shapes: R rows, N packed tokens, A of them asked for, D distributions, V vocabulary.
 """
 
 import time
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from specdraft.eval.accept import RULES
 from specdraft.eval.decoder import Request
-from specdraft.eval.drafters.drawing import DRAWN, draw, is_ranked
+from specdraft.eval.drafters.drawing import DRAWN, draw, is_drawn, ranking
+from specdraft.eval.families import position_limit
 from specdraft.eval.packed import CAUSAL, PackedTarget, Segment
 from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Draws, Tree, chain
@@ -36,15 +37,21 @@ class Memory:
 
 
 class LMDrafter:
-    """A `Drafter` around a draft LM with the target's tokens; subclasses say how a draft grows."""
+    """A `Drafter` around a draft LM with the target's tokens; subclasses say how a draft grows.
 
-    def __init__(self, student: Target, rows: int, capacity: int, max_nodes: int):
-        self.student = student
-        # Beyond its own context a student has learned nothing, and some cannot run at all.
-        context = getattr(student.config, "max_position_embeddings", None) or capacity + max_nodes
-        self.packed = PackedTarget(student, rows, min(capacity + max_nodes, context))
+    depth: of the deepest node that `grow` may read. max_nodes: of a whole tree.
+    """
+
+    rules: frozenset[str] = frozenset()  # deterministic candidates, unless a strategy draws
+
+    def __init__(self, student: Target, rows: int, capacity: int, depth: int, max_nodes: int):
+        self.student, self.depth = student, depth
+        slots = capacity + max_nodes
+        self.packed = PackedTarget(student, rows, min(slots, position_limit(student) or slots))
         self.pool = self.packed.pool
-        self.room = self.pool.capacity - max_nodes
+        # Beyond its own context a student has learned nothing.
+        context = getattr(student.config, "max_position_embeddings", None) or slots
+        self.room = min(self.pool.capacity - max_nodes, context - depth)
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, max_nodes
 
@@ -87,28 +94,36 @@ class LMDrafter:
         self.forwards += len(segments)
         return logits
 
-    def choose(
-        self, rows: list[int], logits: Tensor, depth: int, width: int = 1
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Choose W candidates per row for the node at a depth whose children q [R, V] speaks of.
-
-        Returns tokens [R, W] and, per row, the distribution [1, V] they were drawn from, or None
-        where they are no samples.
-        """
-        tokens = logits.topk(width).indices
-        laws: list[Tensor | None] = [None] * len(rows)
-        for number, row in enumerate(rows):
-            request, committed = self.memory[row].request, self.committed(row)
-            if is_ranked(request):
-                continue
-            place, step = upload([committed + depth - 1], logits.device), (committed, depth)
-            chosen, laws[number] = draw(logits[number, None].float(), request, place, step, width)
-            tokens[number] = chosen[0]
-        return tokens, laws
-
     def committed(self, row: int) -> int:
         """How many tokens of a row are committed: the position of a drafted token at depth 1."""
         return len(self.memory[row].tokens)
+
+    def rank(self, counts: dict[int, int], logits: Tensor, depth: int) -> Tensor:
+        """`ranking` [D, V] of the candidates at a depth; `counts` of the D belong to each row."""
+        if all(self.memory[row].request.temperature == 0 for row in counts):
+            return logits.float()
+        parts = zip(counts, logits.split([*counts.values()]), strict=True)
+        ranked = [
+            ranking(part, self.memory[row].request, self._positions(row, depth, len(part)))
+            for row, part in parts
+        ]
+        return torch.cat(ranked)
+
+    def draw(
+        self, row: int, logits: Tensor, depth: int, width: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """`drawing.draw` behind D nodes of a row: tokens [D, W] and, of samples, q [D, V]."""
+        positions, step = self._positions(row, depth, len(logits)), (self.committed(row), depth)
+        return draw(logits, self.memory[row].request, positions, step, width)
+
+    def draws(self, row: int, laws: list[Tensor], sources: list[int]) -> Draws | None:
+        """How a row's tree was drawn, with the distributions of its levels; None: it was not."""
+        if not laws:
+            return None
+        return Draws(RULES[self.memory[row].request.rule].drafts, torch.cat(laws), sources)
+
+    def _positions(self, row: int, depth: int, count: int) -> Tensor:
+        return torch.full((count,), self.committed(row) + depth - 1, device=self.student.device)
 
     # -- reading and keeping ---------------------------------------------------------------------
 
@@ -143,12 +158,13 @@ class LMDrafter:
 class SSD(LMDrafter):
     """Standard speculative drafting: a chain of gamma tokens, one forward each.
 
-    theta: a greedy draft ends with the first token that the student gives a lower probability; 0
-    never ends one, and sampled drafts are not ended. (Leviathan et al., arXiv 2211.17192; early
+    theta: the draft ends behind the first token that the student gives a lower probability; 0 never
+    ends one. That token stays in the draft: whether a later one is drawn may depend on it, but a
+    sample that was dropped for its value would be none. (Leviathan et al., arXiv 2211.17192; early
     exit as GSD prunes.)
     """
 
-    rules = DRAWN  # a chain of lone samples suits every rule
+    rules = DRAWN
 
     def __init__(
         self,
@@ -158,42 +174,38 @@ class SSD(LMDrafter):
         gamma: int = 5,
         theta: float = 0.0,
     ):
-        super().__init__(student, rows, capacity, max_nodes=gamma)
+        super().__init__(student, rows, capacity, depth=gamma, max_nodes=gamma)
         self.gamma, self.theta = gamma, theta
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
         drafted: dict[int, list[Tensor]] = {row: [] for row in rows}
-        drawn_from: dict[int, list[Tensor]] = {row: [] for row in rows}
+        laws: dict[int, list[Tensor]] = {row: [] for row in rows}
         growing = list(rows)
         for depth in range(1, self.gamma + 1):
-            tokens, laws = self.choose(growing, logits, depth)  # [growing rows, 1]
-            for row, token, law in zip(growing, tokens, laws, strict=True):
+            tokens, sure = self._choose(growing, logits, depth, laws)
+            for row, token in zip(growing, tokens, strict=True):
                 drafted[row].append(token)
-                drawn_from[row] += [] if law is None else [law]
-            sure = self._sure(growing, logits, tokens)
             growing = [row for row, goes_on in zip(growing, sure, strict=True) if goes_on]
             if not growing or depth == self.gamma:
                 break
-            logits = self._extend(growing, torch.cat([drafted[row][-1] for row in growing]))
-        return [self._tree(row, torch.cat(drafted[row]), drawn_from[row]) for row in rows]
+            logits = self._extend(growing, torch.stack([drafted[row][-1] for row in growing]))
+        return [self._tree(row, drafted[row], laws[row]) for row in rows]
 
-    def _tree(self, row: int, tokens: Tensor, laws: list[Tensor]) -> Tree:
-        """A row's chain, with the distributions where it was drawn from them."""
-        draws, count = None, len(tokens)
-        if laws:
-            how = RULES[self.memory[row].request.rule].drafts
-            draws = Draws(how, torch.cat(laws), (*range(count), -1))
-        return Tree(chain(count), tokens, draws)
-
-    def _sure(self, rows: list[int], logits: Tensor, tokens: Tensor) -> list[bool]:
-        """Whether each row's draft goes on behind its token."""
-        if self.theta == 0.0:
-            return [True] * len(rows)
-        chosen = logits.float().softmax(-1).gather(1, tokens)[:, 0].tolist()
-        return [
-            self.memory[row].request.temperature > 0 or probability >= self.theta
-            for row, probability in zip(rows, chosen, strict=True)
-        ]
+    def _choose(
+        self, rows: list[int], logits: Tensor, depth: int, laws: dict[int, list[Tensor]]
+    ) -> tuple[Tensor, list[bool]]:
+        """The next token of each row [R], and whether its draft goes on behind it."""
+        ranked = self.rank(dict.fromkeys(rows, 1), logits, depth)
+        best = ranked.softmax(-1).max(-1)
+        tokens, chances = best.indices, best.values
+        for number, row in enumerate(rows):
+            if is_drawn(self.memory[row].request):
+                drawn, law = self.draw(row, logits[number, None], depth, width=1)
+                tokens[number], chances[number] = drawn[0, 0], law[0, drawn[0, 0]]
+                laws[row].append(law)
+        # Without a threshold the host need not wait for the device.
+        sure = (chances >= self.theta).tolist() if self.theta else [True] * len(rows)
+        return tokens, sure
 
     def _extend(self, rows: list[int], tokens: Tensor) -> Tensor:
         """Read one drafted token per row; return the logits [R, V] after it."""
@@ -205,3 +217,7 @@ class SSD(LMDrafter):
             cached.append(len(cached) + 1)
         positions = [segment.start for segment in segments]
         return self.forward(tokens, positions, segments, asked=None)
+
+    def _tree(self, row: int, drafted: list[Tensor], laws: list[Tensor]) -> Tree:
+        sources = [*range(len(drafted)), -1]
+        return Tree(chain(len(drafted)), torch.stack(drafted), self.draws(row, laws, sources))

@@ -67,20 +67,27 @@ class MaxGramDrafter:
     def draft(self, rows: list[int]) -> list[Tree]:
         return [self._draft(self.memory[row]) for row in rows]
 
+    def go_on(self, row: int, ahead: Sequence[int], count: int) -> list[int]:
+        """Return up to `count` tokens that go on behind a row's known tokens and those `ahead` of
+        them, which others have drafted; with a table, exactly as many."""
+        known = self.memory[row]
+        copied = next(known.continuations(count, self.shortest, ahead), [])
+        return self._complete(copied, [*known.tokens[-1:], *ahead][-1], count)
+
     def _draft(self, known: Suffixes) -> Tree:
         copies = known.continuations(self.count, self.shortest)
         if self.branches == 1:
-            tokens = self._complete(next(copies, []), known.tokens[-1])
+            tokens = self._complete(next(copies, []), known.tokens[-1], self.count)
             topology = chain(len(tokens))
         else:
             topology, tokens = self._trie(copies, known.tokens[-1])
         return Tree(topology, upload(tokens, self.device))
 
-    def _complete(self, copied: list[int], last: int) -> list[int]:
-        """Go on from a copy, or from the last known token, with bigrams."""
+    def _complete(self, copied: list[int], last: int, count: int) -> list[int]:
+        """Go on from a copy, or from the last known token, to `count` tokens with bigrams."""
         if self.next_id is None:
             return copied
-        for _ in range(self.count - len(copied)):
+        for _ in range(count - len(copied)):
             last = self.next_id[copied[-1] if copied else last]
             copied.append(last)
         return copied
@@ -98,9 +105,9 @@ class MaxGramDrafter:
             if branches and self._holds(children, copied):
                 continue
             branches += 1
-            self._insert(children, parents, tokens, self._complete(copied, last))
+            self._insert(children, parents, tokens, self._complete(copied, last, self.count))
         if not branches:
-            self._insert(children, parents, tokens, self._complete([], last))
+            self._insert(children, parents, tokens, self._complete([], last, self.count))
         return Topology(parents), tokens
 
     @staticmethod

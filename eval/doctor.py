@@ -1,0 +1,58 @@
+"""Examine a recipe's caches and drafter: one line per check, with what to do where it fails.
+
+    python eval/doctor.py recipes/tiny.yaml [section.key=value ..] [--prompts 10] [--samples 4]
+
+Nothing is built, trained or changed. Exit code 1 if a line fails.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+
+from rich.console import Console
+
+from specdraft.data.prompts import load_prompts
+from specdraft.data.template import preview
+from specdraft.eval.cache_checkup import Caches, check_caches
+from specdraft.eval.drafter_checkup import check_drafters, check_methods
+from specdraft.eval.finding import FAIL, print_findings
+from specdraft.models.target import Target
+from specdraft.recipes.errors import entry
+from specdraft.recipes.load import load_recipe
+
+
+@entry
+def main() -> None:
+    """Parse, load recipe and target, examine, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--prompts", type=int, default=10, help="decoded by every method")
+    parser.add_argument("--samples", type=int, default=4, help="cached rows that are made anew")
+    parser.add_argument("--preview", type=int, default=1, help="rows shown with their loss mask")
+    options = parser.parse_intermixed_args()
+    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = replace(recipe, eval=replace(recipe.eval, limit=options.prompts))
+    target = Target.of_recipe(recipe.target)
+    caches, findings = check_caches(recipe, target, options.samples)
+    manifest = caches.features.manifest if caches.features else None
+    loaded, found = check_drafters(recipe, target, manifest)
+    prompts = load_prompts(recipe, target.tokenizer)
+    findings += [*found, *check_methods(recipe, target, loaded, prompts)]
+    console = Console(soft_wrap=True, highlight=False)
+    show_mask(caches, target, options.preview, console)
+    print_findings(findings, console)
+    sys.exit(1 if any(finding.outcome == FAIL for finding in findings) else 0)
+
+
+def show_mask(caches: Caches, target: Target, rows: int, console: Console) -> None:
+    """Print the first rows of the token cache, what is learnt in green."""
+    for index in range(min(rows, len(caches.tokens or ()))):
+        row = caches.tokens[index]
+        console.print(
+            preview(target.tokenizer, row["input_ids"].tolist(), row["loss_mask"].tolist())
+        )
+
+
+if __name__ == "__main__":
+    main()

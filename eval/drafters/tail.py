@@ -1,0 +1,87 @@
+"""Max-Gram behind any drafter: its deepest paths go on with copied tokens.
+
+The horizontal cascade of CS Drafting (arXiv 2312.11462, Algorithm 1, the first row of K) for trees:
+deep nodes are rarely reached, so they should come from a drafter that costs nothing.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from specdraft.eval.decoder import Drafter, Request
+from specdraft.eval.drafters.maxgram import MaxGramDrafter
+from specdraft.eval.transfer import download, upload
+from specdraft.eval.tree import Topology, Tree
+
+
+class MaxGramTail:
+    """A `Drafter` that continues the first `paths` of the deepest paths of another one's trees, in
+    draft order, by up to `count` tokens each."""
+
+    rules: frozenset[str] = frozenset()  # copies are no samples
+
+    def __init__(self, drafter: Drafter, maxgram: MaxGramDrafter, count: int, paths: int = 1):
+        self.drafter, self.maxgram, self.count, self.paths = drafter, maxgram, count, paths
+        self.max_nodes = drafter.max_nodes + count * paths
+
+    @property
+    def forwards(self) -> int:
+        return self.drafter.forwards
+
+    @property
+    def seconds(self) -> float:
+        return self.drafter.seconds
+
+    def start(self, row: int, request: Request) -> None:
+        self.drafter.start(row, request)
+        self.maxgram.start(row, request)
+
+    def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
+        self.drafter.observe(row, tokens, features)
+        self.maxgram.observe(row, tokens, features)
+
+    def draft(self, rows: list[int]) -> list[Tree]:
+        trees = self.drafter.draft(rows)
+        tokens = download(*(tree.tokens for tree in trees))
+        return [
+            self._go_on(row, tree, drafted.tolist())
+            for row, tree, drafted in zip(rows, trees, tokens, strict=True)
+        ]
+
+    def _go_on(self, row: int, tree: Tree, drafted: list[int]) -> Tree:
+        ends = deepest(tree.topology, self.paths)
+        tails = []
+        for end in ends:
+            ahead = [drafted[node - 1] for node in path_to(tree.topology, end)]
+            tails.append(self.maxgram.go_on(row, ahead, self.count))
+        topology = grafted(tree.topology, tuple(zip(ends, map(len, tails), strict=True)))
+        fresh = upload([token for tail in tails for token in tail], tree.tokens.device)
+        return Tree(topology, torch.cat((tree.tokens, fresh)))
+
+
+def deepest(topology: Topology, count: int) -> list[int]:
+    """The first `count` nodes of the greatest depth."""
+    depth = max(topology.depths)
+    return [node for node, own in enumerate(topology.depths) if own == depth][:count]
+
+
+def path_to(topology: Topology, node: int) -> list[int]:
+    """The nodes from below the root down to a node."""
+    path = []
+    while node:
+        path.append(node)
+        node = topology.parents[node]
+    return path[::-1]
+
+
+@lru_cache(maxsize=512)
+def grafted(topology: Topology, tails: tuple[tuple[int, int], ...]) -> Topology:
+    """Put chains below nodes: (node, length) each. The same object again for the same shape, so
+    that the target's masks are."""
+    parents = list(topology.parents)
+    for node, length in tails:
+        for _ in range(length):
+            parents.append(node)
+            node = len(parents) - 1
+    return Topology(parents)

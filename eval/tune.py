@@ -1,0 +1,63 @@
+"""Find the best setting of a drafter on this machine, on prompts that no report measures.
+
+    python eval/tune.py recipes/tiny_cascade.yaml [--method ssd] [--by swi] [--candidates 24]
+        [--prompts 16] [--out FILE.yaml] [section.key=value ..]
+
+Successive halving (eval/tuning.py) by wall-clock over plain decoding or by SWI with measured costs.
+SWI leaves out that verifying longer drafts takes longer, and that Max-Gram takes any time at all.
+Writes the best setting as a part of a recipe, which any command takes after the recipe:
+
+    python eval/bench.py recipes/tiny_cascade.yaml runs/tiny_cascade/tuned_cascade.yaml
+"""
+
+import argparse
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from specdraft.data.prompts import tuning_prompts
+from specdraft.eval.trained import load_trained
+from specdraft.eval.tuning import MEASURES, SPACES, Measured, fragment, halve, overrides, settings
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError, entry
+from specdraft.recipes.load import load_recipe
+
+FIRST = 2  # prompts of the first rung
+
+
+@entry
+def main() -> None:
+    """Parse, load, search, write the best setting."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny_cascade.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--method", default="cascade", help=f"one of {', '.join(SPACES)}")
+    parser.add_argument("--by", choices=MEASURES, default="wall")
+    parser.add_argument("--candidates", type=int, default=24, help="settings of the first rung")
+    parser.add_argument("--prompts", type=int, default=16, help="of the last rung")
+    parser.add_argument("--out", type=Path, help="default: output.dir/tuned_METHOD.yaml")
+    options = parser.parse_intermixed_args()
+    if min(options.candidates, options.prompts) < 1:
+        raise DataError("--candidates and --prompts must be at least 1")
+    chosen = [*options.overrides, f"eval.methods=[{options.method}]"]
+    recipe = load_recipe(options.recipe, chosen)
+    candidates = settings(recipe, options.method, options.candidates, recipe.eval.seed)
+    target = Target.of_recipe(recipe.target)
+    prompts = tuning_prompts(recipe, target.tokenizer, options.prompts)
+    trained = load_trained(recipe, target)
+    measure = Measured(recipe, options.method, target, trained, prompts, options.by)
+    console = Console(soft_wrap=True)
+    for budget, scored in halve(candidates, measure, FIRST, len(prompts)):
+        score, best = scored[0]
+        console.print(f"{len(scored)} settings, {budget} prompts: {options.by} {score:.3f}, {best}")
+    out = options.out or Path(recipe.output.dir) / f"tuned_{options.method}.yaml"
+    part = fragment(recipe, best)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    told = f"# {options.method} of {recipe.name}: {options.by} {score:.3f} on {budget} prompts\n"
+    out.write_text(told + yaml.safe_dump(part, default_flow_style=None))
+    console.print(f"wrote {out}: {' '.join(map(repr, overrides(part)))}")
+
+
+if __name__ == "__main__":
+    main()

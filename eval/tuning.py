@@ -1,0 +1,169 @@
+"""Find the best setting of a drafter: successive halving over a grid, on prompts of its own.
+
+CS Drafting (arXiv 2312.11462) tunes its cascades by a halving grid search. Every candidate is
+measured on a few prompts, the better half on twice as many, until one is left. What is tuned is
+declared in `SPACES`; a new method needs a line there and nothing else. K's entries are addressed by
+their place: the paper's k11, k12 and k21, the entries of a row from its diagonal on, are k.0.0,
+k.0.1 and k.1.1.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, TypeVar
+
+from specdraft.data.prompts import Prompt
+from specdraft.eval.methods import make_method
+from specdraft.eval.metrics import Costs, counts, times
+from specdraft.eval.report import REFERENCE, WARM_UP_TOKENS, cpu_threads, make_requests
+from specdraft.eval.trained import Trained
+from specdraft.models.target import Target
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.fields import InvalidRecipeError
+from specdraft.recipes.load import from_dict
+from specdraft.recipes.schema import Recipe
+
+Setting = dict[str, Any]  # recipe paths (section.key, section.key.row.column) and their values
+T = TypeVar("T")
+MEASURES = ("wall", "swi")
+SPACES: dict[str, dict[str, tuple]] = {
+    "cascade": {
+        "cascade.k.0.0": (1, 2, 3, 4, 6, 8),
+        "cascade.k.0.1": (0, 1, 2, 4),
+        "cascade.k.1.1": (1, 2, 4, 7, 10),
+        "cascade.leniency": (1.0, 2.0, 3.0, 5.0),
+    },
+    "ssd": {"eval.ssd_gamma": (1, 2, 3, 4, 5, 6, 8), "eval.ssd_theta": (0.0, 0.2, 0.4, 0.6)},
+    "maxgram": {"maxgram.n": (1, 2, 3, 4, 5, 7, 10)},
+}
+
+
+def settings(recipe: Recipe, method: str, limit: int, seed: int = 0) -> list[Setting]:
+    """Return up to `limit` valid settings of a method: the recipe's own, then a sample of the grid.
+
+    Raises RecipeError for a method that has no space.
+    """
+    if method not in SPACES:
+        raise RecipeError(f"nothing to tune for {method!r}; known: {', '.join(SPACES)}")
+    space = dict(SPACES[method])
+    if recipe.cascade.size == 1:  # a lone student has nobody to be lenient with
+        space.pop("cascade.leniency", None)
+    own = {path: look_up(recipe, path) for path in space}
+    grid = [dict(zip(space, values, strict=True)) for values in product(*space.values())]
+    grid = [setting for setting in grid if setting != own and applied_or_none(recipe, setting)]
+    return [own, *random.Random(seed).sample(grid, min(limit - 1, len(grid)))]
+
+
+def look_up(recipe: Recipe, path: str) -> Any:
+    """Return the value at a path of a recipe."""
+    value: Any = recipe.to_dict()
+    for key in _keys(path):
+        value = value[key]
+    return value
+
+
+def applied(recipe: Recipe, setting: Setting) -> Recipe:
+    """Return the recipe with a setting in it; InvalidRecipeError where that is none."""
+    tree = recipe.to_dict()
+    for path, value in setting.items():
+        *above, last = _keys(path)
+        place = tree
+        for key in above:
+            place = place[key]
+        place[last] = value
+    return from_dict(tree)
+
+
+def applied_or_none(recipe: Recipe, setting: Setting) -> Recipe | None:
+    """Return the recipe with a setting in it, or None where the two do not go together."""
+    try:
+        return applied(recipe, setting)
+    except InvalidRecipeError:
+        return None
+
+
+def _keys(path: str) -> list[str | int]:
+    return [int(key) if key.isdigit() else key for key in path.split(".")]
+
+
+def halve(
+    candidates: Sequence[T], measure: Callable[[T, int], float], first: int, most: int
+) -> Iterator[tuple[int, list[tuple[float, T]]]]:
+    """Yield (budget, scores and candidates, the best first) of every rung until one is left.
+
+    measure(candidate, budget): higher is better. The budget starts at `first`, doubles when the
+    field is halved, and is `most` in the last rung, in which two or three meet.
+    """
+    field, budget = list(candidates), first
+    while True:
+        budget = most if len(field) <= 3 else min(budget, most)
+        scored = [(measure(candidate, budget), candidate) for candidate in field]
+        scored.sort(key=lambda item: item[0], reverse=True)
+        yield budget, scored
+        if len(field) <= 3:
+            return
+        field = [candidate for _, candidate in scored[: len(field) // 2]]
+        budget *= 2
+
+
+def fragment(recipe: Recipe, setting: Setting) -> dict[str, dict]:
+    """Return a setting as part of a recipe: sections with whole values, ready for YAML."""
+    tree, part = applied(recipe, setting).to_dict(), {}
+    for path in setting:
+        section, key, *_ = path.split(".")
+        part.setdefault(section, {})[key] = tree[section][key]
+    return part
+
+
+def overrides(part: dict[str, dict]) -> list[str]:
+    """Return a part of a recipe as `section.key=value` arguments."""
+    return [
+        f"{section}.{key}={json.dumps(value)}"  # which YAML reads as it is
+        for section, values in part.items()
+        for key, value in values.items()
+    ]
+
+
+@dataclass
+class Measured:
+    """Speed of settings on tuning prompts: each is decoded in turns with plain decoding, so that a
+    machine that slows down slows both. One drafter is alive at a time."""
+
+    recipe: Recipe
+    method: str
+    target: Target
+    trained: Trained
+    prompts: Sequence[Prompt]
+    by: str  # one of MEASURES
+
+    def __call__(self, setting: Setting, budget: int) -> float:
+        """Over the first `budget` prompts: tokens/s over plain's, or SWI with measured costs."""
+        recipe = applied(self.recipe, setting)
+        with cpu_threads(recipe.eval.threads):
+            plain, ours = self._decode(recipe, self.prompts[:budget])
+        if self.by == "wall":
+            return sum(part.seconds for part in plain) / sum(part.seconds for part in ours)
+        forwards = sum(part.drafter_forwards for part in ours)
+        per_step = times(plain, 1)["verify_ms_per_step"]
+        drafting = 1e3 * sum(part.drafter_seconds for part in ours)
+        cost = drafting / forwards / per_step if forwards else 0.0
+        return counts(ours, Costs(0.0, cost))["swi_measured"]
+
+    def _decode(self, recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[list, list]:
+        requests = make_requests(recipe.eval, prompts)
+        capacity = max(len(request.prompt) for request in requests) + recipe.eval.max_new_tokens
+        runners = [
+            make_method(name, recipe, self.target, self.trained, capacity)
+            for name in (REFERENCE, self.method)
+        ]
+        outcomes: tuple[list, list] = ([], [])
+        warm_up = replace(requests[0], max_new_tokens=WARM_UP_TOKENS)
+        for runner in runners:
+            runner([warm_up])
+        size = recipe.eval.batch_size
+        for start in range(0, len(requests), size):
+            for runner, parts in zip(runners, outcomes, strict=True):
+                parts.append(runner(requests[start : start + size]))
+        return outcomes

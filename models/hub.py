@@ -1,0 +1,106 @@
+"""The Hugging Face Hub: a drafter goes there in one commit, and comes back as a folder.
+
+    push(files, "owner/name", private=True)     # every file, or none
+    fetch("owner/name")                         # the folder of a snapshot; a local folder as it is
+
+Credentials are huggingface_hub's own affair (`hf auth login`, HF_TOKEN), and so is which Hub it is
+(HF_ENDPOINT). Nothing here asks the network about a folder that exists.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    get_token,
+    snapshot_download,
+)
+
+from specdraft.recipes.errors import HubError
+from specdraft.recipes.schema import HubSection
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+LATER = "python models/push.py RUN OWNER/NAME"
+
+
+def is_hub_id(name: str | Path) -> bool:
+    """Whether a name can only be a repository's: owner/name, and no folder lies there.
+
+    A Path is always a folder.
+    """
+    if not isinstance(name, str) or name.startswith((".", "/", "~")):
+        return False
+    return name.count("/") == 1 and not Path(name).exists()
+
+
+def fetch(name: str | Path, revision: str | None = None) -> Path:
+    """Return the folder of a drafter: a local one as it is, or a snapshot of a Hub repository.
+
+    Raises HubError when the Hub does not give it.
+    """
+    if not is_hub_id(name):
+        return Path(name).expanduser()
+    try:
+        patterns = ["config.json", *WEIGHTS]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        raise HubError(
+            f"{name} is no local folder and the Hub did not give it ({_reason(error)}); "
+            "give a folder or a Hub id, and for a private one log in: hf auth login"
+        ) from error
+
+
+def check_login(hub: HubSection) -> None:
+    """Raise HubError, before hours of training, when nobody is logged in to push at their end."""
+    if hub.repo_id and get_token() is None:
+        raise HubError(
+            f"hub.repo_id = {hub.repo_id}: nobody is logged in to the Hub; run `hf auth login` or "
+            f"set HF_TOKEN, or set hub.repo_id=null and push afterwards: {LATER}"
+        )
+
+
+def push(
+    files: Mapping[str, Path | bytes],  # place in the repository -> what goes there
+    repo_id: str,
+    private: bool = True,
+    revision: str | None = None,
+    message: str = "Upload a drafter",
+) -> str:
+    """Publish files as one commit, making repository and branch if needed; return its address.
+
+    Weights of an earlier push that are not replaced leave in the same commit: whoever loads a
+    repository must not meet two drafters. Raises HubError, and then nothing has changed.
+    """
+    api = HfApi()
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if private and not api.repo_info(repo_id).private:
+            raise HubError(f"{repo_id} exists and is public; set hub.private=false to push there")
+        if revision:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        there = api.list_repo_files(repo_id, revision=revision)
+        stale = [name for name in there if _is_weight(name) and name not in files]
+        # Not upload_folder: it may take several commits, and show a repository half-way.
+        operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+        operations += [CommitOperationDelete(name) for name in stale]
+        commit = api.create_commit(repo_id, operations, commit_message=message, revision=revision)
+    except HubError:
+        raise
+    except Exception as error:
+        raise HubError(f"the Hub did not take {repo_id} ({_reason(error)})") from error
+    return str(commit.commit_url)
+
+
+def _is_weight(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in WEIGHTS)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the root of an error: what the client wraps says less than the network."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,426 @@
+"""A cascade: the target's tokens whatever drafts, and Algorithm 1's own steps behind them."""
+
+import pytest
+import torch
+from random_models import VOCAB, random_head, random_target
+from test_decoder import decode, plain_tokens, prompts
+from test_lm_drafter import near
+
+from specdraft.eval.accept import review_greedy
+from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.drafters.cascade import CascadeDrafter, Reviewer
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.drafters.maxgram import MaxGramDrafter
+from specdraft.eval.drafters.tail import MaxGramTail, deepest, grafted, path_to
+from specdraft.eval.methods import make_method
+from specdraft.eval.static import StaticTree
+from specdraft.eval.suffix import FirstSuffixes
+from specdraft.eval.trained import Trained, load_trained
+from specdraft.eval.tree import Topology, Tree
+from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError, HeadError, RecipeError, TargetError
+from specdraft.recipes.load import dump, from_dict, load_recipe
+
+# A drafter that raises is left out with a warning, and every output is right without it.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+NEXT = [(7 * token + 3) % VOCAB for token in range(VOCAB)]
+ONE = [[4, 2], [0, 3]]
+TWO = [[3, 2, 2], [0, 2, 1], [0, 0, 4]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+@pytest.fixture(scope="module")
+def students(target):
+    """Nearer to the target and further from it; both often wrong."""
+    return near(target, 0.02), near(target, 0.05)
+
+
+def maxgram(rows: int = 1, count: int = 5) -> MaxGramDrafter:
+    return MaxGramDrafter(FirstSuffixes, count, next_id=NEXT, rows=rows)
+
+
+def cascade(students, k, leniency=1.0, rows=1) -> CascadeDrafter:
+    return CascadeDrafter(students, maxgram(rows), k, leniency, rows, 128)
+
+
+# -- the target's tokens -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leniency", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_greedy_output_is_that_of_the_model_without_a_cache(target, students, rows, leniency):
+    requests = [Request(prompt, 17) for prompt in prompts()]
+    expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
+    for chosen, k in ((students[:1], ONE), (students, TWO), (students[::-1], TWO)):
+        drafter = cascade(chosen, k, leniency, rows)
+        assert decode(Decoder(target, drafter, rows, 128), requests) == expected
+
+
+@pytest.mark.parametrize("leniency", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sampled_output_is_that_of_plain_seeded_sampling(target, students, rows, leniency):
+    settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
+    requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
+    expected = decode(Decoder(target, None, 1, 128), requests)
+    for chosen, k in ((students[:1], ONE), (students, TWO)):
+        drafter = cascade(chosen, k, leniency, rows)
+        assert decode(Decoder(target, drafter, rows, 128), requests) == expected
+
+
+def test_only_rules_for_any_draft_take_a_cascade(target, students):
+    requests = [Request(prompts()[1], 12, 1.0, rule=rule) for rule in ("walk", "block")]
+    done = list(Decoder(target, cascade(students[:1], ONE), 1, 128).run(requests))
+    assert len(done[0].tokens) == 12
+    assert isinstance(done[1].error, DataError)
+
+
+def test_sampled_drafts_use_the_noise_of_the_targets_choice(target):
+    """With the target as student all it has reviewed is accepted; with other noise little would."""
+    requests = [Request(prompt, 16, 1.5, seed=n) for n, prompt in enumerate(prompts())]
+    drafter = cascade((target,), [[3, 0], [0, 2]], rows=2)
+    done = list(Decoder(target, drafter, 2, 128).run(requests))
+    assert all(step.accepted == step.depth for one in done for step in one.steps)
+
+
+# -- Algorithm 1 ---------------------------------------------------------------------------------
+
+
+def drafted(drafter, prompt: list[int], temperature: float = 0.0) -> list[int]:
+    drafter.start(0, Request(prompt, 40, temperature, seed=8))
+    drafter.observe(0, prompt[1:], torch.empty(0))
+    with torch.inference_mode():
+        return drafter.draft([0])[0].tokens.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_without_leniency_a_draft_is_that_of_the_top_student_alone(students, temperature):
+    for chosen, k in ((students[:1], [[5, 0], [0, 4]]), (students, [[5, 0, 0], *TWO[1:]])):
+        lengths = set()
+        for prompt in prompts():
+            tokens = drafted(cascade(chosen, k), prompt, temperature)
+            alone = drafted(SSD(chosen[0], 1, 128, gamma=len(tokens)), prompt, temperature)
+            assert tokens == alone
+            if temperature == 0:
+                assert tokens == plain_tokens(chosen[0], prompt, len(tokens))
+            lengths.add(len(tokens))
+        # The last review may bring more than was asked for.
+        assert min(lengths) == 5 < max(lengths) <= cascade(chosen, k).max_nodes
+
+
+def test_larger_drafters_come_first_and_maxgram_last(students):
+    for prompt in prompts():
+        tokens = drafted(cascade(students, [[2, 2, 3], [0, 0, 0], [0, 0, 0]]), prompt)
+        first = plain_tokens(students[0], prompt, 2)
+        second = plain_tokens(students[1], prompt + first, 2)
+        bottom = maxgram()
+        bottom.memory[0].extend(prompt)
+        assert tokens == first + second + bottom.go_on(0, first + second, 3)
+
+
+def naive(students, k, leniency, known: list[int], ahead: list[int], reviewer: int) -> list[tuple]:
+    """Algorithm 1 without a cache, one row: (token, probability or None) of what is proposed."""
+    found: list[tuple] = []
+    for drafter, count in enumerate(k[reviewer], start=1):
+        goal = len(found) + count
+        while len(found) < goal:
+            behind = ahead + [token for token, _ in found]
+            if drafter > len(students):
+                bottom = maxgram()
+                bottom.memory[0].extend(known)
+                found += [(token, None) for token in bottom.go_on(0, behind, count)]
+                continue
+            proposed = naive(students, k, leniency, known, behind, drafter)
+            ids = known + behind + [token for token, _ in proposed]
+            laws = students[drafter - 1].model(torch.tensor([ids])).logits[0].softmax(-1)
+            place = len(known) + len(behind) - 1
+            for token, chance in proposed:
+                own = laws[place]
+                q = {token: 1.0 if chance is None else chance}
+                kind = 1.0 if chance is None else leniency
+                if review_greedy(own, q, token, kind) != token:
+                    break
+                found.append((token, float(own[token])))
+                place += 1
+            found.append((int(laws[place].argmax()), float(laws[place].max())))
+    return found
+
+
+@pytest.mark.parametrize("leniency", [1.0, 2.0, 5.0])
+def test_a_draft_is_algorithm_1_spelled_out(students, leniency):
+    for k in (TWO, [[4, 0, 0], [0, 3, 2], [0, 0, 2]], [[0, 3, 1], [0, 0, 0], [0, 0, 3]]):
+        for prompt in prompts():
+            expected = naive(students, k, leniency, prompt, [], 0)
+            assert drafted(cascade(students, k, leniency), prompt) == [t for t, _ in expected]
+
+
+def test_leniency_changes_drafts(students):
+    drafts = [
+        [drafted(cascade(students, TWO, leniency), prompt) for prompt in prompts(12)]
+        for leniency in (1.0, 5.0)
+    ]
+    assert drafts[0] != drafts[1]
+
+
+class Periodic(Target):
+    """A model that always continues 1 2 3 1 2 3 ..: what it says can be counted by hand."""
+
+    def logits(self, features):
+        # Its features are replaced below by the ids themselves.
+        return torch.nn.functional.one_hot(features[:, 0].long() % 3 + 1, VOCAB).float()
+
+
+def periodic() -> Periodic:
+    student = random_target()
+    student.__class__ = Periodic
+    return student
+
+
+def reading_ids(drafter: CascadeDrafter) -> CascadeDrafter:
+    for reviewer in drafter.reviewers:
+        reviewer.packed.forward = lambda ids, *_: ids[:, None].float()
+    return drafter
+
+
+def test_calls_and_tokens_read_are_those_counted_by_hand():
+    """The prompt 1 2 3 1 2: Max-Gram copies 3 1 2 3 1 2 .., the students say the same, so every
+    proposal is accepted."""
+    prompt = [1, 2, 3, 1, 2]
+    # Student 1 wants 4 tokens: Max-Gram's 3 and its own are one review.
+    one = reading_ids(cascade([periodic()], [[4, 2], [0, 3]]))
+    assert drafted(one, prompt) == [3, 1, 2, 3, 1, 2]
+    assert one.passes == [1]
+    assert one.reviewers[0].tokens_read == 5 + 3
+    # Wanting 5, it reviews again: its own 4th token, unread so far, and 3 more of Max-Gram.
+    one = reading_ids(cascade([periodic()], [[5, 0], [0, 3]]))
+    assert drafted(one, prompt) == [3, 1, 2, 3, 1, 2, 3, 1]
+    assert one.passes == [2]
+    assert one.reviewers[0].tokens_read == 5 + 3 + 1 + 3
+    # Student 2 wants 3 a time: 2 of Max-Gram and its own. Student 1 adds 1: 4 of the 5 it wants;
+    # the second time brings 8. Behind them student 2 contributes 2: 3 tokens by one more review.
+    two = reading_ids(cascade([periodic(), periodic()], [[5, 2, 1], [0, 3, 0], [0, 0, 2]]))
+    assert len(drafted(two, prompt)) == 8 + 3 + 1
+    assert two.passes == [2, 3]
+    # Student 1 reads the prompt, 3 proposals, then its own token and 3 proposals.
+    assert two.reviewers[0].tokens_read == 5 + 3 + 1 + 3
+    # Student 2 reads the prompt and 2 proposals; then its own token, that of student 1 and 2
+    # proposals; and the same again.
+    assert two.reviewers[1].tokens_read == (5 + 2) + (2 + 2) + (2 + 2)
+
+
+# -- caches --------------------------------------------------------------------------------------
+
+
+class Watched(Reviewer):
+    """Compares the cache with a fresh forward at every call, and counts what had to be read."""
+
+    needed = 0
+
+    def read(self, rows, tokens, committed, starts):
+        for row, known, start in zip(rows, tokens, starts, strict=True):
+            cached = self.cached[row]
+            agree = [a == b for a, b in zip(cached, known, strict=False)]
+            same = [*agree, False].index(False)
+            self.needed += len(known) - min(same, start - 1)
+        logits = super().read(rows, tokens, committed, starts)
+        for row, known, start, after in zip(rows, tokens, starts, logits, strict=True):
+            fresh = self.student.model(torch.tensor([known]), use_cache=True)
+            torch.testing.assert_close(after, fresh.logits[0, start - 1 :], atol=1e-4, rtol=1e-4)
+            for layer, part in enumerate(fresh.past_key_values.layers):
+                for kind, expected in enumerate((part.keys, part.values)):
+                    kept = self.packed.pool.data[layer, kind, row, :, : len(known)]
+                    torch.testing.assert_close(kept, expected[0], atol=1e-5, rtol=1e-4)
+        return logits
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_reviewer_reads_only_what_changed_since_it_last_read(target, students, temperature, rows):
+    drafter = cascade(students, TWO, 2.0, rows)
+    drafter.reviewers = [Watched(s, rows, 128, drafter.max_nodes) for s in students]
+    requests = [Request(p, 20, temperature, seed=n) for n, p in enumerate(prompts())]
+    done = list(Decoder(target, drafter, rows, 128).run(requests))
+    assert len({step.accepted for one in done for step in one.steps}) > 3
+    for reviewer in drafter.reviewers:
+        assert reviewer.tokens_read == reviewer.needed > 0
+
+
+class Recorded(Reviewer):
+    """Remembers every text whose last token it has read."""
+
+    def read(self, rows, tokens, *others):
+        logits = super().read(rows, tokens, *others)
+        for row, known in zip(rows, tokens, strict=True):
+            kept = self.packed.pool.lengths[row]
+            self.texts += [tuple(known[: n + 1]) for n in range(kept, len(known))]
+        return logits
+
+
+@pytest.mark.parametrize("k", [[[4, 0], [0, 2]], [[1, 0], [0, 1]], [[6, 3], [0, 4]]])
+def test_no_accepted_token_is_read_twice(target, k):
+    """By a student that is the target: what it accepts, the target accepts."""
+    drafter = cascade((target,), k)
+    reviewer = Recorded(target, 1, 128, drafter.max_nodes)
+    drafter.reviewers = [reviewer]
+    for prompt in prompts():
+        reviewer.texts = []
+        done = next(Decoder(target, drafter, 1, 128).run([Request(prompt, 30)]))
+        whole = (*prompt, *done.tokens)
+        times = [reviewer.texts.count(whole[:n]) for n in range(1, len(whole) + 1)]
+        assert set(times[: len(prompt)]) == {1}
+        assert set(times) <= {0, 1}
+        assert sum(times) >= len(whole) - drafter.max_nodes - 1
+
+
+def test_nothing_is_drafted_beyond_a_students_context(target):
+    student = near(target)
+    student.config.max_position_embeddings = 30
+    drafter = cascade((student,), ONE)
+    prompt = prompts()[2]
+    done = next(Decoder(target, drafter, 1, 128).run([Request(prompt, 30)]))
+    assert done.tokens == plain_tokens(target, prompt, 30)
+    assert done.steps[1].drafted > 0
+    assert done.steps[-1].drafted == 0
+
+
+# -- Max-Gram behind a tree ----------------------------------------------------------------------
+
+
+def test_tails_hang_below_the_deepest_nodes():
+    tree = Topology([-1, 0, 0, 1, 2, 2])
+    assert deepest(tree, 2) == [3, 4]
+    assert path_to(tree, 5) == [2, 5]
+    grown = grafted(tree, ((3, 2), (5, 1)))
+    assert grown.parents == (*tree.parents, 3, 6, 5)
+    assert grafted(tree, ((3, 2), (5, 1))) is grown
+
+
+class Fixed:
+    """Drafts the same small tree every time, as some other drafter may."""
+
+    forwards, seconds, max_nodes, rules = 0, 0.0, 4, frozenset()
+
+    def start(self, row, request): ...
+
+    def observe(self, row, tokens, features): ...
+
+    def draft(self, rows):
+        return [Tree(Topology([-1, 0, 0, 1, 2]), torch.tensor([5, 1, 6, 2])) for _ in rows]
+
+
+def test_a_tail_copies_what_followed_the_path_it_hangs_on():
+    tail = MaxGramTail(Fixed(), maxgram(), count=3, paths=2)
+    tail.start(0, Request([5, 6, 9, 8, 1, 2, 4], 10))
+    tail.observe(0, [6, 9, 8, 1, 2, 4], torch.empty(0))
+    (tree,) = tail.draft([0])
+    assert tree.topology.parents == (-1, 0, 0, 1, 2, 3, 5, 6, 4, 8, 9)
+    # Behind 5 6 came 9 8 1; behind 1 2 came 4 and then what is drafted: the path 1 2 itself.
+    assert tree.tokens.tolist() == [5, 1, 6, 2, 9, 8, 1, 4, 1, 2]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize("paths", [1, 2])
+def test_a_tail_behind_a_falcon_tree_changes_no_output(target, rows, temperature, paths):
+    tree = StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0)], 2)
+    falcon = FalconDrafter(random_head(target), target, tree, rows, 128)
+    drafter = MaxGramTail(falcon, maxgram(rows), count=4, paths=paths)
+    requests = [Request(p, 17, temperature, seed=n) for n, p in enumerate([[3], *prompts()])]
+    expected = decode(Decoder(target, None, 1, 128), requests)
+    done = sorted(Decoder(target, drafter, rows, 128).run(requests), key=lambda one: one.index)
+    assert [one.tokens for one in done] == expected
+    depths = {step.depth for one in done for step in one.steps}
+    assert depths >= {4, 2 + 4}  # empty trees, of a single known token, have tails, too
+    assert max(step.drafted for one in done for step in one.steps) == drafter.max_nodes
+
+
+# -- recipes -------------------------------------------------------------------------------------
+
+
+def complaint(*overrides: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("recipes/tiny_cascade.yaml", list(overrides))
+    return str(caught.value)
+
+
+def test_a_k_that_is_no_k_is_named():
+    assert "cascade.k = [[4, 2], [1, 2]]: must be upper triangular, but row 1, column 0 is 1" in (
+        complaint("cascade.k=[[4, 2], [1, 2]]")
+    )
+    assert "entry 0 ([4, -1]) entry 1 (-1) must be >= 0" in complaint("cascade.k=[[4, -1], [0, 2]]")
+    assert "must be 2 x 2" in complaint("cascade.k=[[4, 2, 1], [0, 2, 1], [0, 0, 1]]")
+    assert "must be 3 x 3" in complaint("cascade.students=[a, b]")
+    assert "must be 2 x 2" in complaint("cascade.k=[[4], [0, 2]]")
+    assert "no student drafts" in complaint("cascade.k=[[0, 5], [0, 2]]")
+    assert "cascade.students = []" in complaint("cascade.students=[]")
+    assert "cascade.leniency = 0.5: must be >= 1" in complaint("cascade.leniency=0.5")
+    assert "eval.methods: cascade drafts with a student" in complaint(
+        "student.model=null", "student.training=full", "train.steps=1", "eval.methods=[cascade]"
+    )
+
+
+def test_a_k_survives_yaml_and_plain_dicts(tmp_path):
+    recipe = load_recipe("recipes/tiny_cascade.yaml", ["cascade.k=[[3, 1], [0, 4]]"])
+    assert recipe.cascade.k == ((3, 1), (0, 4))
+    assert from_dict(recipe.to_dict()) == recipe
+    dump(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+
+
+def test_a_drafter_without_its_parts_is_refused(students):
+    with pytest.raises(ValueError, match="0 students"):
+        cascade((), [[3]])
+    with pytest.raises(ValueError, match="2 students with a K of 2 rows"):
+        cascade(students, ONE)
+    with pytest.raises(ValueError, match="with a table"):
+        CascadeDrafter(students[:1], MaxGramDrafter(FirstSuffixes, 3), ONE)
+
+
+def table_at(folder, size: int, tokenizer: str | None = None) -> None:
+    ones = torch.ones(size, dtype=torch.long)
+    table = MaxGramTable.of_counts(MaxGramConfig(size, tokenizer), ones, ones, ones)
+    table.save_pretrained(folder)
+
+
+def test_what_a_cascade_drafts_with_is_loaded_from_where_the_recipe_says(tmp_path):
+    tiny = Target.load("tiny")
+    table_at(tmp_path / "table", tiny.vocab_size)
+    places = ["cascade.students=[tiny, tiny]", "cascade.k=[[2, 1, 1], [0, 1, 0], [0, 0, 2]]"]
+    places += [f"maxgram.table={tmp_path / 'table'}", "eval.methods=[plain, cascade]"]
+    recipe = load_recipe("recipes/tiny_cascade.yaml", places)
+    trained = load_trained(recipe, tiny)
+    assert len(trained.cascade) == len(trained.models("cascade:padded")) == 2
+    assert trained.student is None
+    run = make_method("cascade", recipe, tiny, trained, 80)
+    outcome = run([Request([5, 6, 7, 8], 12)])
+    assert len(outcome.drafter_passes) == 2
+    assert min(outcome.drafter_passes) > 0
+    with pytest.raises(RecipeError, match="method cascade needs at least one student"):
+        make_method("cascade", recipe, tiny, Trained(), 80)
+
+
+def test_a_drafter_that_is_missing_or_for_other_tokens_is_named(tmp_path):
+    tiny = Target.load("tiny")
+    table_at(tmp_path / "other", tiny.vocab_size, "another tokenizer")
+    table_at(tmp_path / "small", 99)
+
+    def loading(**places):
+        overrides = ["eval.methods=[cascade]"]
+        overrides += [f"{key.replace('_', '.')}={value}" for key, value in places.items()]
+        return load_trained(load_recipe("recipes/tiny_cascade.yaml", overrides), tiny)
+
+    with pytest.raises(TargetError, match="this table was counted with the tokenizer another"):
+        loading(maxgram_table=tmp_path / "other", cascade_students="[tiny]")
+    with pytest.raises(TargetError, match="this table is for a vocabulary of 99"):
+        loading(maxgram_table=tmp_path / "small", cascade_students="[tiny]")
+    with pytest.raises(HeadError, match="no Max-Gram table at gone"):
+        loading(maxgram_table="gone", cascade_students="[tiny]")
+    table_at(tmp_path / "table", tiny.vocab_size)
+    with pytest.raises(TargetError, match=r"cascade.students: cannot load \./gone: no folder"):
+        loading(maxgram_table=tmp_path / "table", cascade_students="[./gone]")

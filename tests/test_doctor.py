@@ -1,0 +1,260 @@
+"""The doctor: a healthy run passes every line, a planted fault fails the line that speaks of it."""
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoTokenizer
+
+from specdraft.data import shards
+from specdraft.eval import drafter_checkup
+from specdraft.models.target import bundled_target_dir
+
+pytestmark = pytest.mark.xdist_group("doctor")  # one small run for all tests
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=24"]
+SMALL += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
+SMALL += ["eval.methods=[plain,prompt_lookup,falcon_tree]"]
+CACHE = ["tokens", "tokenizer", "template", "mask"]
+CACHE += ["shards", "target of the features", "features", "scale", "shift"]
+HEAD = ["head files", "head's target", "head shape"]
+METHODS = ["prompt_lookup = plain", "falcon_tree = plain"]
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("healthy")
+    places = [f"output.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
+    command = [sys.executable, "train/falcon.py", "recipes/tiny.yaml", *SMALL, *places]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.fixture
+def ill(healthy: Path, tmp_path: Path) -> Path:
+    """A copy of the run and its caches, to be spoilt."""
+    return Path(shutil.copytree(healthy, tmp_path / "ill"))
+
+
+@pytest.fixture
+def doctor(monkeypatch, capsys):
+    """Run the entry; return its exit code, {line: outcome}, {line: remedy} and all it printed."""
+
+    def examine(folder: Path, *overrides: str):
+        places = [f"output.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
+        command = ["doctor.py", str(folder / "run" / "recipe.yaml"), *places, *overrides]
+        monkeypatch.setattr(sys, "argv", [*command, "--prompts", "2"])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "eval" / "doctor.py"), run_name="__main__")
+        text = capsys.readouterr().out
+        outcomes, remedies, last = {}, {}, None
+        for line in text.splitlines():
+            if match := re.match(r"(pass|fail|skipped) +(.+?)  ", line):
+                last = match[2]
+                outcomes[last] = match[1]
+            elif match := re.match(r" +-> (.+)", line):
+                remedies[last] = match[1]
+        return end.value.code, outcomes, remedies, text
+
+    return examine
+
+
+def failing(outcomes: dict[str, str]) -> list[str]:
+    return [line for line, outcome in outcomes.items() if outcome == "fail"]
+
+
+def test_a_healthy_run_passes_every_line_and_shows_its_loss_mask(doctor, healthy):
+    code, outcomes, remedies, text = doctor(healthy)
+    assert code == 0
+    assert outcomes == dict.fromkeys([*CACHE, *HEAD, *METHODS], "pass")
+    assert remedies == {}
+    assert "<|assistant|>" in text
+    assert f"{len(outcomes)} pass, 0 fail, 0 skipped" in text
+
+
+def flip_a_byte(folder: Path) -> None:
+    (shard,) = folder.glob("cache/features-*/shard-*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+
+def cut_the_manifest(folder: Path) -> None:
+    (path,) = folder.glob(f"cache/features-*/{shards.MANIFEST}")
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def rewrite_features(folder: Path, change) -> None:
+    """Change every row's features, and state the new checksum as if they had been made so."""
+    (path,) = folder.glob(f"cache/features-*/{shards.MANIFEST}")
+    manifest = json.loads(path.read_text())
+    (entry,) = manifest["shards"].values()
+    tensors = safetensors.torch.load((path.parent / entry["file"]).read_bytes())
+    start = 0
+    for row in entry["rows"]:
+        end = start + manifest["lengths"][row]
+        tensors["features"][start:end] = change(tensors["features"][start:end].clone())
+        start = end
+    entry |= shards.write_shard(path.parent, entry["file"], tensors)
+    shards.write_manifest(path.parent, manifest)
+
+
+def lose_digits(folder: Path) -> None:
+    rewrite_features(folder, lambda features: features.bfloat16().float())
+
+
+def shift_forth(folder: Path) -> None:
+    rewrite_features(folder, lambda features: features.roll(1, 0))
+
+
+def shift_back(folder: Path) -> None:
+    rewrite_features(folder, lambda features: features.roll(-1, 0))
+
+
+def enlarge(folder: Path) -> None:
+    """Features of another size throughout, wrong in value, too: two lines speak of it."""
+    rewrite_features(folder, lambda features: features * 3)
+
+
+def another_owner(folder: Path) -> None:
+    path = folder / "run" / "head" / "config.json"
+    path.write_text(path.read_text().replace('"weights": "', '"weights": "0'))
+
+
+def other_sizes(folder: Path) -> None:
+    path = folder / "run" / "head" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"vocab_size": 7, "feature_scale": 1.0}))
+
+
+def cut_the_head(folder: Path) -> None:
+    path = folder / "run" / "head" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def spoil_a_weight(folder: Path) -> None:
+    path = folder / "run" / "head" / "model.safetensors"
+    tensors = safetensors.torch.load(path.read_bytes())
+    tensors["layers.0.down.weight"][3, 5] = torch.inf
+    path.write_bytes(safetensors.torch.save(tensors))
+
+
+def supervise_everything(folder: Path) -> None:
+    (cache,) = folder.glob("cache/tokens-*")
+    rows = datasets.load_from_disk(str(cache))
+    masks = [[True] * len(mask) for mask in rows["loss_mask"]]
+    kind = rows.features["loss_mask"]
+    rows = rows.remove_columns("loss_mask").add_column("loss_mask", masks, feature=kind)
+    rows.save_to_disk(str(folder / "rows"))
+    shutil.copy(cache / "meta.json", folder / "rows")
+    shutil.rmtree(cache)
+    (folder / "rows").rename(cache)
+
+
+def cut_the_rows(folder: Path) -> None:
+    (path,) = folder.glob("cache/tokens-*/meta.json")
+    meta = json.loads(path.read_text())
+    meta["stats"]["rows"] += 1
+    path.write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize(
+    ("fault", "lines", "remedy", "unseen"),
+    [
+        (flip_a_byte, ["shards"], "delete that file and run again", CACHE[-4:]),
+        (cut_the_manifest, ["shards"], "delete", CACHE[-4:]),
+        (lose_digits, ["features"], "rebuild both caches", []),
+        (shift_forth, ["shift"], "the features stand at the wrong tokens", []),
+        (shift_back, ["shift"], "the features stand at the wrong tokens", []),
+        (enlarge, ["features", "scale"], "rebuild both caches", []),
+        (another_owner, ["head's target"], "train a head for this one", METHODS[1:]),
+        (other_sizes, ["head shape"], "train one for this target", []),
+        (cut_the_head, ["head files"], "delete", ["head's target", *METHODS[1:]]),
+        (spoil_a_weight, ["head shape"], "train one for this target", []),
+        (supervise_everything, ["mask"], "mark the answers", []),
+        (cut_the_rows, ["tokens"], "delete", []),
+    ],
+)
+def test_a_fault_fails_exactly_its_own_line(doctor, ill, fault, lines, remedy, unseen):
+    fault(ill)
+    code, outcomes, remedies, _ = doctor(ill)
+    assert code == 1
+    assert failing(outcomes) == lines
+    for line in lines:
+        assert remedy in remedies[line]
+    assert [line for line, outcome in outcomes.items() if outcome == "skipped"] == unseen
+
+
+def test_another_template_and_another_tokenizer_fail_their_lines(doctor, ill, tmp_path):
+    template = tmp_path / "other.jinja"
+    template.write_text((bundled_target_dir() / "chat_template.jinja").read_text() + "{# other #}")
+    code, outcomes, remedies, _ = doctor(ill, f"target.chat_template={template}")
+    assert (code, failing(outcomes)) == (1, ["template"])
+    assert "rebuild both caches" in remedies["template"]
+
+    target = Path(shutil.copytree(bundled_target_dir(), tmp_path / "target"))
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.add_tokens(["<|odd|>"])
+    tokenizer.save_pretrained(target)
+    code, outcomes, remedies, _ = doctor(ill, f"target.model={target}")
+    assert (code, failing(outcomes)) == (1, ["tokenizer"])
+    assert "rebuild both caches" in remedies["tokenizer"]
+
+
+def test_other_weights_fail_what_was_made_with_the_old_ones(doctor, ill, tmp_path):
+    target = Path(shutil.copytree(bundled_target_dir(), tmp_path / "target"))
+    path = target / "model.safetensors"
+    tensors = safetensors.torch.load(path.read_bytes())
+    tensors = {name: t * 1.01 for name, t in tensors.items()}
+    path.write_bytes(safetensors.torch.save(tensors, {"format": "pt"}))
+    code, outcomes, _, text = doctor(ill, f"target.model={target}")
+    assert code == 1
+    assert failing(outcomes) == ["target of the features", "head's target"]
+    assert "made by tiny" in text
+    assert outcomes["features"] == outcomes["falcon_tree = plain"] == "skipped"
+
+
+def test_what_is_not_there_yet_is_skipped_with_the_way_to_get_it(doctor, ill):
+    shutil.rmtree(ill / "cache")
+    shutil.rmtree(ill / "run" / "head")
+    code, outcomes, remedies, _ = doctor(ill)
+    assert code == 0
+    there = ["prompt_lookup = plain"]
+    assert [line for line, outcome in outcomes.items() if outcome == "pass"] == there
+    assert "data/cache.py" in remedies["tokens"]
+    assert "train it with" in remedies["head files"]
+
+
+def test_another_recipes_cache_is_nobodys_fault(doctor, ill):
+    code, outcomes, _, _ = doctor(ill, "data.max_length=100")
+    assert code == 0
+    assert {outcomes[line] for line in CACHE} == {"skipped"}
+
+
+def test_a_method_that_changes_one_token_is_found(doctor, ill, monkeypatch):
+    decode_all = drafter_checkup.decode_all
+
+    def spoilt(recipe, target, trained, prompts, methods, progress):
+        outcomes = decode_all(recipe, target, trained, prompts, methods, progress)
+        if methods == ["falcon_tree"]:
+            outcomes["falcon_tree"][1].completions[0].tokens[4] += 1
+        return outcomes
+
+    monkeypatch.setattr(drafter_checkup, "decode_all", spoilt)
+    code, outcomes, remedies, text = doctor(ill)
+    assert (code, failing(outcomes)) == (1, ["falcon_tree = plain"])
+    assert "1 of 2 answers are identical" in text
+    assert "report it" in remedies["falcon_tree = plain"]

@@ -1,0 +1,330 @@
+"""Drawn drafts: siblings are the samples they claim to be, and outputs follow the target's law."""
+
+import itertools
+from collections import defaultdict
+from decimal import Decimal, getcontext
+
+import pytest
+import torch
+from enumeration import ROOT, branches, law_error, play, random_laws
+from random_models import random_target
+from test_decoder import prompts
+from test_rules_in_decoder import WARP, check_law, fits
+
+from specdraft.eval.accept import RULES
+from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.drafters.beam import Beams, StochasticBeam, conditioned, step
+from specdraft.eval.drafters.branching import Branching
+from specdraft.eval.drafters.drawing import draw
+from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.sampling import gumbel
+from specdraft.eval.tree import Draws, Topology, Tree, chain
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+KINDS = ["alike", "mismatched", "some zeros"]
+COUNT = 100_000  # draws of a chi-square test
+in_law = pytest.mark.parametrize("kind", KINDS)
+
+
+# -- the noise of a beam ---------------------------------------------------------------------------
+
+
+def noise(seed: int, *shape: int) -> torch.Tensor:
+    """Standard Gumbel noise of a shape, its last dimension the tokens."""
+    places = torch.arange(torch.Size(shape[:-1]).numel()).view(shape[:-1])
+    return gumbel(seed, places, shape[-1])
+
+
+def test_conditioned_noise_has_the_parents_maximum_and_keeps_the_order():
+    children = noise(1, 500, 7) + torch.randn(500, 7, generator=torch.Generator().manual_seed(0))
+    for shift in (-300.0, -3.0, 0.0, 3.0, 300.0):
+        parent = children.max(-1).values + shift
+        found = conditioned(parent, children)
+        torch.testing.assert_close(found.max(-1).values, parent, rtol=0, atol=1e-12)
+        assert found.isfinite().all()
+        # Far above the parent, they come closer to each other than a float64 can tell.
+        best = children.argsort(-1, descending=True)
+        falling = found.gather(-1, best).diff(dim=-1)
+        assert (falling <= 0).all()
+        assert shift < -3 or (falling < 0).all()
+
+
+def test_conditioned_noise_is_the_formula_to_the_last_digit():
+    getcontext().prec = 400  # exponentials of hundreds, subtracted
+    children = noise(2, 40, 5) * 20
+    parents = noise(3, 1, 40)[0] * 20
+    for parent, siblings in zip(parents, children, strict=True):
+        top = max(Decimal(float(x)) for x in siblings)
+        found = conditioned(parent[None], siblings[None])[0]
+        for value, ours in zip(siblings, found, strict=True):
+            total = (-Decimal(float(parent))).exp() - (-top).exp()
+            total += (-Decimal(float(value))).exp()
+            assert float(ours) == pytest.approx(float(-total.ln()), rel=1e-12, abs=1e-12)
+
+
+def test_an_impossible_child_stays_impossible_and_a_beam_has_its_width():
+    logs = torch.tensor([[-0.1, float("-inf"), -2.0]]).double()
+    start = torch.zeros(1).double()
+    chosen = step(Beams(start, start), logs, noise(4, 1, 3), 3)
+    assert chosen.tokens[..., 2] == 1
+    assert chosen.beams.noisy[2] == float("-inf")
+    assert not chosen.beams.noisy.isnan().any()
+    with pytest.raises(ValueError, match="a beam of 4 out of 1 x 3"):
+        step(Beams(start, start), logs, None, 4)
+
+
+# -- siblings without replacement ------------------------------------------------------------------
+
+
+def plackett_luce(law: torch.Tensor, width: int) -> dict[tuple[int, ...], float]:
+    """Probability of every ordered sample without replacement."""
+    found = {}
+    for order in itertools.permutations(range(len(law)), width):
+        left, share = float(law.sum()), 1.0
+        for token in order:
+            share *= float(law[token]) / left
+            left -= float(law[token])
+        found[order] = share
+    return found
+
+
+def check(samples: torch.Tensor, law: dict[tuple, float]) -> None:
+    """Chi-square of samples [N, W] against a law of tuples."""
+    cells = {key: n for n, key in enumerate(law)}
+    seen = torch.zeros(len(law))
+    for key, count in zip(*samples.unique(dim=0, return_counts=True), strict=True):
+        seen[cells[tuple(key.tolist())]] = count
+    assert fits(seen, torch.tensor(list(law.values())).double())
+
+
+def test_gumbel_top_k_draws_siblings_without_replacement():
+    logits = torch.tensor([1.0, 0.0, -0.5, 0.3, 2.0])
+    request = Request([1], 1, temperature=1.0, seed=5, rule="recursive")
+    tokens, law = draw(logits.expand(COUNT, -1), request, torch.zeros(COUNT), (7, 1), 3)
+    torch.testing.assert_close(law[0], logits.double().softmax(-1))
+    check(tokens, plackett_luce(law[0], 3))
+
+
+def test_iid_siblings_are_independent():
+    logits = torch.tensor([1.0, 0.0, -0.5, 2.0])
+    request = Request([1], 1, temperature=1.0, seed=5, rule="kseq")
+    tokens, law = draw(logits.expand(COUNT, -1), request, torch.zeros(COUNT), (7, 1), 3)
+    triples = itertools.product(range(4), repeat=3)
+    check(tokens, {t: float(law[0][list(t)].prod()) for t in triples})
+
+
+def searched(laws, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two levels of many stochastic beam searches: tokens of level 1, parents (as tokens of level
+    1) and tokens of level 2, each [N, W]."""
+    vocab = len(laws[()])
+    start = torch.zeros(COUNT, 1).double()
+    first = laws[()].log().expand(COUNT, 1, vocab)
+    one = step(Beams(start, start), first, noise(seed, COUNT, 1, vocab), min(width, vocab))
+    after = torch.stack([laws[(token,)].log() for token in range(vocab)])
+    logs = after[one.tokens]  # [N, W, V]
+    two = step(one.beams, logs, noise(seed + 1, *logs.shape), width)
+    return one.tokens, one.tokens.gather(1, two.parents), two.tokens
+
+
+def test_a_beam_is_a_sample_of_sequences_without_replacement():
+    _, laws = random_laws("alike", 4, 2)
+    _, parents, tokens = searched(laws, 3, seed=11)
+    pairs = torch.cat([laws[()][token] * laws[(token,)] for token in range(4)])
+    check(parents * 4 + tokens, plackett_luce(pairs, 3))
+
+
+def test_the_siblings_of_a_beam_are_a_sample_without_replacement_as_far_as_they_stay():
+    _, laws = random_laws("alike", 5, 2, seed=3)
+    _, parents, tokens = searched(laws, 4, seed=21)
+    compared = 0
+    for parent in range(5):
+        mine = parents == parent
+        for number in (2, 3):
+            rows = mine.sum(1) >= number
+            rank = mine[rows].cumsum(1) * mine[rows]
+            siblings = torch.stack([tokens[rows][rank == n + 1] for n in range(number)], 1)
+            if len(siblings) < 500:
+                continue
+            compared += 1
+            # Given those before it, and that it is in the beam, a sibling is drawn from the rest.
+            expected = torch.zeros(5).double()
+            groups = siblings[:, :-1].unique(dim=0, return_counts=True)
+            for before, count in zip(*groups, strict=True):
+                left = laws[(parent,)].clone()
+                left[before] = 0
+                expected += count * left / left.sum()
+            seen = torch.bincount(siblings[:, -1], minlength=5)
+            assert fits(seen, expected / expected.sum())
+    assert compared > 5
+
+
+# -- what a beam leaves is right for the rule ------------------------------------------------------
+
+
+def ranked_leaves(q, width: int):
+    """RSD-S by its definition from below: give every text of two tokens its noise, and a prefix the
+    best of its texts'. A beam is then the best texts of its length: all of it follows from the
+    order of the texts, which is a sample without replacement. Drawn as far as it matters."""
+    vocab = len(q[()])
+    texts = list(itertools.product(range(vocab), repeat=2))
+    rows = {text: row for row, text in enumerate(q)}
+
+    def draft(chance):
+        left = torch.stack([q[()][a] * q[(a,)][b] for a, b in texts])
+        order = []
+        while left.any() and (len({a for a, _ in order}) < width or len(order) < width):
+            order.append(texts[chance.choice(left)])
+            left[texts.index(order[-1])] = 0
+        first = list(dict.fromkeys(a for a, _ in order))[:width]
+        second = order[:width]
+        parents = [-1, *[0] * len(first), *(1 + first.index(a) for a, _ in second)]
+        tokens = [ROOT, *first, *(b for _, b in second)]
+        sources = [rows[()], *(rows[(a,)] for a in first), *[-1] * len(second)]
+        draws = Draws("without_replacement", torch.stack(list(q.values())), sources)
+        return Tree(Topology(parents), torch.empty(0), draws), tokens
+
+    return draft
+
+
+@in_law
+def test_a_truncated_beam_and_recursive_rejection_emit_the_targets_law(kind):
+    """Every branch is played: the order of the texts, acceptance, the bonus."""
+    p, q = random_laws(kind, 3, 3)
+    played = play(RULES["recursive"].rule, ranked_leaves(q, 2), p)
+    assert law_error(played.law, p, 3) <= 1e-12
+    alone = play(RULES["recursive"].rule, ranked_leaves(q, 1), p)
+    assert law_error(alone.law, p, 3) <= 1e-12
+    assert played.accepted > alone.accepted
+
+
+def test_the_beam_that_is_drawn_from_above_has_this_law():
+    """The law of whole trees: level 1 in order, and level 2 in order."""
+    _, q = random_laws("alike", 3, 2)
+    law = defaultdict(float)
+    for (tree, tokens), weight in branches(ranked_leaves(q, 2)):
+        first, nodes = tokens[1:3], range(3, 5)
+        second = [tokens[tree.topology.parents[n]] * 3 + tokens[n] for n in nodes]
+        law[(*first, *second)] += weight
+    assert sum(law.values()) == pytest.approx(1)
+    one, parents, tokens = searched(q, 2, seed=31)
+    check(torch.cat((one, parents * 3 + tokens), 1), dict(law))
+
+
+# -- SSD -------------------------------------------------------------------------------------------
+
+
+def ended_chain(q, rule: str, theta: float, keep: bool = True):
+    """SSD's draft; `keep` False drops the token that ends it."""
+
+    def draft(chance):
+        text, laws = (), []
+        while len(text) < 2:
+            laws.append(q[text])
+            text = (*text, chance.choice(laws[-1]))
+            if laws[-1][text[-1]] < theta:
+                if not keep:
+                    text = text[:-1]
+                break
+        draws = Draws(RULES[rule].drafts, torch.stack(laws), [*range(len(text)), -1])
+        return Tree(chain(len(text)), torch.empty(0), draws), (ROOT, *text)
+
+    return draft
+
+
+@in_law
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "walk"])
+def test_a_sampled_chain_that_ends_behind_an_improbable_token_is_exact(rule, kind):
+    p, q = random_laws(kind, 3, 3)
+    theta = float(torch.stack(list(q.values())).median())
+    played = play(RULES[rule].rule, ended_chain(q, rule, theta), p)
+    assert law_error(played.law, p, 3) <= 1e-12
+    assert 1 < played.drafted < 2
+    dropped = play(RULES[rule].rule, ended_chain(q, rule, theta, keep=False), p)
+    assert law_error(dropped.law, p, 3) > 1e-6
+
+
+# -- in the decoder --------------------------------------------------------------------------------
+
+# method -> (its drafter, rules that its drafts are drawn for)
+DRAWERS = {
+    "ssd": (SSD, {"gamma": 3, "theta": 0.1}, ("recursive", "multistep", "kseq", "block")),
+    "branching": (Branching, {"branching": (3, 2)}, ("recursive", "multistep", "kseq")),
+    "chains": (Branching, {"branching": (3, 1)}, ("kseq", "multistep", "recursive")),
+    "beam": (StochasticBeam, {"depth": 3, "width": 4}, ("recursive",)),
+}
+CASES = [(name, rule) for name, (_, _, rules) in DRAWERS.items() for rule in rules]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+def drawer(name: str, rows: int):
+    kind, options, _ = DRAWERS[name]
+    return kind(random_target(seed=3), rows, 128, **options)
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_outputs_follow_the_targets_law(target, name, rule):
+    check_law(target, drawer(name, 32), rule, 32, count=1000)
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_a_sampled_output_does_not_depend_on_neighbours(target, name, rule):
+    requests = [Request(p, 9, seed=n, rule=rule, **WARP) for n, p in enumerate(prompts(4))]
+    alone = [
+        next(iter(Decoder(target, drawer(name, 1), 1, 128).run([request]))).tokens
+        for request in requests
+    ]
+    together = Decoder(target, drawer(name, 3), 3, 128, prefill=9).run(requests)
+    assert [done.tokens for done in sorted(together, key=lambda done: done.index)] == alone
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_a_student_that_is_the_target_has_its_samples_accepted(target, name, rule):
+    """The first sibling comes from q = p, and so is accepted, at every depth."""
+    kind, options, _ = DRAWERS[name]
+    drafter = kind(target, 2, 128, **options | ({"theta": 0.0} if kind is SSD else {}))
+    requests = [Request(p, 12, seed=n, rule=rule, **WARP) for n, p in enumerate(prompts(3))]
+    steps = [s for done in Decoder(target, drafter, 2, 128).run(requests) for s in done.steps]
+    assert all(step.accepted == step.depth for step in steps)
+
+
+def test_an_iid_tree_goes_on_below_the_first_of_equal_siblings(target):
+    """Three chains drawn independently are a tree whose first twin has the children of both."""
+    student = random_target(seed=3, sharpness=1.0)
+    drafter, twins = Branching(student, 1, 128, (4, 1, 1)), 0
+    for seed in range(20):
+        drafter.start(0, Request([1, 2], 9, 1.0, seed=seed, rule="kseq"))
+        drafter.observe(0, [2], torch.empty(0))
+        with torch.inference_mode():
+            tree = drafter.draft([0])[0]
+        children, tokens = tree.topology.children, [None, *tree.tokens.tolist()]
+        assert [tree.topology.depths.count(depth) for depth in (1, 2, 3)] == [4, 4, 4]
+        for siblings in children:
+            names = [tokens[node] for node in siblings]
+            for node, name in zip(siblings, names, strict=True):
+                first = siblings[names.index(name)]
+                if tree.topology.depths[node] < 3:
+                    inside = sum(len(children[n]) for n in siblings if tokens[n] == name)
+                    assert len(children[node]) == (inside if node == first else 0)
+                    twins += node != first
+            assert len(siblings) == len(names)
+    assert twins > 5
+
+
+def test_tokens_that_cannot_be_drawn_are_not_drafted():
+    student = random_target(seed=3)
+    for kind, options, rules in DRAWERS.values():
+        for rule in rules:
+            drafter = kind(student, 1, 128, **options)
+            drafter.start(0, Request([1, 2], 9, 1.0, top_k=2, seed=3, rule=rule))
+            drafter.observe(0, [2], torch.empty(0))
+            with torch.inference_mode():
+                tree = drafter.draft([0])[0]
+            children, tokens = tree.topology.children, [None, *tree.tokens.tolist()]
+            for node, siblings in enumerate(children):
+                for child in siblings:
+                    assert tree.draws.after(node)[tokens[child]] > 0

@@ -1,0 +1,125 @@
+"""EWIF equals what coins give, mixing drafters gains nothing, figures show what was measured."""
+
+import json
+import random
+from itertools import product
+
+import pytest
+
+from specdraft.eval.ewif import (
+    Proposer,
+    best_assignment,
+    ewif,
+    expected_tokens,
+    mixing_gains,
+    mixtures,
+    of_assignment,
+    of_mixture,
+    simulate,
+)
+from specdraft.eval.plot import chosen, read_runs
+from specdraft.eval.plots import acceptance_by_position, of_horizontal_cascade, of_one_drafter, save
+from specdraft.recipes.errors import DataError
+
+
+def drafters(seed: int, count: int) -> list[Proposer]:
+    chance = random.Random(seed)
+    return [Proposer(chance.random(), chance.random() / 2) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_expected_tokens_are_those_of_every_outcome_weighed(seed):
+    alphas = [one.alpha for one in drafters(seed, 5)]
+    total = 0.0
+    for coins in product((True, False), repeat=5):
+        weight = 1.0
+        for heads, alpha in zip(coins, alphas, strict=True):
+            weight *= alpha if heads else 1 - alpha
+        total += weight * (1 + [*coins, False].index(False))
+    assert expected_tokens(alphas) == pytest.approx(total, abs=1e-12)
+
+
+def test_ewif_of_one_drafter_is_the_closed_form():
+    alpha, cost = 0.7, 0.1
+    for k in (0, 1, 4, 9):
+        closed = (1 - alpha ** (k + 1)) / ((1 - alpha) * (1 + k * cost))
+        assert ewif([alpha] * k, k * cost) == pytest.approx(closed)
+    assert ewif([], 0.0) == 1.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_simulated_steps_agree_with_the_formula(seed):
+    team = drafters(seed, 4)
+    alphas, cost = [one.alpha for one in team], sum(one.cost for one in team)
+    steps = 40_000
+    # Tokens of a step are 1..5: their standard deviation is below 2.
+    allowed = 4 * 2 / steps**0.5 / (1 + cost)
+    assert abs(simulate(alphas, cost, steps, seed) - of_assignment(team)) < allowed
+    assert abs(simulate([*alphas[1:], 0.0], cost, steps, seed) - of_assignment(team)) > allowed
+
+
+@pytest.mark.parametrize(("size", "length", "parts"), [(2, 3, 4), (2, 4, 3), (3, 2, 4)])
+def test_no_mixture_beats_the_best_assignment(size, length, parts):
+    """Theorem 4.4, by trying everything; corners of the grid are the assignments themselves."""
+    for seed in range(12):
+        team = drafters(seed, size)
+        assert mixing_gains(team, length, parts) == pytest.approx(0, abs=1e-12)
+        best = of_assignment(best_assignment(team, length))
+        inner = [m for m in mixtures(size, length, parts) if all(1 not in row for row in m)]
+        assert inner
+        assert max(of_mixture(team, shares) for shares in inner) < best
+
+
+def test_the_best_assignment_has_the_surer_drafter_first():
+    for seed in range(20):
+        team = drafters(seed, 2)
+        alphas = [one.alpha for one in best_assignment(team, 5)]
+        assert alphas == sorted(alphas, reverse=True)
+
+
+RUNS = [
+    {"method": "plain", "acceptance_by_depth": [], "batch_size": 1, "temperature": 0.0},
+    {"method": "ssd", "acceptance_by_depth": [0.8, 0.5], "batch_size": 1, "temperature": 0.0},
+    {"method": "ssd", "acceptance_by_depth": [0.7], "batch_size": 4, "temperature": 0.0},
+]
+
+
+def test_acceptance_is_drawn_as_it_was_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = acceptance_by_position(RUNS)
+    given, reached = drawn.axes
+    assert [list(line.get_ydata()) for line in given.lines] == [[0.8, 0.5], [0.7]]
+    assert list(reached.lines[0].get_ydata()) == [0.8, 0.4]
+    assert [line.get_label() for line in given.lines] == ["ssd, batch 1", "ssd, batch 4"]
+    path = save(drawn, tmp_path / "new" / "figure.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in path.parent.iterdir()] == ["figure.png"]
+    with pytest.raises(DataError, match="nothing to plot"):
+        acceptance_by_position(RUNS[:1])
+    with pytest.raises(DataError, match=r"figure\.xyz: cannot draw xyz"):
+        save(drawn, tmp_path / "figure.xyz")
+
+
+def test_ewif_figures_have_a_line_per_cost_and_per_tail():
+    pytest.importorskip("matplotlib")
+    one = of_one_drafter(0.8, (0.1, 0.3), 6).axes[0]
+    lines = [line for line in one.lines if not line.get_label().startswith("_")]
+    assert [line.get_label() for line in lines] == ["c = 0.1", "c = 0.3"]
+    assert lines[0].get_ydata()[2] == ewif([0.8, 0.8], 0.2)
+    large, small = Proposer(0.8, 0.1), Proposer(0.4, 0.01)
+    several = of_horizontal_cascade(large, small, 6).axes[0].lines
+    assert several[2].get_ydata()[3] == of_assignment([large] * 3 + [small] * 2)
+
+
+def test_what_is_no_report_is_named(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        read_runs(tmp_path / "gone.json")
+    path = tmp_path / "report.json"
+    for text in ("[1]", "{}", "runs"):
+        path.write_text(text)
+        with pytest.raises(DataError, match="no report"):
+            read_runs(path)
+    path.write_text(json.dumps({"runs": RUNS}))
+    assert chosen(read_runs(path), "ssd") == RUNS[1:]
+    with pytest.raises(DataError, match="no run of 'gsd'; the report has plain, ssd"):
+        chosen(RUNS, "gsd")

@@ -1,0 +1,278 @@
+"""Pushing to the Hub and loading from it, with the real client, against a stand-in on loopback."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from local_hub import DROP, LocalHub
+
+from specdraft.models.hub import fetch, is_hub_id
+from specdraft.recipes.errors import HubError
+from specdraft.recipes.load import from_dict, load_recipe
+from specdraft.train.card import PICTURE
+from specdraft.train.curve import curve
+from specdraft.train.publish import contents
+
+# Three small runs are made once for all tests: keep them in one worker.
+pytestmark = pytest.mark.xdist_group("hub")
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["data.limit=24", "eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
+STEPS = ["train.steps=2", "train.batch_size=2", "train.threads=1", "train.log_every=1"]
+ENTRIES = {  # kind of drafter -> the command that makes it
+    "head": ["train/falcon.py", "recipes/tiny.yaml", *STEPS, "eval.methods=[plain,falcon_tree]"],
+    "student": [
+        "train/distill.py", "recipes/tiny_distill.yaml", *STEPS, "eval.methods=[plain,ssd]",
+        "data.answers=dataset", "train.eval_every=null",
+    ],
+    "table": ["train/maxgram.py", "recipes/tiny_maxgram.yaml", "eval.methods=[plain,maxgram]"],
+}  # fmt: skip
+
+# A whole test process per call: huggingface_hub reads its environment once, when it is imported.
+PUSH = """
+import runpy, sys, time
+time.sleep = lambda seconds: None  # the client waits between its retries
+sys.argv = ["models/push.py", *sys.argv[1:]]
+runpy.run_path("models/push.py", run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with LocalHub() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def runs(hub: LocalHub, tmp_path_factory) -> Path:
+    """A head, a student and a table, each made and pushed to you/KIND by its own entry."""
+    folder = tmp_path_factory.mktemp("runs")
+    for kind, command in ENTRIES.items():
+        places = [f"output.dir={folder / kind}", f"data.cache_dir={folder / 'cache'}"]
+        done = python(
+            hub, folder, *command, *SMALL, *places, f"hub.repo_id=you/{kind}",
+            "hub.license=apache-2.0",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+def python(hub: LocalHub, folder: Path, *arguments: str, **changes: str | None):
+    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    env |= hub.environment(folder / "hf") | changes
+    env = {name: value for name, value in env.items() if value is not None}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+def push(hub: LocalHub, runs: Path, repo: str, *options: str, run: str = "head", **changes):
+    return python(hub, runs, "-c", PUSH, str(runs / run), repo, *options, **changes)
+
+
+def front_matter(card: str) -> dict:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def code(card: str) -> str:
+    return card.split("```python\n")[1].split("```")[0]
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_a_run_with_a_repository_ends_there_in_one_commit(hub, runs, kind):
+    before, after = hub.commits[f"you/{kind}"]["main"]
+    assert hub.private[f"you/{kind}"]
+    assert set(before) == {".gitattributes"}
+    folder = runs / kind / kind
+    for name in ("config.json", "model.safetensors"):
+        assert after[name] == (folder / name).read_bytes()
+    assert ("tokenizer.json" in after) == (kind == "student")
+    trained = kind != "table" and importlib.util.find_spec("matplotlib") is not None
+    assert (PICTURE in after) == trained
+    assert after.get(PICTURE, b"\x89PNG").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_a_card_says_what_the_drafter_is_and_how_good(hub, runs, kind):
+    files = hub.commits[f"you/{kind}"]["main"][-1]
+    card = files["README.md"].decode()
+    assert front_matter(card)["license"] == "apache-2.0"
+    assert "speculative-decoding" in front_matter(card)["tags"]
+    assert "| target | tiny, revision main, decoded in float32" in card
+    assert (f"({PICTURE})" in card) == (PICTURE in files)
+    for run in json.loads((runs / kind / "report.json").read_text())["runs"]:
+        assert f"| `{run['method']}` | {run['tokens_per_step']:.2f} |" in card
+    if kind == "head":
+        weights = json.loads(files["config.json"])["target"]["weights"]
+        assert weights[:12] in card
+
+
+def test_the_pushed_recipe_is_the_one_that_ran_without_the_places_of_this_machine(hub, runs):
+    text = hub.commits["you/head"]["main"][-1]["recipe.yaml"].decode()
+    assert str(runs) not in text
+    pushed, ran = from_dict(yaml.safe_load(text)), load_recipe(runs / "head" / "recipe.yaml")
+    for section in ("target", "head", "glance", "loss", "optim", "train", "eval"):
+        assert getattr(pushed, section) == getattr(ran, section)
+    assert pushed.output.dir == "runs/tiny"
+
+
+USE = """
+import sys, torch
+from specdraft.models.falcon import FalconHead
+from specdraft.models.target import Target
+from specdraft.recipes.errors import UserError
+local, *cards = sys.argv[1:]
+for card in cards:
+    lines = {}
+    exec(open(card).read(), lines)
+    plain = lines["model"].generate(**lines["inputs"], do_sample=False, max_new_tokens=64)
+    assert torch.equal(lines["output"], plain), card
+there, here = FalconHead.from_pretrained("you/head"), FalconHead.from_pretrained(local)
+blocks = torch.arange(9)[None] // 2
+x = torch.randn(2, 1, 9, here.config.hidden_size)
+logits = [Target.load("tiny").logits(head(*x, blocks)) for head in (there, here)]
+assert torch.equal(*logits) and logits[0].std() > 0
+from transformers import AutoModelForCausalLM, LlamaConfig
+from specdraft.eval.custom_generate import Speculative, falcon
+config = lines["model"].config
+torch.manual_seed(0)
+other = AutoModelForCausalLM.from_config(config)
+other.name_or_path = "another-model"
+try:
+    other.generate(**lines["inputs"], custom_generate=Speculative(falcon("you/head", "tiny_k2")))
+except UserError as error:
+    print(error)
+"""
+
+
+def test_what_was_pushed_loads_back_by_its_name_and_by_the_lines_of_its_card(hub, runs, tmp_path):
+    cards = [tmp_path / f"{kind}.py" for kind in ENTRIES]
+    for kind, path in zip(ENTRIES, cards, strict=True):
+        path.write_text(code(hub.commits[f"you/{kind}"]["main"][-1]["README.md"].decode()))
+    done = python(hub, runs, "-c", USE, str(runs / "head" / "head"), *map(str, cards))
+    assert done.returncode == 0, done.stderr[-2000:]
+    refusal = done.stdout.strip().splitlines()[-1]
+    assert "this head was trained for tiny" in refusal
+    assert "not for another-model" in refusal
+
+
+@pytest.mark.parametrize(
+    ("call", "how"),
+    [
+        ("POST create", DROP),
+        ("POST preupload", 403),
+        ("PUT lfs", DROP),
+        ("PUT lfs", 500),
+        ("POST commit", DROP),
+        ("POST commit", 500),
+    ],
+)
+def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, call, how):
+    repo, before = f"you/{call.replace(' ', '-')}-{how}", len(hub.calls)
+    hub.objects.clear()
+    hub.fail = {call: how}
+    failed = push(hub, runs, repo)
+    assert call in hub.calls[before:]
+    assert failed.returncode == 2
+    errors = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert errors[0].endswith(f"go on with: python models/push.py {runs / 'head'} {repo}")
+    assert "Traceback" not in failed.stderr
+    commits = hub.commits.get(repo, {"main": [{".gitattributes": b""}]})["main"]
+    assert [set(files) for files in commits] == [{".gitattributes"}]
+    hub.fail = {}
+    uploaded, again = len(hub.objects), len(hub.calls)
+    done = push(hub, runs, repo)
+    assert done.returncode == 0, done.stderr
+    assert set(hub.commits[repo]["main"][-1]) >= {"model.safetensors", "config.json", "README.md"}
+    # What had arrived before is not sent again.
+    assert hub.calls[again:].count("PUT lfs") == len(hub.objects) - uploaded
+    assert (uploaded > 0) == (call == "POST commit")
+
+
+def test_a_repeated_push_replaces_weights_and_leaves_other_files_alone(hub, runs):
+    assert push(hub, runs, "you/again").returncode == 0
+    files = hub.commits["you/again"]["main"][-1]
+    files |= {"model-00001-of-00002.safetensors": b"of an older push", "notes.md": b"by hand"}
+    done = push(hub, runs, "you/again", run="table")
+    assert done.returncode == 0, done.stderr
+    files = hub.commits["you/again"]["main"][-1]
+    assert "model-00001-of-00002.safetensors" not in files
+    assert files["notes.md"] == b"by hand"
+    table = (runs / "table" / "table" / "model.safetensors").read_bytes()
+    assert files["model.safetensors"] == table
+
+
+def test_a_revision_is_a_branch_of_its_own(hub, runs):
+    done = push(hub, runs, "you/branched", "hub.revision=v2")
+    assert done.returncode == 0, done.stderr
+    branches = hub.commits["you/branched"]
+    assert set(branches["main"][-1]) == {".gitattributes"}
+    assert "model.safetensors" in branches["v2"][-1]
+    assert (
+        '"you/branched", tree="tiny_k2", revision="v2"' in branches["v2"][-1]["README.md"].decode()
+    )
+
+
+def test_nothing_becomes_public_by_accident(hub, runs):
+    assert push(hub, runs, "you/open", "hub.private=false").returncode == 0
+    assert not hub.private["you/open"]
+    refused = push(hub, runs, "you/open")
+    assert refused.returncode == 2
+    assert "you/open exists and is public; set hub.private=false" in refused.stderr
+    assert len(hub.commits["you/open"]["main"]) == 2
+
+
+def test_without_credentials_training_does_not_even_start(hub, runs, tmp_path):
+    arguments = [*ENTRIES["table"], "hub.repo_id=you/no", f"output.dir={tmp_path / 'run'}"]
+    done = python(hub, runs, *arguments, HF_TOKEN=None, HF_HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert "nobody is logged in to the Hub; run `hf auth login`" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gone", "you/x"], "no recipe.yaml in gone"),
+        (["{runs}/head", "x"], "hub.repo_id = 'x': must be owner/name"),
+        (["{runs}/head", "you/x", "--kind", "table"], "no trained Max-Gram table at"),
+    ],
+)
+def test_what_cannot_be_pushed_is_one_clear_message(hub, runs, arguments, message):
+    done = python(hub, runs, "models/push.py", *(a.format(runs=runs) for a in arguments))
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_folder_is_never_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "head").mkdir(parents=True)
+    assert fetch("runs/head") == Path("runs/head")
+    for name in (Path("you/head"), "./you", "/you/head", "~/head", "runs/tiny/head", "head"):
+        assert not is_hub_id(name)
+    assert is_hub_id("you/head")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match="you/head is no local folder and the Hub did not give it"):
+        fetch("you/head")
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"kind": "train", "step": 1, "loss": 2.0}\n')
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert curve(log) is None
+
+
+def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):
+    tree = tmp_path / "mine.yaml"
+    tree.write_text("paths: [[0], [1], [0, 0]]\n")
+    recipe = load_recipe(runs / "head" / "recipe.yaml", [f"eval.tree={tree}", "hub.repo_id=you/t"])
+    files = contents(recipe, "head")
+    assert files["tree.yaml"] == tree
+    assert 'falcon("you/t", tree="tree.yaml")' in files["README.md"].decode()
+    assert str(tmp_path) not in files["README.md"].decode() + files["recipe.yaml"].decode()

@@ -1,0 +1,117 @@
+"""Figures of the papers: trees of equal length or budget, and what merging costs by tau."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from random_models import random_target
+from test_decoder import decode, plain_tokens, prompts
+
+from specdraft.eval.budgets import Shape, at_budget, at_length, compare, factorings, standard_error
+from specdraft.eval.decoder import Completion, Decoder, Request, Step, Timing
+from specdraft.eval.drafters.strategies import make_strategy
+from specdraft.eval.methods import Outcome
+from specdraft.eval.tau import ComparingGSD, divergence, sweep
+from specdraft.models.student import make_student
+from specdraft.models.target import Target
+from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import StudentSection
+
+
+def nodes(branching: tuple[int, ...]) -> int:
+    return sum(math.prod(branching[: depth + 1]) for depth in range(len(branching)))
+
+
+@pytest.mark.parametrize("budget", [6, 10, 14])
+def test_branching_factors_of_a_budget_are_all_there_are(budget):
+    every = {
+        factors
+        for depth in range(2, budget)
+        for factors in itertools.combinations_with_replacement(range(budget // 2, 0, -1), depth)
+        if nodes(factors) == budget and factors[0] > 1
+    }
+    assert set(factorings(budget)) == every
+
+
+@pytest.mark.parametrize("budget", [6, 10, 14, 21, 30])
+def test_every_shape_has_the_nodes_of_its_budget_or_the_depth_of_its_length(budget):
+    target = random_target()
+    for shape in at_budget(budget):
+        assert make_strategy(shape.method, shape.section(), target, 1, 64).max_nodes == budget
+    for length in (2, 3, 5):
+        shapes = at_length(length)
+        assert {make_strategy(s.method, s.section(), target, 1, 64).depth for s in shapes} == {
+            length
+        }
+        assert len({shape.method for shape in shapes}) == 5
+    assert str(Shape("rsd_c", (2, 1))) == "2-1"
+    assert str(Shape("rsd_s", width=2, length=3)) == "2 x 3"
+
+
+def test_the_standard_error_is_that_of_resampled_prompts():
+    chance = random.Random(1)
+    done = []
+    for number in range(60):
+        steps = [Step(chance.randint(1, 5), 0, 0, 0) for _ in range(chance.randint(3, 30))]
+        done.append(Completion(number, [0] * sum(step.emitted for step in steps), steps))
+    ratios = []
+    for _ in range(2000):
+        again = chance.choices(done, k=len(done))
+        ratios.append(sum(len(d.tokens) for d in again) / sum(len(d.steps) for d in again))
+    mean = sum(ratios) / len(ratios)
+    spread = (sum((r - mean) ** 2 for r in ratios) / len(ratios)) ** 0.5
+    assert standard_error([Outcome(done, 1.0, Timing())]) == pytest.approx(spread, rel=0.1)
+    assert standard_error([Outcome(done[:1], 1.0, Timing())]) is None
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A recipe whose student is ready: two layers of the target, as they are."""
+    folder, target = tmp_path_factory.mktemp("run"), Target.load("tiny")
+    make_student(StudentSection(keep_layers=[0, 11]), target).save_pretrained(folder / "student")
+    options = ["eval.limit=3", "eval.max_new_tokens=10", "eval.temperature=1", "train.threads=1"]
+    return load_recipe("recipes/tiny_distill.yaml", [*options, f"output.dir={folder}"])
+
+
+def test_shapes_are_compared_on_the_same_prompts(recipe):
+    shapes = [Shape("ssd", length=3), Shape("rsd_c", (2, 1)), Shape("rsd_s", width=2, length=2)]
+    rows = compare(recipe, {"budget 4": shapes})
+    assert [(row["method"], row["shape"]) for row in rows] == [
+        ("ssd", "1 x 3"), ("rsd_c", "2-1"), ("rsd_s", "2 x 2")
+    ]  # fmt: skip
+    assert {row["acceptance"] for row in rows} == {"recursive"}
+    assert {row["outputs"] for row in rows} == {3}
+    assert all(row["standard_error"] >= 0 for row in rows)
+
+
+def test_tau_decides_how_much_is_merged(recipe):
+    rows = sweep(recipe, [0, 1])
+    assert [row["tau"] for row in rows] == [0, 1]
+    assert rows[0]["merged_per_step"] > 0
+    assert rows[0]["kl"] > 0
+    assert divergence([], 5) == {"merged_per_step": 0, "kl": None, "kl_standard_error": None}
+
+
+def test_the_divergence_of_a_merge_is_that_of_the_two_texts():
+    """And comparing changes neither drafts nor output."""
+    target, student = random_target(), random_target(seed=3, sharpness=3.0)
+    prompt = prompts()[1]
+    drafter = ComparingGSD(student, 1, 64, 1, 5, depth=3, theta_prob=0.1, theta_sib=0.1)
+    growths, harvest = [], drafter.harvest
+    drafter.harvest = lambda row, growth: growths.append(growth) or harvest(row, growth)
+    decoder = Decoder(target, drafter, 1, 512)
+    assert decode(decoder, [Request(prompt, 6)]) == [plain_tokens(target, prompt, 6)]
+    growth, expected = growths[0], []
+    first_bonus = plain_tokens(target, prompt, 1)
+    for node, first in enumerate(growth.graph.shared):
+        if first >= 0:
+            laws = []
+            for end in (node, first):
+                text = [growth.tokens[a] for a in reversed(growth.path(end))]
+                logits = student.model(torch.tensor([prompt + first_bonus + text])).logits[0, -1]
+                laws.append(logits.double().log_softmax(-1))
+            expected.append(float((laws[0].exp() * (laws[0] - laws[1])).sum()))
+    assert expected
+    assert drafter.divergences[: len(expected)] == pytest.approx(expected, abs=1e-5)

@@ -1,0 +1,279 @@
+"""Trees drafted with a draft LM: plain decoding's tokens, the right trees, the right cache."""
+
+import pytest
+import torch
+from random_models import VOCAB, random_target
+from test_decoder import decode, plain_tokens, prompts
+from test_graph import Naive
+from test_lm_drafter import near, students
+
+from specdraft.eval.decoder import GUMBEL, Decoder, Request
+from specdraft.eval.drafters.beam import StochasticBeam
+from specdraft.eval.drafters.branching import Branching
+from specdraft.eval.drafters.drawing import ranking
+from specdraft.eval.drafters.graph import GSD
+from specdraft.eval.drafters.level import TSD
+from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.drafters.strategies import make_strategy
+from specdraft.recipes.schema import STUDENT_METHODS, DraftingSection
+
+# A drafter that raises is left out with a warning, and every output is right without it.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+LOW = {"theta_prob": 0.05, "theta_sib": 0.05}
+STRATEGIES = {
+    "ssd": (SSD, {"gamma": 4, "theta": 0.3}),
+    "tsd": (TSD, {"depth": 4} | LOW),
+    "tsd drop": (TSD, {"depth": 4, "theta_prob": 0.1, "drop_siblings": True, "nodes": 20}),
+    "gsd": (GSD, {"depth": 4, "tau": 1} | LOW),
+    "gsd tau=2": (GSD, {"depth": 5, "tau": 2, "copies": 9} | LOW),
+    "gsd tau=0": (GSD, {"depth": 5, "tau": 0} | LOW),
+    "branching": (Branching, {"branching": (3, 2, 1)}),
+    "chains": (Branching, {"branching": (3, 1, 1)}),
+    "beam": (StochasticBeam, {"depth": 4, "width": 3}),
+}
+every_strategy = pytest.mark.parametrize("name", STRATEGIES)
+
+
+def make(name: str, student, rows: int):
+    kind, options = STRATEGIES[name]
+    return kind(student, rows, 128, **options)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+@every_strategy
+@pytest.mark.parametrize("rows", [1, 3])
+def test_greedy_output_is_that_of_the_model_without_a_cache(target, name, rows):
+    requests = [Request(prompt, 17) for prompt in prompts()]
+    expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
+    for student in students(target).values():
+        decoder = Decoder(target, make(name, student, rows), rows, 512)
+        assert decode(decoder, requests) == expected
+
+
+@every_strategy
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sampled_output_is_that_of_plain_seeded_sampling(target, name, rows):
+    settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
+    requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
+    expected = decode(Decoder(target, None, 1, 128), requests)
+    for student in students(target).values():
+        decoder = Decoder(target, make(name, student, rows), rows, 512)
+        assert decode(decoder, requests) == expected
+
+
+def watched(kind):
+    """A drafter that compares its cache, after every step, with a fresh forward of what it kept."""
+
+    class Watched(kind):
+        reread: list[int]
+
+        def observe(self, row, tokens, features):
+            memory, before = self.memory[row], self.pool.lengths[row]
+            read, tree, known = set(memory.cached), memory.draft, len(memory.tokens)
+            super().observe(row, tokens, features)
+            length = self.pool.lengths[row]
+            assert length - before == (_foreseen(tree, read, tokens) if tree else 0)
+            if tree:
+                assert before == known
+                self.reread.append(len(memory.tokens) - length)
+            if length:
+                self.compare(row, memory.tokens[:length])
+
+        def compare(self, row, tokens):
+            fresh = self.student.model(torch.tensor([tokens]), use_cache=True).past_key_values
+            for layer, part in enumerate(fresh.layers):
+                for kind, expected in enumerate((part.keys, part.values)):
+                    kept = self.pool.data[layer, kind, row, :, : len(tokens)]
+                    torch.testing.assert_close(kept, expected[0], atol=1e-5, rtol=1e-4)
+
+    return Watched
+
+
+def _texts(tree) -> list[tuple[int, ...]]:
+    texts = [()]
+    for parent, token in zip(tree.topology.parents[1:], tree.tokens.tolist(), strict=True):
+        texts.append((*texts[parent], token))
+    return texts
+
+
+def _foreseen(tree, read: set[int], tokens: list[int]) -> int:
+    """How many of the committed tokens were read as a draft: the longest text that begins them."""
+    texts = [text for node, text in enumerate(_texts(tree)) if node in read]
+    return max((len(text) for text in texts if tuple(tokens[: len(text)]) == text), default=0)
+
+
+@every_strategy
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_cache_equals_a_fresh_forward_and_nothing_kept_is_read_again(target, name, temperature):
+    kind, options = STRATEGIES[name]
+    for student in (target, near(target)):
+        drafter = watched(kind)(student, 3, 128, **options)
+        drafter.reread = []
+        requests = [Request(p, 20, temperature, seed=n) for n, p in enumerate(prompts())]
+        done = list(Decoder(target, drafter, 3, 512).run(requests))
+        steps = [step for one in done for step in one.steps]
+        assert len({step.accepted for step in steps}) > 1
+        # The bonus, a leaf that was never read, and what was copied.
+        assert max(drafter.reread) <= 2 + max(step.copied for step in steps)
+        if student is target:
+            assert max(step.accepted for step in steps) >= drafter.depth
+
+
+def test_a_student_that_is_the_target_reads_every_token_once(target):
+    """Of a tree with one open node per level: the path itself, and nothing of it again."""
+    drafter = TSD(target, 1, 128, depth=4, theta_prob=0.0, theta_sib=1.0)
+    done = next(Decoder(target, drafter, 1, 512).run([Request(prompts()[1], 21)]))
+    assert [step.accepted for step in done.steps] == [0, 4, 4, 4, 4]
+    assert {step.drafted for step in done.steps[1:]} == {16}
+    assert drafter.forwards == 4 * 4
+
+
+# -- which trees are drafted -----------------------------------------------------------------------
+
+
+def first_tree(drafter, request: Request):
+    """What is drafted behind a prompt, and what q says after a text: ranking, no cache."""
+    drafter.start(0, request)
+    drafter.observe(0, list(request.prompt[1:]), torch.empty(0))
+    with torch.inference_mode():
+        tree = drafter.draft([0])[0]
+
+    def q(text):
+        ids = torch.tensor([[*request.prompt, *text]])
+        logits = drafter.student.model(ids).logits[0, -1:]
+        return ranking(logits, request, torch.tensor([ids.shape[1]]))[0].softmax(-1)
+
+    return tree, q
+
+
+def pruned_by_definition(q, drafter, merge=lambda text: False) -> list[tuple[int, ...]]:
+    """The texts of a tree, level by level; `merge` may close one."""
+    texts, opened = [()], [()]
+    for _ in range(drafter.depth):
+        following = []
+        for text in opened:
+            law = q(text)
+            ranked = law.argsort(descending=True)[: drafter.width].tolist()
+            for token in ranked:
+                weak = law[token] < drafter.theta_sib * law.max()
+                if weak and drafter.drop_siblings:
+                    continue
+                texts.append((*text, token))
+                if not weak and law[token] >= drafter.theta_prob and not merge(texts[-1]):
+                    following.append(texts[-1])
+        opened = following
+    return texts
+
+
+OPTIONS = [
+    {"theta_prob": 0.1, "theta_sib": 0.3},
+    {"theta_prob": 0.0, "theta_sib": 0.4, "out_degree": 2},
+    {"theta_prob": 0.1, "theta_sib": 0.2, "drop_siblings": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("temperature", "rule"), [(0.0, GUMBEL), (1.2, GUMBEL), (1.2, "walk")])
+def test_a_tree_is_pruned_as_defined(options, temperature, rule):
+    student, sizes = random_target(seed=3, sharpness=3.0), set()
+    drafter = TSD(student, 1, 128, depth=3, **options)
+    for seed, prompt in enumerate(prompts(4)):
+        tree, q = first_tree(drafter, Request(prompt, 9, temperature, seed=seed, rule=rule))
+        assert _texts(tree) == pruned_by_definition(q, drafter)
+        assert tree.draws is None
+        sizes.add(len(tree.topology))
+    assert len(sizes) > 1
+
+
+@pytest.mark.parametrize("tau", [0, 1, 2, 3])
+def test_a_graph_is_merged_as_defined_and_then_unmerged(tau):
+    student, copies = random_target(seed=3, sharpness=3.0), 0
+    drafter = GSD(student, 1, 128, tau, 10_000, depth=4, out_degree=3, **LOW)
+    for seed, prompt in enumerate(prompts(4)):
+        tree, q = first_tree(drafter, Request(prompt, 9, seed=seed))
+        graph, numbers = Naive(prompt, tau), {(): 0}
+
+        def merge(text, graph=graph, numbers=numbers):
+            return graph.merge(add(text, graph, numbers))
+
+        texts = pruned_by_definition(q, drafter, merge)
+        for text in texts[1:]:
+            add(text, graph, numbers)
+        assert sorted(_texts(tree)) == sorted(graph.texts(most=20_000))
+        assert tree.copies == len(tree.topology) - len(texts)
+        copies += tree.copies
+        assert set(_texts(tree)[: len(texts)]) == set(texts)
+    assert copies > 0
+
+
+def add(text, graph: Naive, numbers: dict) -> int:
+    """Give the graph a node for a text, once."""
+    if text not in numbers:
+        numbers[text] = len(graph.parents)
+        graph.parents.append(numbers[text[:-1]])
+        graph.tokens.append(text[-1])
+        graph.shared.append(-1)
+    return numbers[text]
+
+
+def test_accepted_copies_are_counted(target):
+    """A text that repeats itself: what is shared is accepted beyond the depth that was drafted."""
+    drafter = GSD(target, 1, 128, 1, 50, depth=3, **LOW)
+    requests = [Request(prompt, 40) for prompt in prompts()]
+    steps = [s for done in Decoder(target, drafter, 1, 512).run(requests) for s in done.steps]
+    assert any(step.copied for step in steps)
+    assert any(step.accepted > 3 for step in steps)
+    assert all(step.copied >= step.accepted - 3 for step in steps)
+    plain = TSD(target, 1, 128, depth=3, **LOW)
+    steps = [s for done in Decoder(target, plain, 1, 512).run(requests) for s in done.steps]
+    assert not any(step.copied for step in steps)
+
+
+def test_trees_end_at_their_largest_size():
+    student = random_target(seed=3, sharpness=0.1)
+    for drafter in (
+        TSD(student, 1, 128, depth=6, theta_prob=0.0, theta_sib=0.0, nodes=30),
+        GSD(student, 1, 128, 1, 7, depth=6, theta_prob=0.0, theta_sib=0.0, nodes=30),
+        Branching(student, 1, 128, (3, 2, 2)),
+        StochasticBeam(student, 1, 128, 4, 5),
+    ):
+        tree, _ = first_tree(drafter, Request(prompts()[1], 9))
+        assert len(tree.topology) - 1 == drafter.max_nodes
+        assert tree.copies == (7 if isinstance(drafter, GSD) else 0)
+
+
+def test_without_noise_branching_takes_the_best_and_a_beam_the_best_sequences():
+    student = random_target(seed=3, sharpness=3.0)
+    for rule, temperature in ((GUMBEL, 0.0), (GUMBEL, 1.2), ("walk", 1.2)):
+        request = Request(prompts()[1], 9, temperature, seed=4, rule=rule)
+        tree, q = first_tree(Branching(student, 1, 128, (3, 2)), request)
+        expected = [()] + [(a,) for a in q(()).topk(3).indices.tolist()]
+        expected += [(*a, b) for a in expected[1:] for b in q(a).topk(2).indices.tolist()]
+        assert _texts(tree) == expected
+        tree, q = first_tree(StochasticBeam(student, 1, 128, 3, 4), request)
+        beams, expected = {(): 0.0}, [()]
+        for _ in range(3):
+            scores = {
+                (*s, t): v + float(q(s)[t].log()) for s, v in beams.items() for t in range(VOCAB)
+            }
+            beams = dict(sorted(scores.items(), key=lambda item: -item[1])[:4])
+            expected += beams
+        assert _texts(tree) == expected
+
+
+def test_every_method_with_a_student_has_its_drafter(target):
+    settings = DraftingSection(gamma=3, chains=2, branching=(2, 1), beam_width=3, max_nodes=50)
+    drafters = {name: make_strategy(name, settings, target, 1, 64) for name in STUDENT_METHODS}
+    sizes = {name: drafter.max_nodes for name, drafter in drafters.items()}
+    assert sizes == {
+        "ssd": 3, "tsd": 50, "gsd": 150, "rsd_c": 4, "rsd_s": 9, "specinfer": 4, "spectr": 6
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="plain does not draft with a student"):
+        make_strategy("plain", settings, target, 1, 64)
+    with pytest.raises(ValueError, match="factors of at least 1"):
+        Branching(target, branching=())

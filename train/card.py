@@ -1,0 +1,158 @@
+"""The model card of a drafter: what it is, for whose tokens, how good, and how to use it.
+
+Everything is read from the run: its recipe, the drafter's config, report.json.
+"""
+
+from dataclasses import dataclass
+
+import yaml
+
+from specdraft.models.hub import is_hub_id
+from specdraft.recipes.schema import BUNDLED, Recipe
+from specdraft.recipes.static_trees import known_trees
+
+PICTURE = "training_curve.png"
+TREE = "tree.yaml"  # a tree of the user's own, beside the head
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of drafter: its name, the tags of its repository, the call that drafts with it."""
+
+    noun: str
+    tag: str
+    maker: str  # function of eval/custom_generate.py
+    arguments: str  # after the drafter's name; {tree}: the recipe's tree
+
+
+KINDS = {
+    "head": Kind("Falcon head", "falcon", "falcon", ', tree="{tree}"'),
+    "medusa": Kind("set of Medusa heads", "medusa", "medusa", ', tree="{tree}"'),
+    "student": Kind("draft LM", "distillation", "ssd", ""),
+    "table": Kind("Max-Gram table", "max-gram", "maxgram", ""),
+}
+
+COLUMNS = {
+    "tokens_per_step": ("tokens/step", ".2f"),
+    "acceptance_rate": ("acceptance rate", ".2f"),
+    "drafted_per_step": ("nodes/step", ".1f"),
+    "speedup": ("x plain", ".2f"),
+    "speedup_over_generate": ("x generate", ".2f"),
+}
+
+
+def model_card(
+    recipe: Recipe,
+    kind: str,  # of KINDS
+    config: dict,  # the drafter's own
+    report: dict | None,  # report.json
+    picture: bool,  # whether PICTURE lies beside the card
+) -> str:
+    """Return README.md for the repository `hub.repo_id`."""
+    noun = KINDS[kind].noun
+    parts = [
+        f"---\n{yaml.safe_dump(metadata(recipe, kind), sort_keys=False)}---",
+        f"# {recipe.hub.repo_id}",
+        f"A {noun} that drafts for **{recipe.target.model}** in speculative decoding: the target "
+        "checks every drafted token, so its output stays what it would have been alone. Trained "
+        "and measured with specdraft; `recipe.yaml` makes it again.",
+        facts(recipe, config),
+        "## Use",
+        f"```python\n{usage(recipe, kind)}```",
+        "## Results",
+        results(report),
+    ]
+    if picture:
+        parts += ["## Training", f"![training curve]({PICTURE})"]
+    return "\n\n".join(parts) + "\n"
+
+
+def metadata(recipe: Recipe, kind: str) -> dict:
+    """Return what the Hub reads from a card's front matter."""
+    found = {"library_name": "transformers" if kind == "student" else "specdraft"}
+    if recipe.hub.license:
+        found["license"] = recipe.hub.license
+    if _is_public(recipe.target.model):
+        found["base_model"] = recipe.target.model
+    if datasets := [name for name in recipe.data.sources if _is_public(name)]:
+        found["datasets"] = datasets
+    return found | {"tags": ["speculative-decoding", "draft-model", KINDS[kind].tag]}
+
+
+def facts(recipe: Recipe, config: dict) -> str:
+    """Return target, data and licence as a table."""
+    target, data = recipe.target, recipe.data
+    weights = config.get("target", {}).get("weights")
+    rows = {
+        "target": f"{target.model}, revision {target.revision or 'main'}, decoded in "
+        + target.dtype + (f", weights {weights[:12]}" if weights else ""),
+        "data": f"{', '.join(data.sources)}; answers by the {data.answers}, up to "
+        f"{data.max_length} tokens"
+        + (f", {data.limit} conversations at most" if data.limit else ""),
+        "licence": recipe.hub.license
+        or "none was chosen (`hub.license`); that of the target may bind what is made from it",
+    }  # fmt: skip
+    return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())])
+
+
+def usage(recipe: Recipe, kind: str) -> str:
+    """Return the lines of Python that decode with the drafter."""
+    target, one = recipe.target, KINDS[kind]
+    revision = f', revision="{recipe.hub.revision}"' if recipe.hub.revision else ""
+    call = f'{one.maker}("{recipe.hub.repo_id}"{one.arguments.format(tree=tree_name(recipe))}'
+    bundled = target.model == BUNDLED
+    source = "bundled_target_dir()" if bundled else repr(target.model).replace("'", '"')
+    pin = f', revision="{target.revision}"' if target.revision else ""
+    return "\n".join(
+        [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f"from specdraft.eval.custom_generate import Speculative, {one.maker}",
+            *(["from specdraft.models.target import bundled_target_dir"] if bundled else []),
+            "",
+            f"name = {source}",
+            f'model = AutoModelForCausalLM.from_pretrained(name{pin}, dtype="{target.dtype}")',
+            f"tokenizer = AutoTokenizer.from_pretrained(name{pin})",
+            f"fast = Speculative({call}{revision}))",
+            'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+            "output = model.generate(**inputs, custom_generate=fast, max_new_tokens=64)",
+            "print(tokenizer.decode(output[0]))",
+            "",
+        ]
+    )
+
+
+def tree_name(recipe: Recipe) -> str:
+    """Return a bundled tree's name, or TREE for one that goes along with the head."""
+    return recipe.eval.tree if recipe.eval.tree in known_trees() else TREE
+
+
+def results(report: dict | None) -> str:
+    """Return the runs of a report as a table, and what its columns mean."""
+    if report is None:
+        return "Not measured yet."
+    runs, where = report["runs"], report["environment"]
+    names = [name for name, _ in COLUMNS.values()]
+    lines = [f"| method | {' | '.join(names)} | identical |", "|---" * (len(names) + 2) + "|"]
+    for run in runs:
+        cells = [_shown(run.get(key), form) for key, (_, form) in COLUMNS.items()]
+        same = "-" if run["identical"] is None else f"{run['identical']}/{run['outputs']}"
+        lines.append(f"| `{run['method']}` | {' | '.join(cells)} | {same} |")
+    first = runs[0]
+    lines += [
+        "",
+        f"{first['outputs']} prompts of {first['prompt_set']}, up to {first['max_new_tokens']} new "
+        f"tokens, temperature {first['temperature']}, batch {first['batch_size']}, "
+        f"{first['dtype']}; {where['gpu'] or where['cpu']}, torch {where['torch']}, transformers "
+        f"{where['transformers']}. A step is one target forward; *identical* counts outputs that "
+        "equal plain decoding token for token.",
+    ]
+    return "\n".join(lines)
+
+
+def _is_public(name: str) -> bool:
+    return name != BUNDLED and is_hub_id(name)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
