@@ -33,11 +33,13 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
+from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.generate_call import GenerateCall, read_call
 from specdraft.eval.methods import make_maxgram
 from specdraft.eval.static import StaticTree
 from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.maxgram import MaxGramTable, load_table
+from specdraft.models.medusa import MedusaHeads, load_medusa
 from specdraft.models.student import load_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
@@ -57,6 +59,19 @@ def falcon(head: FalconHead | str | Path, tree: str, revision: str | None = None
             loaded = load_head(head, target.identity(), revision)
         plan = StaticTree(load_tree_paths(tree), loaded.config.block_size)
         return FalconDrafter(loaded, target, plan, rows, capacity)
+
+    return make
+
+
+def medusa(heads: MedusaHeads | str | Path, tree: str, revision: str | None = None) -> MakeDrafter:
+    """Draft with Medusa heads (or their folder or Hub id) and a tree, as `falcon` does."""
+
+    def make(target: Target, rows: int, capacity: int) -> MedusaDrafter:
+        loaded = heads
+        if not isinstance(heads, MedusaHeads):
+            loaded = load_medusa(heads, target.identity(), revision)
+        paths = load_tree_paths(tree)
+        return MedusaDrafter(loaded, target, StaticTree(paths, max(map(len, paths))), rows)
 
     return make
 

@@ -3,7 +3,8 @@
     python eval/grow.py recipes/tiny.yaml --nodes 25 --depth 6 --out recipes/trees/tiny_k2.yaml
 
 The prompts are validation prompts, answered greedily by the target. The head is rolled out over
-those answers, for every position at once, and the rank of each true token is counted by its depth.
+those answers, for every position at once, and the rank of each true token is counted by its depth;
+Medusa heads are asked at every position, one head per depth.
 With P[d, r] the share of rank r at depth d, a path is accepted with probability prod P, if depths
 are independent, and the N most probable paths are the best tree of N nodes (Sequoia, arXiv
 2402.12374, for a fixed drafter). They are prefix-closed: a parent is never less probable.
@@ -19,7 +20,10 @@ from torch import Tensor
 
 from specdraft.data.prompts import validation_prompts
 from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.static import StaticTree
 from specdraft.models.falcon import FalconHead, block_index, load_head
+from specdraft.models.medusa import MedusaHeads, load_medusa
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, entry
 from specdraft.recipes.load import load_recipe
@@ -35,15 +39,22 @@ def main() -> None:
     parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--nodes", type=int, default=25)
-    parser.add_argument("--depth", type=int, default=6, help="passes * block size")
+    parser.add_argument("--depth", type=int, default=6, help="passes * block size, or Medusa heads")
     parser.add_argument("--out", type=Path, required=True, help="the tree file to write")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
     target = Target.of_recipe(recipe.target)
-    head = load_head(Path(recipe.output.dir) / "head", target.identity())
-    shares = rank_shares(head, target, answers(recipe, target), options.depth)
+    out = Path(recipe.output.dir)
+    if recipe.medusa.given:
+        heads = load_medusa(out / "medusa", target.identity())
+        block_size = min(options.depth, heads.config.heads)
+        shares = medusa_rank_shares(heads, target, answers(recipe, target), block_size)
+    else:
+        head = load_head(out / "head", target.identity())
+        block_size = head.config.block_size
+        shares = rank_shares(head, target, answers(recipe, target), options.depth)
     paths = best_paths(shares, options.nodes)
-    write_tree(options.out, head.config.block_size, recipe.name, paths)
+    write_tree(options.out, block_size, recipe.name, paths)
     expected = 1 + sum(probability(shares, path) for path in paths)
     print(f"wrote {options.out}: {len(paths)} nodes, {expected:.2f} tokens/step expected")  # noqa: T201
 
@@ -83,6 +94,25 @@ def rank_shares(
                     if rank < WIDTH:
                         found[number * k + place, rank] += 1
     return (found / seen.clamp(min=1)[:, None])[:depth]
+
+
+@torch.inference_mode()
+def medusa_rank_shares(
+    heads: MedusaHeads, target: Target, texts: list[tuple[int, list[int]]], depth: int
+) -> Tensor:
+    """The same of Medusa heads, whose head h drafts t_(i+1+h) at i: [depth, WIDTH]."""
+    drafter = MedusaDrafter(heads, target, StaticTree.chain(depth, depth))
+    found, seen = torch.zeros(depth, WIDTH), 0
+    for start, ids in texts:
+        tokens = torch.tensor(ids, device=target.device)
+        places = torch.arange(start - 1, len(ids) - depth - 1, device=target.device)
+        scores = drafter.scores(target.features(tokens[None])[0, places])  # [N, depth, V]
+        for number in range(depth):
+            true = scores[:, number].gather(1, tokens[places + number + 2, None])
+            ranks = (scores[:, number] > true).sum(-1).cpu()
+            found[number] += torch.bincount(ranks, minlength=WIDTH)[:WIDTH]
+        seen += len(places)
+    return found / max(seen, 1)
 
 
 def probability(shares: Tensor, path: tuple[int, ...]) -> float:

@@ -15,6 +15,7 @@ from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
+from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.strategies import make_strategy
 from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.hf_generate import Generate
@@ -128,9 +129,18 @@ def make_drafter(
         return MaxGramTail(inner, bottom, recipe.maxgram.n, recipe.maxgram.branches)
     if name in STUDENT_METHODS:
         return make_strategy(name, recipe.drafting, trained.student, rows, capacity)
+    if name == "medusa_tree":
+        paths = load_tree_paths(settings.tree)
+        tree = StaticTree(paths, max(map(len, paths)))
+        return MedusaDrafter(trained.medusa, target, tree, rows)
     k = trained.head.config.block_size
+    if name.startswith("eagle") and not trained.head.config.is_eagle:
+        raise RecipeError(
+            f"method {name} needs an EAGLE-1 head (k = 1, linear); this one has k = {k}, "
+            f"{trained.head.config.fusion}: measure falcon_tree, or train one: train/eagle.py"
+        )
     chain = StaticTree.chain(settings.chain_depth, k)
-    tree = chain if name == "falcon_chain" else StaticTree(load_tree_paths(settings.tree), k)
+    tree = chain if name.endswith("_chain") else StaticTree(load_tree_paths(settings.tree), k)
     return FalconDrafter(trained.head, target, tree, rows, capacity)
 
 

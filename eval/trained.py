@@ -8,6 +8,7 @@ from torch import nn
 from specdraft.data import fingerprint
 from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.maxgram import MaxGramTable, load_table
+from specdraft.models.medusa import MedusaHeads, load_medusa
 from specdraft.models.student import finished_student, load_student
 from specdraft.models.target import Target
 from specdraft.recipes.schema import STUDENT_METHODS, Recipe
@@ -19,12 +20,16 @@ NEEDS = {
     **dict.fromkeys((*STUDENT_METHODS, "hf_assisted"), ("student",)),
     "cascade": ("cascade", "table"),
     "falcon_maxgram": ("head", "table"),
+    "eagle_chain": ("head",),
+    "eagle_tree": ("head",),
+    "medusa_tree": ("medusa",),
 }
 HOW = {
     "head": "a trained head; train one first",
     "table": "a Max-Gram table; count one first",
     "student": "a student; give the recipe one and train it",
     "cascade": "at least one student; train one, or name some in cascade.students",
+    "medusa": "Medusa heads; train them first: train/medusa.py",
 }
 
 
@@ -41,13 +46,14 @@ class Trained:
     table: MaxGramTable | None = None
     student: Target | None = None
     cascade: tuple[Target, ...] = ()  # students, from the largest to the smallest
+    medusa: MedusaHeads | None = None
 
     def models(self, method: str) -> list[nn.Module]:
         """The networks that a method drafts with, in the order of its passes."""
         needed = needs(method)
         students = self.cascade if "cascade" in needed else ()
         students += (self.student,) if "student" in needed else ()
-        heads = [self.head] if "head" in needed else []
+        heads = [getattr(self, name) for name in ("head", "medusa") if name in needed]
         return [*heads, *(student.model for student in students)]
 
 
@@ -59,7 +65,7 @@ def load_trained(recipe: Recipe, target: Target) -> Trained:
     out = Path(recipe.output.dir)
     needed = {need for method in recipe.eval.methods for need in needs(method)}
     own = recipe.cascade.students is None
-    head = table = student = None
+    head = table = student = medusa = None
     cascade: tuple[Target, ...] = ()
     if "head" in needed:
         head = load_head(out / "head", target.identity())
@@ -69,9 +75,11 @@ def load_trained(recipe: Recipe, target: Target) -> Trained:
         table = load_table(folder, target.name, target.vocab_size, tokenizer)
     if "student" in needed or ("cascade" in needed and own):
         student = finished_student(recipe.student, out / "student", target)
+    if "medusa" in needed:
+        medusa = load_medusa(out / "medusa", target.identity())
     if "cascade" in needed:
         named = recipe.cascade.students or ()
         key = "cascade.students"
         loaded = tuple(load_student(name, None, target, key=key) for name in named)
         cascade = (student,) if own else loaded
-    return Trained(head, table, student, cascade)
+    return Trained(head, table, student, cascade, medusa)

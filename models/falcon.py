@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from specdraft.models.hub import fetch
 from specdraft.models.lstm import LSTM, State
-from specdraft.recipes.errors import HeadError, TargetError
+from specdraft.models.target import check_trained_for
+from specdraft.recipes.errors import HeadError
 
 LSTM_LAYERS = 2  # the paper's "2-layer LSTM"
 FUSIONS = ("lstm", "linear")
@@ -51,6 +52,7 @@ class FalconConfig:
     heads: int = 4
     kv_heads: int = 4
     intermediate_size: int = 512
+    input_norm: bool = True  # of the first decoder layer; EAGLE-1 has none
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     # Standard deviations of the target's embeddings and features on the training data. The head
@@ -71,6 +73,11 @@ class FalconConfig:
                 f"and be a multiple of kv_heads ({self.kv_heads})"
             )
 
+    @property
+    def is_eagle(self) -> bool:
+        """Whether this is the head of EAGLE-1 (arXiv 2401.15077): one token per pass, linear."""
+        return self.block_size == 1 and self.fusion == "linear"
+
 
 def block_index(length: int, block_size: int, phase: int) -> Tensor:
     """Number the blocks of a sequence [T] whose first block has `phase` (1..k) positions."""
@@ -80,12 +87,12 @@ def block_index(length: int, block_size: int, phase: int) -> Tensor:
 class DecoderLayer(nn.Module):
     """Pre-norm attention and SwiGLU MLP; who attends to whom is the caller's `attend`."""
 
-    def __init__(self, config: FalconConfig):
+    def __init__(self, config: FalconConfig, normed: bool = True):
         super().__init__()
         width, self.eps = config.hidden_size, config.norm_eps
         self.dim = width // config.heads
         self.heads = (config.heads, config.kv_heads, config.kv_heads)
-        self.attention_norm = nn.Parameter(torch.ones(width))
+        self.attention_norm = nn.Parameter(torch.ones(width)) if normed else None
         self.mlp_norm = nn.Parameter(torch.ones(width))
         self.qkv = nn.Linear(width, sum(self.heads) * self.dim, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -94,7 +101,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
         """x [S, T, H] -> [S, T, H]."""
-        y = F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
+        y = x
+        if self.attention_norm is not None:
+            y = F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
         heads = self.qkv(y).unflatten(-1, (-1, self.dim)).transpose(1, 2)
         query_key, value = heads.split((self.heads[0] + self.heads[1], self.heads[2]), 1)
         query, key = _rotate(query_key, *rope).split(self.heads[:2], 1)
@@ -128,20 +137,17 @@ class FalconHead(
             self.fuse = LSTM(2 * width, width, LSTM_LAYERS)
         else:
             self.fuse = nn.Linear(2 * width, width, bias=False)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, normed=config.input_norm or number > 0)
+            for number in range(config.layers)
+        )
         half = width // config.heads // 2
         inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
         self.register_buffer("inverse_frequency", inverse, persistent=False)
 
     def check_target(self, identity: dict) -> None:
         """Raise TargetError when this head was made for another target, naming both."""
-        own = self.config.target
-        if own and own["weights"] != identity["weights"]:
-            raise TargetError(
-                f"this head was trained for {own['name']} (weights {own['weights'][:12]}), "
-                f"not for {identity['name']} (weights {identity['weights'][:12]}); "
-                "use that target, or train a head for this one"
-            )
+        check_trained_for(self.config.target, identity)
 
     # -- the seam shared by training and drafting ------------------------------------------------
 

@@ -94,6 +94,19 @@ def identity(name: str, revision: str | None, folder: Path) -> dict[str, str | i
     }
 
 
+def check_trained_for(own: dict, identity: dict) -> None:
+    """Raise TargetError when a head was trained for another target than this one, naming both.
+
+    own: the identity saved with the head; an empty one fits every target.
+    """
+    if own and own["weights"] != identity["weights"]:
+        raise TargetError(
+            f"this head was trained for {own['name']} (weights {own['weights'][:12]}), "
+            f"not for {identity['name']} (weights {identity['weights'][:12]}); "
+            "use that target, or train a head for this one"
+        )
+
+
 def _weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:

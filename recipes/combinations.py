@@ -284,3 +284,26 @@ def of_distillation(
             "continue; set data.prompt_tokens, e.g. 16"
         )
     return problems
+
+
+def of_medusa(
+    evaluation: schema.EvalSection | None,
+    student: schema.StudentSection | None,
+    medusa: schema.MedusaSection | None,
+) -> list[str]:
+    """One kind of drafter to a recipe, and a tree no deeper than there are heads."""
+    if evaluation is None or student is None or medusa is None:
+        return []
+    if medusa.given and student.given:
+        return [f"medusa.heads = {medusa.heads}: the recipe has a student, too; set one to null"]
+    if "medusa_tree" not in (name.partition(":")[0] for name in evaluation.methods):
+        return []
+    if not medusa.given:
+        return ["eval.methods: medusa_tree drafts with Medusa heads; set medusa.heads, e.g. 4"]
+    depth = max(map(len, load_tree_paths(evaluation.tree)))
+    if depth > medusa.heads:
+        return [
+            f"eval.tree = {evaluation.tree!r}: {depth} deep, and medusa.heads = {medusa.heads} "
+            f"draft {medusa.heads} tokens; take a tree that is no deeper, or grow one: eval/grow.py"
+        ]
+    return []

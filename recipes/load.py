@@ -65,6 +65,7 @@ def from_dict(tree: dict[str, Any]) -> Recipe:
             for section in ("data", "eval", "train", "student", "distill", "cascade")
         )
     )
+    problems += combinations.of_medusa(*(built.get(name) for name in ("eval", "student", "medusa")))
     if problems:
         raise InvalidRecipeError(problems)
     return Recipe(name=name, **built)

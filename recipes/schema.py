@@ -40,6 +40,9 @@ Method = Literal[
     "hf_assisted",
     "cascade",
     "falcon_maxgram",
+    "eagle_chain",
+    "eagle_tree",
+    "medusa_tree",
 ]
 METHODS: tuple[str, ...] = get_args(Method)
 # Draft with a student.
@@ -94,9 +97,26 @@ class HeadSection(Section):
     heads: Count | None = None  # null: as the target, for these three
     kv_heads: Count | None = None
     intermediate: Count | None = None  # width of the MLP
+    input_norm: bool = True  # of the first decoder layer; EAGLE-1 and its serving format: false
 
     def combinations(self) -> list[str]:
         return combinations.of_head(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaSection(Section):
+    """Medusa heads: head h of a feature f_i drafts t_(i+1+h). They replace the `head` section."""
+
+    heads: Count | None = None  # tokens drafted, in one pass; null: no Medusa heads
+    layers: Count = 1  # residual blocks of a head
+    lm_heads: Literal["own", "shared"] = "own"  # own: trained, from the target's; shared: frozen
+    decay: Annotated[float, Interval(0, 1, above=True)] = 0.8  # head h counts decay^h in the loss
+    soft_weight: Fraction = 0.0  # share of KL(p || q) in the loss, the rest is cross-entropy
+
+    @property
+    def given(self) -> bool:
+        """Whether the recipe has Medusa heads at all."""
+        return self.heads is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +248,7 @@ class TrainSection(Section):
 class EvalSection(Section):
     prompts: str = "tiny_chat"  # "tiny_chat" (bundled), a JSONL file, or "holdout"
     tree: str = "tiny_k2"  # a file of recipes/trees without .yaml, or a path
-    chain_depth: Count = 6  # of falcon_chain
+    chain_depth: Count = 6  # of falcon_chain and eagle_chain
     threads: Count | None = None  # of a CPU while decoding; null: as in training
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Count = 128
@@ -313,6 +333,7 @@ class Recipe:
     target: TargetSection = field(default_factory=TargetSection)
     data: DataSection
     head: HeadSection = field(default_factory=HeadSection)
+    medusa: MedusaSection = field(default_factory=MedusaSection)
     glance: GlanceSection = field(default_factory=GlanceSection)
     loss: LossSection = field(default_factory=LossSection)
     student: StudentSection = field(default_factory=StudentSection)
@@ -331,6 +352,7 @@ class Recipe:
         problems += combinations.of_distillation(
             self.data, self.eval, self.train, self.student, self.distill, self.cascade
         )
+        problems += combinations.of_medusa(self.eval, self.student, self.medusa)
         if problems:
             raise InvalidRecipeError(problems)
         if self.output.dir is None:

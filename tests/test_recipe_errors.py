@@ -160,7 +160,7 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
             ["eval.prompts=holdout", "data.holdout=5", "data.format=text"],
             "eval.prompt_tokens = None: a text has no prompt of its own",
         ),
-        (["eval.tree=tinyk2"], "eval.tree = 'tinyk2': unknown tree; nearest is tiny_k2 of falcon"),
+        (["eval.tree=tinyk2"], "eval.tree = 'tinyk2': unknown tree; nearest is tiny_k2 of eagle"),
         (["eval.tree=no/tree.yaml"], "no/tree.yaml: cannot be read (No such file or directory)"),
     ],
 )

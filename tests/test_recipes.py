@@ -27,6 +27,7 @@ def test_a_recipe_file_is_valid_and_survives_a_round_trip(path: Path, tmp_path: 
 def test_all_promised_recipes_exist():
     promised = {"tiny", "tinystories", "vicuna7b", "vicuna13b"}
     promised |= {"llama2_7b_chat", "llama2_13b_chat", "qwen2_5_7b"}
+    promised |= {"tiny_eagle", "vicuna7b_eagle", "tiny_medusa"}
     promised |= {"tiny_distill", "vicuna7b_distill", "llama2_70b_draft", "llama2_13b_lora"}
     assert promised <= {path.stem for path in FILES}
 

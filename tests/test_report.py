@@ -85,6 +85,10 @@ def test_pieces_put_together_are_the_answer(tiny):
     assert [kind == ACCEPTED for _, kind in runs].count(True) == 2
 
 
+# EAGLE-1 and Medusa heads have runs of their own in their tests.
+MEASURED = [name for name in METHODS if not name.startswith(("eagle", "medusa"))]
+
+
 @pytest.fixture(scope="module")
 def report(tiny):
     """Every method on real prompts, with an untrained head and a table that says one thing."""
@@ -98,12 +102,12 @@ def report(tiny):
     table = MaxGramTable.of_counts(MaxGramConfig(tiny.vocab_size), ones, ones, ones)
     student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
     trained = Trained(FalconHead(config), table, student, (student,))
-    return evaluate(recipe, tiny, trained, prompts, METHODS, progress=False)
+    return evaluate(recipe, tiny, trained, prompts, MEASURED, progress=False)
 
 
 def test_every_method_gives_plain_decodings_tokens(report):
     rows = {row["method"]: row for row in report["runs"]}
-    assert set(rows) == set(METHODS)
+    assert set(rows) == set(MEASURED)
     for row in rows.values():
         assert row["outputs"] == row["identical"] + row["near_ties"] == 5, row["differences"]
         assert row["tokens"] == rows["plain"]["tokens"]

@@ -27,6 +27,7 @@ class Kind:
 
 KINDS = {
     "head": Kind("Falcon head", "falcon", "falcon", ', tree="{tree}"'),
+    "medusa": Kind("set of Medusa heads", "medusa", "medusa", ', tree="{tree}"'),
     "student": Kind("draft LM", "distillation", "ssd", ""),
     "table": Kind("Max-Gram table", "max-gram", "maxgram", ""),
 }

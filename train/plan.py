@@ -14,6 +14,7 @@ from specdraft.data.fingerprint import of_settings
 from specdraft.data.sources import BUNDLED as TINY_SOURCE
 from specdraft.data.tokens import TokenCache, token_settings
 from specdraft.models.falcon import FalconHead
+from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import BUNDLED, identity, load_tokenizer, resolve
 from specdraft.recipes.schema import Recipe
 from specdraft.train.schedules import total_steps
@@ -23,6 +24,7 @@ from specdraft.train.shapes import (
     LOGITS_BYTES,
     TargetShape,
     head_config,
+    medusa_config,
     target_shape,
 )
 from specdraft.train.student_plan import StudentPlan
@@ -115,8 +117,8 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
     shape, train, at_most = plan.target, recipe.train, "" if plan.exact else "at most "
     target = f"{recipe.target.model}: {shape.parameters / 1e9:.2f} B parameters"
     target += f", {shape.layers} layers x {shape.hidden_size}, vocabulary {shape.vocab_size}"
-    head = f"k = {recipe.head.block_size}, {recipe.head.fusion}: "
-    head += f"{plan.drafter_parameters / 1e6:.1f} M parameters = {plan.head_layers:.2f} decoder "
+    head = f"{_kind(recipe)}: {plan.drafter_parameters / 1e6:.1f} M parameters = "
+    head += f"{plan.head_layers:.2f} decoder "
     head += "layers of the target"
     data = "counted when the sources are read (set data.limit for a bound)"
     cache = f"{shape.hidden_size * BYTES[recipe.data.feature_dtype]} bytes per token"
@@ -181,9 +183,19 @@ def _samples(recipe: Recipe) -> int:
     return recipe.data.samples if recipe.data.answers == "target" else 1
 
 
+def _kind(recipe: Recipe) -> str:
+    head, medusa = recipe.head, recipe.medusa
+    if medusa.given:
+        return f"{medusa.heads} Medusa heads, {medusa.lm_heads} lm_heads"
+    return f"k = {head.block_size}, {head.fusion}"
+
+
 def _head_parameters(recipe: Recipe, shape: TargetShape) -> int:
     with torch.device("meta"):
-        head = FalconHead(head_config(recipe, shape))
+        if recipe.medusa.given:
+            head = MedusaHeads(medusa_config(recipe, shape))
+        else:
+            head = FalconHead(head_config(recipe, shape))
     return sum(p.numel() for p in head.parameters())
 
 
@@ -191,6 +203,14 @@ def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> i
     """Estimate the bytes one process holds while training on cached features."""
     width = shape.hidden_size
     ends = shape.ends * BYTES[recipe.target.dtype]
+    features = 4 * rows * recipe.data.max_length * width * 4  # as read, float32, noise, revised
+    held = BYTES_PER_PARAMETER * parameters + ends + features + LOGITS_BYTES
+    if recipe.medusa.given:
+        # Kept for backward per position: of every block its input, W x + b and SiLU; and the slopes
+        # of the lm_heads, which are taken with the loss.
+        floats = recipe.medusa.heads * recipe.medusa.layers * 3 * width
+        slopes = 4 * parameters if recipe.medusa.lm_heads == "own" else 0
+        return held + slopes + rows * recipe.data.max_length * floats * 4
     inner = recipe.head.intermediate or shape.intermediate_size
     # Kept for backward per position: inputs 2H, per LSTM layer gates 4H and states 2H, per decoder
     # layer about 12H and the MLP's 4I.
@@ -198,5 +218,4 @@ def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> i
     floats = fused + recipe.head.layers * (12 * width + 4 * inner)
     positions = rows * recipe.data.max_length * recipe.train.rollout
     activations = positions * floats * BYTES[recipe.train.precision]
-    features = 4 * rows * recipe.data.max_length * width * 4  # as read, float32, noise, revised
-    return BYTES_PER_PARAMETER * parameters + ends + activations + features + LOGITS_BYTES
+    return held + activations

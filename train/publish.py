@@ -1,6 +1,6 @@
 """From a run's folder to the Hub: weights, config, recipe and model card, for every drafter kind.
 
-A run keeps its drafter in one folder, whose name is its kind: head, student or table.
+A run keeps its drafter in one folder, whose name is its kind: head, medusa, student or table.
 """
 
 import json
@@ -43,7 +43,7 @@ def contents(recipe: Recipe, kind: str) -> dict[str, Path | bytes]:
     files: dict[str, Path | bytes] = {
         path.name: path for path in sorted(folder.iterdir()) if path.is_file()
     }
-    if kind == "head" and tree_name(recipe) == TREE:
+    if kind in ("head", "medusa") and tree_name(recipe) == TREE:
         files[TREE] = Path(recipe.eval.tree)
     report, picture = run / "report.json", curve(run / "log.jsonl")
     if picture:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from transformers import AutoConfig, PretrainedConfig
 
 from specdraft.models.falcon import FalconConfig
+from specdraft.models.medusa import MedusaConfig
 from specdraft.models.student import check_heads, check_layers
 from specdraft.models.target import BUNDLED, bundled_target_dir
 from specdraft.recipes.errors import RecipeError, TargetError
@@ -175,9 +176,25 @@ def head_config(
             intermediate_size=head.intermediate or shape.intermediate_size,
             rope_theta=shape.rope_theta,
             norm_eps=shape.norm_eps,
+            input_norm=head.input_norm,
             embed_scale=embed_scale,
             feature_scale=feature_scale,
             target=identity or {},
         )
     except ValueError as error:
         raise RecipeError(f"head.heads, head.kv_heads: {error}") from error
+
+
+def medusa_config(
+    recipe: Recipe, shape: TargetShape, *, identity: dict | None = None
+) -> MedusaConfig:
+    """Return the config of the recipe's Medusa heads."""
+    medusa = recipe.medusa
+    return MedusaConfig(
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        heads=medusa.heads,
+        layers=medusa.layers,
+        lm_heads=medusa.lm_heads,
+        target=identity or {},
+    )

@@ -1,0 +1,56 @@
+"""Export a trained head for a serving engine: an EAGLE-1 head for vLLM or SGLang, Medusa for vLLM.
+
+    python eval/export.py recipes/tiny_eagle.yaml --engine vllm --out runs/tiny_eagle/vllm
+    python eval/export.py recipes/tiny_medusa.yaml --engine vllm --out runs/tiny_medusa/vllm
+
+Takes the head of `output.dir` and writes config.json and model.safetensors in target.dtype. Falcon
+heads, Max-Gram tables and trees have no engine that loads them.
+"""
+
+import argparse
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from specdraft.models.falcon import load_head
+from specdraft.models.medusa import load_medusa
+from specdraft.models.serving import ENGINES, Served, serve_eagle, serve_medusa
+from specdraft.models.target import DTYPES, TargetEnds, identity, resolve
+from specdraft.recipes.errors import entry
+from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import Recipe
+
+
+@entry
+def main() -> None:
+    """Parse, load the head, write it as the engine wants it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny_eagle.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
+    options = parser.parse_intermixed_args()
+    served = served_head(load_recipe(options.recipe, options.overrides), options.engine)
+    served.write(options.out)
+    size = sum(tensor.nbytes for tensor in served.tensors.values()) / 1e6
+    print(f"wrote {options.out}: {len(served.tensors)} tensors, {size:.1f} MB")  # noqa: T201
+
+
+def served_head(recipe: Recipe, engine: str) -> Served:
+    """Convert the trained head of a recipe. Raises HeadError, TargetError."""
+    section, out = recipe.target, Path(recipe.output.dir)
+    folder, dtype = resolve(section.model, section.revision), DTYPES[section.dtype]
+    whose = identity(section.model, section.revision, folder)
+    if recipe.medusa.given:
+        heads = load_medusa(out / "medusa", whose)
+        shared = None
+        if heads.lm_heads is None:
+            shared = TargetEnds.load(section.model, section.revision, section.dtype).lm_head_weight
+        return serve_medusa(heads, engine, shared, dtype)
+    head = load_head(out / "head", whose)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+    return serve_eagle(head, engine, config.get_text_config().max_position_embeddings, dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Medusa heads: each drafts one token, further ahead than the one before, from the same feature.
+
+Medusa (arXiv 2401.10774), section 2.1. Head h of 1..D reads the feature f_i, whose own lm_head
+says t_{i+1}, and drafts t_{i+1+h}:
+
+    x = f_i;  x <- x + SiLU(W x + b) for each of its L blocks;  q_h = softmax(lm_head_h x)
+
+W and b start at zero and lm_head_h as the target's, so that an untrained head says t_{i+1}. The
+paper trains an lm_head per head (Medusa-1), D * V * H parameters; shared ones are the target's own,
+frozen. No head knows what another has drafted.
+
+Shapes: D heads, L blocks of a head, N positions, H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import PyTorchModelHubMixin
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from specdraft.models.hub import fetch
+from specdraft.models.target import check_trained_for
+from specdraft.recipes.errors import HeadError
+
+LM_HEADS = ("own", "shared")
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Everything the heads' shapes depend on; saved beside their weights."""
+
+    hidden_size: int
+    vocab_size: int
+    heads: int = 4
+    layers: int = 1
+    lm_heads: str = "own"
+    target: dict = field(default_factory=dict)  # identity of the target they were trained for
+
+    def __post_init__(self) -> None:
+        if self.lm_heads not in LM_HEADS:
+            raise ValueError(f"lm_heads is {self.lm_heads!r}; known: {', '.join(LM_HEADS)}")
+        if self.heads < 1 or self.layers < 1:
+            raise ValueError("heads and layers must be at least 1")
+
+
+class MedusaHeads(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="specdraft",
+    tags=["speculative-decoding", "medusa", "draft-head"],
+    coders={MedusaConfig: (asdict, lambda data: MedusaConfig(**data))},
+):
+    """All heads at once: their weights are stacked, and a pass is one batched product per block."""
+
+    def __init__(self, config: MedusaConfig):
+        super().__init__()
+        self.config = config
+        count, width = config.heads, config.hidden_size
+        self.weight = nn.Parameter(torch.zeros(config.layers, count, width, width))
+        self.bias = nn.Parameter(torch.zeros(config.layers, count, width))
+        self.lm_heads = None  # the target's own
+        if config.lm_heads == "own":
+            # Not a number until it is set or loaded: a tensor that is missing must not go unseen.
+            unset = torch.full((count, config.vocab_size, width), torch.nan)
+            self.lm_heads = nn.Parameter(unset)
+
+    @classmethod
+    def of(cls, config: MedusaConfig, lm_head: Tensor) -> "MedusaHeads":
+        """Make untrained heads for a target with this lm_head [V, H]."""
+        heads = cls(config)
+        if heads.lm_heads is not None:
+            with torch.no_grad():
+                heads.lm_heads.copy_(lm_head)
+        return heads
+
+    def check_target(self, identity: dict) -> None:
+        """Raise TargetError when these heads were made for another target, naming both."""
+        check_trained_for(self.config.target, identity)
+
+    def hidden(self, features: Tensor, count: int | None = None) -> Tensor:
+        """What the first `count` heads (None: all) give their lm_heads for features [N, H].
+
+        Returns [D, N, H].
+        """
+        count = self.config.heads if count is None else count
+        x = features.expand(count, *features.shape)
+        for weight, bias in zip(self.weight[:, :count], self.bias[:, :count], strict=True):
+            x = x + F.silu(torch.baddbmm(bias[:, None], x, weight.mT))
+        return x
+
+    def forward(self, features: Tensor, loss: Callable[[Tensor, Tensor | None], Any]) -> Any:
+        """Return loss(hidden [D, N, H], lm_heads [D, V, H]) for features [N, H].
+
+        The lm_heads are None where they are shared. The loss is taken in here because launchers
+        that shard weights have them whole within a forward only.
+        """
+        return loss(self.hidden(features), self.lm_heads)
+
+
+def load_medusa(
+    source: str | Path, target_identity: dict, revision: str | None = None
+) -> MedusaHeads:
+    """Load trained heads, from a folder or by their Hub id, for a target.
+
+    Raises HeadError when there are none, HubError when the Hub does not give them, and TargetError
+    when they are another target's.
+    """
+    folder = fetch(source, revision)
+    if not (folder / "config.json").is_file():
+        raise HeadError(
+            f"no trained Medusa heads at {folder}; train them with: "
+            "accelerate launch train/medusa.py and the same recipe"
+        )
+    if not (folder / "model.safetensors").is_file():
+        raise HeadError(f"no model.safetensors in {folder}; heads are loaded from safetensors only")
+    try:
+        heads = MedusaHeads.from_pretrained(folder, strict=True)
+    except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
+        raise HeadError(f"{folder} holds no whole Medusa heads: {error}") from error
+    heads.check_target(target_identity)
+    return heads

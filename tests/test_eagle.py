@@ -1,0 +1,108 @@
+"""EAGLE-1: the Falcon head with one token per pass and a linear layer, by its own names."""
+
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from random_models import random_head, random_target
+from test_decoder import decode, plain_tokens, prompts
+from test_loop import ToyRows, log_lines, make_ends, make_head, make_recipe
+
+from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.methods import make_drafter, make_method
+from specdraft.eval.trained import Trained, load_trained
+from specdraft.models.falcon import FalconHead, load_head
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.load import load_recipe
+from specdraft.train.csgd import CoupledGlancing
+from specdraft.train.eagle import check
+from specdraft.train.heads import sar_head
+from specdraft.train.loop import fit
+from specdraft.train.ranks import make_accelerator
+from specdraft.train.shapes import TargetShape, head_config
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPE = RECIPES / "tiny_eagle.yaml"
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+def eagle(target, **changes) -> FalconHead:
+    return random_head(target, 1, fusion="linear", input_norm=False, **changes)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("method", ["eagle_chain", "eagle_tree"])
+def test_output_is_that_of_plain_decoding(target, method, rows):
+    recipe = load_recipe(RECIPE, [f"eval.batch_size={rows}"])
+    drafter = make_drafter(method, recipe, target, Trained(eagle(target)), 128)
+    requests = [Request(prompt, 17) for prompt in prompts()]
+    expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
+    assert decode(Decoder(target, drafter, rows, 128), requests) == expected
+    settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
+    requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
+    expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
+    assert decode(Decoder(target, drafter, rows, 128), requests) == expected
+
+
+def test_without_input_norm_only_the_first_layer_lacks_it(target):
+    """What it computes then is tested against Llama's own layer in test_export.py."""
+    names = {name for name, _ in eagle(target, layers=2).named_parameters()}
+    assert "layers.0.attention_norm" not in names
+    assert {"layers.1.attention_norm", "layers.0.mlp_norm", "layers.1.mlp_norm"} <= names
+    assert "layers.0.attention_norm" in dict(random_head(target).named_parameters())
+
+
+def test_a_saved_head_is_loaded_by_its_methods(target, tmp_path):
+    eagle(target).save_pretrained(tmp_path / "head")
+    assert load_head(tmp_path / "head", target.identity()).config.is_eagle
+    recipe = load_recipe(RECIPE, [f"output.dir={tmp_path}"])
+    trained = load_trained(recipe, target)
+    assert trained.models("eagle_tree") == trained.models("eagle_chain:dynamic") == [trained.head]
+
+
+def test_training_lowers_the_loss(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+    changes = {"optim.lr": 1.0e-2, "train.steps": 60, "train.batch_size": 4}
+    changes |= {"train.log_every": 20, "loss.soft_weight": 1.0, "loss.feature_noise": 0.0}
+    recipe = make_recipe(tmp_path, **changes)
+    head = make_head(1, fusion="linear", input_norm=False)
+    objective = CoupledGlancing(recipe, make_ends(), head.config)
+    fit(head, ToyRows(count=4), objective, recipe, make_accelerator(recipe))
+    first, *_, last = log_lines(tmp_path)
+    assert last["loss"] < 0.5 * first["loss"]
+    assert last["glanced"] == 0.0  # a block of one position has nothing to reveal
+
+
+@pytest.mark.parametrize("name", ["tiny_eagle", "vicuna7b_eagle"])
+def test_the_recipes_describe_eagle_heads(name):
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    check(sar_head("eagle_tree"), recipe)
+    shape = TargetShape(64, 2, 4, 4, 128, 100)
+    config = head_config(recipe, shape)
+    assert config.is_eagle
+    assert not config.input_norm
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["head.block_size=2"], r"head\.block_size = 2: EAGLE-1 has head\.block_size=1"),
+        (["head.fusion=lstm"], r"head\.fusion = lstm: EAGLE-1 has head\.fusion=linear"),
+        (["eval.methods=[ssd]", "student.layers=1"], "ssd needs a student"),
+        (["eval.methods=[medusa_tree]", "medusa.heads=8"], "medusa_tree needs Medusa heads"),
+    ],
+)
+def test_a_recipe_that_is_not_eagles_is_refused_before_any_training(overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        check(sar_head("eagle_tree"), load_recipe(RECIPE, overrides))
+
+
+def test_another_head_does_not_pass_for_eagle(target):
+    for head, told in ((random_head(target, 2), "k = 2, lstm"), (random_head(target, 1), "k = 1")):
+        with pytest.raises(RecipeError, match=rf"eagle_tree needs an EAGLE-1 head.*{told}"):
+            make_method("eagle_tree", load_recipe(RECIPE), target, Trained(head), 64)

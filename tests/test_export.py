@@ -1,0 +1,182 @@
+"""Exported heads: re-loaded into small modules of each engine's layout, they say the same.
+
+The layouts are written here from what the engines' loaders read (vLLM: llama_eagle, medusa; SGLang:
+llama_eagle): names, shapes, and which of them exist.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import random_head, random_target
+from safetensors.torch import load_file
+from test_medusa import naive_logits, random_heads
+from torch import nn
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from specdraft.eval.export import served_head
+from specdraft.models.falcon import block_index
+from specdraft.models.serving import serve_eagle, serve_medusa
+from specdraft.recipes.errors import HeadError
+from specdraft.recipes.load import load_recipe
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+SCALES = {"feature_scale": 6.7}  # embed_scale of a random head is 0.3
+
+
+class EagleLayout(nn.Module):
+    """EAGLE-1 as engines build it from config.json: fc, then Llama layers, the first unnormed."""
+
+    def __init__(self, config: LlamaConfig, bias: bool):
+        super().__init__()
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, number) for number in range(config.num_hidden_layers)
+        )
+        self.layers[0].input_layernorm = nn.Identity()
+        self.config = config
+
+    def forward(self, embeddings, features):
+        x = self.fc(torch.cat((embeddings, features), -1))
+        positions = torch.arange(x.shape[1])[None]
+        rope = LlamaRotaryEmbedding(self.config)(x, positions)
+        mask = torch.full((x.shape[1],) * 2, float("-inf")).triu(1)[None, None]
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask, position_embeddings=rope)
+        return x
+
+
+class MedusaLayout(nn.Module):
+    """Medusa as vLLM builds it from config.json."""
+
+    def __init__(self, config: dict):
+        super().__init__()
+        width, vocab = config["hidden_size"], config["vocab_size"]
+        bias = config.get("medusa_fc_bias", False)
+        self.blocks = nn.ModuleList()
+        for _ in range(config["num_heads"]):
+            block = nn.Module()
+            block.layers = nn.ModuleList(
+                nn.Linear(width, width, bias) for _ in range(config["num_hidden_layers"])
+            )
+            self.blocks.append(block)
+        if config.get("original_lm_head", False):
+            self.lm_head = nn.Linear(width, vocab, bias=False)
+        else:
+            self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False) for _ in self.blocks)
+
+    def forward(self, features):
+        logits = []
+        for number, block in enumerate(self.blocks):
+            x = features
+            for layer in block.layers:
+                x = x + nn.functional.silu(layer(x))
+            logits.append((self.lm_heads[number] if hasattr(self, "lm_heads") else self.lm_head)(x))
+        return logits
+
+
+def load_exactly(module: nn.Module, folder: Path) -> nn.Module:
+    """Load a file into a module that it fills without rest, neither way."""
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors.keys() == module.state_dict().keys()
+    module.load_state_dict(tensors)
+    return module.eval()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+def eagle(target, **changes):
+    head = random_head(target, 1, fusion="linear", **{"input_norm": False, **SCALES, **changes})
+    with torch.no_grad():
+        for parameter in head.parameters():  # norms, too, have something to lose
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return head
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"layers": 2, "norm_eps": 1e-2}, {"rope_theta": 500.0, "feature_scale": 0.2}]
+)
+def test_an_exported_eagle_head_gives_the_same_features(target, tmp_path, engine, changes):
+    head = eagle(target, **changes)
+    serve_eagle(head, engine, 256).write(tmp_path / "served")
+    content = json.loads((tmp_path / "served" / "config.json").read_text())
+    names = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
+    assert content["architectures"] == [names[engine]]
+    config = AutoConfig.from_pretrained(tmp_path / "served", attn_implementation="eager")
+    assert config.max_position_embeddings == 256
+    served = load_exactly(EagleLayout(config, bias=engine == "sglang"), tmp_path / "served")
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(target.vocab_size, (2, 9), generator=generator)
+    features, ahead = target.features(ids)[:, :-1].clone(), target.embed(ids[:, 1:])
+    with torch.no_grad():
+        ours = head(ahead, features, block_index(8, 1, 1).expand(2, -1))[0]
+        theirs = served(ahead, features)
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4 * float(ours.std()))
+    torch.testing.assert_close(
+        target.logits(theirs), target.logits(ours), rtol=1e-3, atol=1e-3 * float(ours.std())
+    )
+
+
+@pytest.mark.parametrize("lm_heads", ["own", "shared"])
+def test_exported_medusa_heads_give_the_same_logits(target, tmp_path, lm_heads):
+    heads = random_heads(target, 3, 2, lm_heads)
+    shared = target.lm_head_weight if lm_heads == "shared" else None
+    serve_medusa(heads, "vllm", shared).write(tmp_path / "served")
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    assert (config["num_heads"], config["num_hidden_layers"]) == (3, 2)
+    assert config["truncated_vocab_size"] == config["vocab_size"] == target.vocab_size
+    # vLLM renames every key with "num" and "heads" in it to num_heads: there must be one.
+    assert [key for key in config if "num" in key and "heads" in key] == ["num_heads"]
+    served = load_exactly(MedusaLayout(config), tmp_path / "served")
+    features = torch.randn(5, target.hidden_size, generator=torch.Generator().manual_seed(3))
+    for h, logits in enumerate(served(features), start=1):
+        expected = torch.stack([naive_logits(heads, target, f, h) for f in features])
+        torch.testing.assert_close(logits, expected)
+
+
+def test_heads_are_exported_in_the_dtype_that_is_asked_for(target, tmp_path):
+    for served in (
+        serve_eagle(eagle(target), "vllm", 64, torch.bfloat16),
+        serve_medusa(random_heads(target), "vllm", dtype=torch.bfloat16),
+    ):
+        assert {tensor.dtype for tensor in served.tensors.values()} == {torch.bfloat16}
+        assert served.config["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"block_size": 2}, "it drafts 2 tokens per pass"),
+        ({"fusion": "lstm"}, "its fusion is 'lstm'"),
+        ({"input_norm": True}, "normalises its input.*head.input_norm=false"),
+    ],
+)
+def test_what_a_layout_cannot_hold_is_refused_with_the_reason(target, changes, reason):
+    settings = {"block_size": 1, "fusion": "linear", "input_norm": False} | changes
+    with pytest.raises(HeadError, match=rf"no serving format: .*{reason}"):
+        serve_eagle(random_head(target, **settings), "vllm", 64)
+
+
+def test_sglang_has_no_medusa(target):
+    with pytest.raises(HeadError, match="sglang loads no Medusa heads; engines that do: vllm"):
+        serve_medusa(random_heads(target), "sglang")
+
+
+def test_an_export_never_overwrites_and_leaves_nothing_half_written(target, tmp_path):
+    served = serve_eagle(eagle(target), "vllm", 64)
+    served.write(tmp_path / "served")
+    assert {path.name for path in tmp_path.iterdir()} == {"served"}
+    with pytest.raises(HeadError, match="already exists; give another --out"):
+        served.write(tmp_path / "served")
+
+
+def test_the_head_of_a_run_is_found_and_checked(tmp_path):
+    for name, told in (("tiny_eagle", "no trained head"), ("tiny_medusa", "no trained Medusa")):
+        with pytest.raises(HeadError, match=told):
+            served_head(load_recipe(RECIPES / f"{name}.yaml", [f"output.dir={tmp_path}"]), "vllm")

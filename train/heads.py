@@ -1,0 +1,119 @@
+"""The stages that every kind of head goes through: tokens, features, training, measuring.
+
+Falcon, EAGLE-1 and Medusa heads read cached features of the target and differ in a `Kind`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from specdraft.data.feature_cache import FeatureCache
+from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
+from specdraft.eval.answers import build_caches
+from specdraft.eval.report import evaluate, print_report, write_report
+from specdraft.eval.trained import HOW, Trained, needs
+from specdraft.models.falcon import FalconHead
+from specdraft.models.hub import check_login
+from specdraft.models.target import Target, TargetEnds
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.schema import Recipe
+from specdraft.train.csgd import CoupledGlancing
+from specdraft.train.loop import fit
+from specdraft.train.publish import publish
+from specdraft.train.run import Objective
+from specdraft.train.shapes import TargetShape, head_config
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kind of head has of its own."""
+
+    field: str  # of `Trained`, and the folder below output.dir
+    method: str  # whose tokens per step choose the head that is kept
+    make: Callable[[Recipe, Target, FeatureCache], nn.Module]
+    objective: Callable[[Recipe, TargetEnds, nn.Module], Objective]
+    load: Callable[[Path], nn.Module]
+
+    def check_methods(self, recipe: Recipe) -> None:
+        """Raise RecipeError for a recipe that measures with what this kind is not."""
+        for name in recipe.eval.methods:
+            for need in needs(name):
+                if need != self.field:
+                    raise RecipeError(
+                        f"eval.methods: {name} needs {HOW[need]}; here is trained what "
+                        f"{self.method} drafts with, and nothing else"
+                    )
+
+
+def sar_head(method: str) -> Kind:
+    """The kind of semi-autoregressive heads, Falcon's and EAGLE-1's."""
+    return Kind(
+        field="head",
+        method=method,
+        make=_new_sar_head,
+        objective=lambda recipe, ends, head: CoupledGlancing(recipe, ends, head.config),
+        load=FalconHead.from_pretrained,
+    )
+
+
+def _new_sar_head(recipe: Recipe, target: Target, cache: FeatureCache) -> FalconHead:
+    """Make the recipe's head, with the scales its cache was measured to have."""
+    torch.manual_seed(recipe.train.seed)
+    return FalconHead(
+        head_config(
+            recipe,
+            TargetShape.of(target.config),
+            embed_scale=cache.manifest["embed_scale"],
+            feature_scale=cache.manifest["feature_scale"],
+            identity=target.identity(),
+        )
+    )
+
+
+def train_head(
+    kind: Kind, recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Target]
+) -> None:
+    """Run every stage of a recipe; all ranks call this."""
+    check_login(recipe.hub)
+    target = load_target()
+    _, cache = build_caches(recipe, target, accelerator)
+    prompts = load_prompts(recipe, target.tokenizer)
+    validation = validation_prompts(recipe, target.tokenizer)
+    head = kind.make(recipe, target, cache)
+    objective = kind.objective(recipe, TargetEnds.of(target), head)
+    if recipe.train.eval_every is None or not validation:
+        target = None  # cached training needs its two ends only: leave the memory to the head
+        fit(head, cache, objective, recipe, accelerator)
+    else:
+        measuring = partial(_measure, kind, recipe, target, validation)
+        fit(head, cache, objective, recipe, accelerator, measuring)
+    if accelerator.is_main_process:
+        best = kind.load(Path(recipe.output.dir) / kind.field)
+        _report(kind, recipe, target or load_target(), best, prompts)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def _measure(
+    kind: Kind, recipe: Recipe, target: Target, prompts: list[Prompt], head: nn.Module, step: int
+) -> dict[str, float]:
+    """Decode the prompts with the head's tree: what the best head is chosen by."""
+    trained = Trained(**{kind.field: head})
+    outcome = evaluate(recipe, target, trained, prompts, [kind.method], progress=False)
+    return {"tokens_per_step": outcome["runs"][0]["tokens_per_step"]}
+
+
+def _report(
+    kind: Kind, recipe: Recipe, target: Target, head: nn.Module, prompts: list[Prompt]
+) -> None:
+    """Measure the kept head beside the baselines, and push it where the recipe says."""
+    trained = Trained(**{kind.field: head})
+    outcome = evaluate(recipe, target, trained, prompts, recipe.eval.methods)
+    write_report(outcome, Path(recipe.output.dir))
+    print_report(outcome)
+    publish(recipe, kind.field)
