@@ -6,7 +6,6 @@ Methods take turns prompt by prompt, so that a machine that slows down slows all
 import json
 import os
 import platform
-import random
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,15 +19,17 @@ from rich.table import Table
 from tqdm import tqdm
 
 from specdraft.data.prompts import Prompt
+from specdraft.eval.categories import add_speedups, by_category, macro
 from specdraft.eval.decoder import GUMBEL, Request
 from specdraft.eval.identity import first_difference
 from specdraft.eval.methods import make_method
 from specdraft.eval.metrics import Costs, counts, padding, times
 from specdraft.eval.outcome import Outcome
+from specdraft.eval.questions import make_requests, play_turns
 from specdraft.eval.show import print_sample, sample
 from specdraft.eval.trained import Trained, needs
 from specdraft.models.target import Target
-from specdraft.recipes.schema import EvalSection, Recipe
+from specdraft.recipes.schema import Recipe
 
 SCHEMA = 1
 WARM_UP_TOKENS = 8
@@ -51,6 +52,7 @@ def evaluate(
     `samples` are the first answers of the last method that drafts, cut into what was accepted.
     """
     with cpu_threads(recipe.eval.threads):
+        prompts = play_turns(recipe, target, prompts)
         outcomes = decode_all(recipe, target, trained, prompts, methods, progress)
         where = environment(target)
     shown = next((name for name in reversed(methods) if needs(name)), methods[-1])
@@ -101,28 +103,6 @@ def decode_all(
     return outcomes
 
 
-def make_requests(settings: EvalSection, prompts: Sequence[Prompt]) -> list[Request]:
-    """One request per prompt, each with its own seed; spread lengths are log-uniform, shuffled."""
-    lengths = [settings.max_new_tokens] * len(prompts)
-    if settings.spread > 1:
-        steps = max(len(prompts) - 1, 1)
-        lengths = [round(n * settings.spread ** (-i / steps)) for i, n in enumerate(lengths)]
-        random.Random(settings.seed).shuffle(lengths)
-    return [
-        Request(
-            prompt.input_ids,
-            max(length, 1),
-            settings.temperature,
-            settings.top_k,
-            settings.top_p,
-            settings.seed + number,
-            settings.acceptance,
-            eos_ids=frozenset() if settings.spread > 1 else None,
-        )
-        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
-
-
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
     """Decode with `count` threads: a step of a small target is faster with one than with many."""
@@ -163,9 +143,12 @@ def summarise(
             **counts(parts, costs),
             **padding(parts),
         }
-        rows.append(row | times(parts, row["tokens"]))
+        row |= times(parts, row["tokens"]) | macro(prompts, parts)
+        rows.append(row | {"categories": by_category(prompts, parts)})
     speeds = {row["method"]: row["tokens_per_second"] for row in rows}
+    plain = next((row for row in rows if row["method"] == REFERENCE), None)
     for row in rows:
+        add_speedups(row, plain)
         for key, base in (("speedup", REFERENCE), ("speedup_over_generate", "generate")):
             row[key] = row["tokens_per_second"] / speeds[base] if base in speeds else None
     return rows
@@ -178,10 +161,12 @@ def _identity(recipe, target, prompts: Sequence[Prompt], outcomes: Outcomes, nam
         return {"identical": None, "near_ties": None, "differences": []}
     plain, ours = _tokens(outcomes[REFERENCE]), _tokens(outcomes[name])
     found = [
-        (prompt.id, first_difference(target, prompt.input_ids, a, b))
+        (prompt, first_difference(target, prompt.input_ids, a, b))
         for prompt, a, b in zip(prompts, plain, ours, strict=True)
     ]
-    differences = [{"prompt": key, **d.to_dict()} for key, d in found if d is not None]
+    differences = [
+        {"prompt": prompt.id, "turn": prompt.turn, **d.to_dict()} for prompt, d in found if d
+    ]
     return {
         "identical": len(found) - len(differences),
         "near_ties": sum(d["near_tie"] for d in differences),
