@@ -9,6 +9,7 @@ the words of Spec-Bench (arXiv 2401.07851), whose eight MT-bench categories coun
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from specdraft.data.chat import BrokenRowError
@@ -53,8 +54,10 @@ def _spec_bench_task(row: Mapping) -> str:
     return "mt_bench" if row["category"] in MT_BENCH_CATEGORIES else row["category"]
 
 
-MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction")
-MT_BENCH_CATEGORIES += ("stem", "humanities")
+MT_BENCH_CATEGORIES = (
+    *("writing", "roleplay", "reasoning", "math"),
+    *("coding", "extraction", "stem", "humanities"),
+)
 _TURNS = '{"question_id": .., "category": "..", "turns": ["..", ..]}'
 SETS = {
     "mt_bench": PromptSet(
@@ -113,6 +116,8 @@ def read_questions(name: str) -> Iterator[Question]:
     """
     base, _, path = name.partition(":")
     chosen = SETS[base]
+    if path and not Path(path).expanduser().exists():
+        raise DataError(f"eval.prompts = {name}: no file at {path}")
     for row in Source(path).rows() if path else _of_hub(base, chosen.hub):
         place = f"{row.source}:{row.line}"
         if row.problem:

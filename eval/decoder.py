@@ -10,6 +10,7 @@ Shapes: N packed tokens, H hidden, V vocabulary.
 
 import time
 import warnings
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -22,7 +23,7 @@ from specdraft.eval.packed import PackedTarget
 from specdraft.eval.sampling import SeededChance, sample, warp
 from specdraft.eval.stop import tokens_until_stop
 from specdraft.eval.transfer import download, upload
-from specdraft.eval.tree import Draws, Tree, chain
+from specdraft.eval.tree import Draws, Topology, Tree, chain
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, UserError
 
@@ -55,6 +56,9 @@ class Step:
     drafted: int  # nodes of the verified tree, the root not counted
     depth: int  # depth of the deepest drafted node
     accepted: int  # depth of the accepted path, before a stop cut it
+    parents: tuple[int, ...] = ()  # of the verified tree's nodes; none where it is not ours
+    tokens: Sequence[int] = ()  # of its nodes after the root
+    path: Sequence[int] = ()  # the accepted nodes, the root first
 
 
 @dataclass
@@ -350,7 +354,7 @@ class Decoder:
             features = features[upload(kept, features.device)]
         self._tell(slot, row.unread[1:] + fresh, features)
         row.unread = [bonus]
-        return self._commit(row, fresh, part.tree, len(path) - 1)
+        return self._commit(row, fresh, part.tree.topology, verdict.tokens, path)
 
     def _accept(self, row: Row, tree: Tree, verdict: Verdict) -> tuple[list[int], int]:
         """The accepted nodes, the root first, and the bonus token."""
@@ -379,7 +383,9 @@ class Decoder:
         if self.rows[slot].drafts:
             self._guard([slot], self.drafter.observe, slot, tokens, features)
 
-    def _commit(self, row: Row, fresh: list[int], tree: Tree, accepted: int) -> Update:
+    def _commit(
+        self, row: Row, fresh: list[int], topology: Topology, drafted: list[int], path: list[int]
+    ) -> Update:
         """Append the fresh tokens, as far as they stand: an end or the limit may cut them."""
         request, known = row.request, len(row.tokens)
         ends = (n for n, token in enumerate(fresh, start=1) if token in row.eos_ids)
@@ -390,8 +396,9 @@ class Decoder:
         cuts.append((request.max_new_tokens - known, "length"))
         cut, reason = min((cut for cut in cuts if cut[0] is not None), key=lambda cut: cut[0])
         fresh = fresh[:cut]
-        depths = tree.topology.depths
-        step = Step(len(fresh), len(depths) - 1, max(depths), accepted)
+        draft = array("q", drafted[1:])  # kept for every step of a run: eight bytes a token
+        size, depth = len(draft), max(topology.depths)
+        step = Step(len(fresh), size, depth, len(path) - 1, topology.parents, draft, tuple(path))
         row.tokens += fresh
         row.steps.append(step)
         done = len(fresh) == cut

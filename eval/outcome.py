@@ -16,6 +16,7 @@ class Outcome:
     timing: Timing
     drafter_forwards: int = 0
     drafter_seconds: float = 0.0
+    tries: tuple[float, ...] = ()  # seconds of every repeat, in order; `seconds` is their median
 
 
 class DecodingMethod(Protocol):

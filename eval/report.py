@@ -9,6 +9,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from specdraft.eval.identity import first_difference
 from specdraft.eval.methods import make_method
 from specdraft.eval.metrics import Costs, counts, padding, times
 from specdraft.eval.outcome import Outcome
+from specdraft.eval.page import write_page
 from specdraft.eval.questions import make_requests, play_turns
 from specdraft.eval.show import print_sample, sample
 from specdraft.eval.trained import Trained, needs
@@ -49,13 +51,14 @@ def evaluate(
 ) -> dict:
     """Decode all prompts by all methods; return the report (see the README for its schema).
 
-    `samples` are the first answers of the last method that drafts, cut into what was accepted.
+    `samples` are the first answers of our last method that drafts, cut into what was accepted.
     """
     with cpu_threads(recipe.eval.threads):
         prompts = play_turns(recipe, target, prompts)
         outcomes = decode_all(recipe, target, trained, prompts, methods, progress)
         where = environment(target)
-    shown = next((name for name in reversed(methods) if needs(name)), methods[-1])
+    ours = [name for name in methods if needs(name) and not name.startswith("hf_")]
+    shown = [*methods, *ours][-1]
     answers = [done for part in outcomes[shown] for done in part.completions][:SAMPLES]
     return {
         "schema": SCHEMA,
@@ -99,7 +102,8 @@ def decode_all(
         tries = [{name: runners[name](batch) for name in names} for _ in range(settings.repeats)]
         for name in names:
             ordered = sorted((each[name] for each in tries), key=lambda outcome: outcome.seconds)
-            outcomes[name].append(ordered[len(ordered) // 2])
+            seconds = tuple(each[name].seconds for each in tries) if len(tries) > 1 else ()
+            outcomes[name].append(replace(ordered[len(ordered) // 2], tries=seconds))
     return outcomes
 
 
@@ -149,9 +153,16 @@ def summarise(
     plain = next((row for row in rows if row["method"] == REFERENCE), None)
     for row in rows:
         add_speedups(row, plain)
+        row["speedup_repeats"] = paired(row, plain)
         for key, base in (("speedup", REFERENCE), ("speedup_over_generate", "generate")):
             row[key] = row["tokens_per_second"] / speeds[base] if base in speeds else None
     return rows
+
+
+def paired(row: dict, plain: dict | None) -> list[float]:
+    """Speedups over plain decoding of every repeat by itself; none without repeats."""
+    key = "tokens_per_second_repeats"
+    return [a / b for a, b in zip(row[key], plain[key], strict=True)] if plain else []
 
 
 def _identity(recipe, target, prompts: Sequence[Prompt], outcomes: Outcomes, name: str) -> dict:
@@ -221,12 +232,13 @@ def _commit() -> str | None:
 
 
 def write_report(report: dict, folder: Path) -> Path:
-    """Write report.json into a folder, whole or not at all."""
+    """Write report.json into a folder, whole or not at all, and report.html of it beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.json"
     temporary = path.with_suffix(".json.partial")
     temporary.write_text(json.dumps(report, indent=1))
     temporary.replace(path)
+    write_page(report, folder)
     return path
 
 

@@ -79,6 +79,8 @@ def test_another_format_is_answered_with_the_first_offending_line(tmp_path, name
 def test_an_unknown_set_is_answered_with_the_known_ones(tmp_path):
     with pytest.raises(DataError, match=r"no file at mtbench; .*mt_bench, humaneval, gsm8k"):
         prompts(tmp_path, "mtbench")
+    with pytest.raises(DataError, match=r"eval.prompts = gsm8k:gone.jsonl: no file at gone.jsonl"):
+        prompts(tmp_path, "gsm8k:gone.jsonl")
 
 
 def test_a_set_that_cannot_be_fetched_says_what_to_do(tmp_path, monkeypatch):
