@@ -2,19 +2,22 @@
 
     tiny_chat    the held-out prompts that come with the package, in five categories
     holdout      the last `data.holdout` conversations of the sources, up to their first answer
+    a name       of a published set: mt_bench, gsm8k, .. (data/prompt_sets.py)
+    name:file    the same, from a file in its published format
     a file       JSONL or JSON; a row is one of
                  {"messages": [..]}, {"conversations": [..]}  up to the open question, or, where
                                                               all are answered, to the first answer
-                 {"turns": ["..", ..]}                        MT-bench, Spec-Bench: the first turn
+                 {"turns": ["..", ..]}                        MT-bench, Spec-Bench: in turn
                  {"prompt": ".."}, {"question": ".."}         HumanEval, GSM8K
                  {"instruction": "..", "input": ".."}         Alpaca
                  {"text": ".."}                               the first eval.prompt_tokens tokens
 
-A chat is rendered with the target's template; a base model without one is given the bare question.
+A chat is rendered with the target's template; a base model without one is given the bare texts.
+What a user says after the first answer waits in `Prompt.later` until there is one.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdraft.data.chat import BrokenRowError, Conversation, holdout_conversations, read_turns
 from specdraft.data.examples import Renderer
+from specdraft.data.prompt_sets import SETS, is_prompt_set, read_questions
 from specdraft.data.sources import Source, bundled_file
 from specdraft.data.template import Messages, UnrenderableError
 from specdraft.recipes.errors import DataError
@@ -34,12 +38,18 @@ _IDS = ("id", "question_id", "task_id", "conversation_id")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: the ids the target reads, and the question as text for people."""
+    """One prompt: the ids the target reads, and the question as text for people.
+
+    The turns of one question are prompts of the same id, one after the other.
+    """
 
     id: str
     category: str
     input_ids: list[int]
     text: str
+    messages: Messages = field(default_factory=list)  # of a chat, this turn's question the last
+    turn: int = 1
+    later: tuple[str, ...] = ()  # what the user says next, turn by turn
 
 
 def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -53,11 +63,25 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Pro
 def validation_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return `eval.validation` prompts that `load_prompts` leaves out; none where it takes all.
 
-    The head that is kept is chosen on these, and measured on prompts that did not choose it.
+    The head that is kept is chosen on these, and measured on prompts that did not choose it. They
+    end with their first turn.
     """
     every = _all_prompts(recipe, tokenizer)
     measured = {prompt.id for prompt in spread(every, recipe.eval.limit)}
-    return spread([p for p in every if p.id not in measured], recipe.eval.validation)
+    others = [replace(p, later=()) for p in every if p.id not in measured]
+    return spread(others, recipe.eval.validation)
+
+
+def next_turn(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str
+) -> Prompt:
+    """Return the prompt of the turn that follows an answer; the prompt has a later turn."""
+    question, *later = prompt.later
+    said = [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+    followed = _of_chat(
+        Renderer(tokenizer, recipe.data), prompt.id, prompt.category, prompt.messages + said
+    )
+    return replace(followed, turn=prompt.turn + 1, later=tuple(later))
 
 
 def tuning_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Prompt]:
@@ -79,13 +103,16 @@ def tuning_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: in
 
 def _all_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     name, renderer = recipe.eval.prompts, Renderer(tokenizer, recipe.data)
-    holdout = name == HOLDOUT
-    rows = _of_conversations(holdout_conversations(recipe)) if holdout else _of_file(name)
+    if name == HOLDOUT:
+        rows = _of_conversations(holdout_conversations(recipe))
+    else:
+        rows = _of_set(name) if is_prompt_set(name) else _of_file(name)
     prompts = []
-    for place, identifier, category, messages, text in rows:
+    for place, identifier, category, messages, text, later in rows:
         try:
             if text is None:
-                prompts.append(_of_chat(renderer, identifier, category, messages))
+                prompt = _of_chat(renderer, identifier, category, messages)
+                prompts.append(replace(prompt, later=later))
             else:
                 prompts.append(_of_text(recipe, renderer, identifier, category, text))
         except UnrenderableError as error:
@@ -113,36 +140,45 @@ def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return list(islice(in_turn, limit))
 
 
-_Question = tuple[str, str, str, Messages, str | None]  # place, id, category, messages, text
+# place, id, category, messages, text, later turns
+_Question = tuple[str, str, str, Messages, str | None, tuple[str, ...]]
 
 
 def _of_conversations(conversations: list[Conversation]) -> Iterator[_Question]:
     for number, conversation in enumerate(conversations):
         messages = _open_question(conversation.messages)
-        yield conversation.origin, f"holdout-{number}", HOLDOUT, messages, conversation.text
+        yield conversation.origin, f"holdout-{number}", HOLDOUT, messages, conversation.text, ()
+
+
+def _of_set(name: str) -> Iterator[_Question]:
+    for asked in read_questions(name):
+        first, *later = asked.turns
+        messages = [{"role": "user", "content": first}]
+        yield asked.place, asked.id, asked.category, messages, None, tuple(later)
 
 
 def _of_file(name: str) -> Iterator[_Question]:
     path = bundled_file("prompts.jsonl") if name == BUNDLED else Path(name).expanduser()
     if not path.exists():
         raise DataError(
-            f"eval.prompts: no file at {path}; give {BUNDLED}, {HOLDOUT} or a JSONL file"
+            f"eval.prompts: no file at {path}; give {BUNDLED}, {HOLDOUT}, a JSONL file, or one of "
+            f"{', '.join(SETS)} (or NAME:FILE)"
         )
     for row in Source(str(path)).rows():
         place = f"{path}:{row.line}"
         if row.problem:
             raise DataError(f"{place}: {row.problem}")
         try:
-            messages, text = _question(row.value)
+            messages, text, later = _question(row.value)
         except BrokenRowError as error:
             raise DataError(f"{place}: no prompt: {error}") from error
         identifier = next((row.value[key] for key in _IDS if key in row.value), row.line)
         category = row.value.get("category") or path.stem
-        yield place, str(identifier), str(category), messages, text
+        yield place, str(identifier), str(category), messages, text, later
 
 
-def _question(value: Any) -> tuple[Messages, str | None]:
-    """Return the messages of a prompt, or a text. Raises BrokenRowError."""
+def _question(value: Any) -> tuple[Messages, str | None, tuple[str, ...]]:
+    """Return the messages of a prompt, or a text, and later turns. Raises BrokenRowError."""
     if not isinstance(value, dict):
         raise BrokenRowError(f"{type(value).__name__} is not an object")
     for key in ("messages", "conversations"):
@@ -151,11 +187,13 @@ def _question(value: Any) -> tuple[Messages, str | None]:
             messages = _open_question([{"role": r, "content": c} for r, c in turns])
             if not messages or messages[-1]["role"] == "system":
                 raise BrokenRowError("no user turn before the first answer")
-            return messages, None
+            return messages, None, ()
     if isinstance(value.get("text"), str) and value["text"].strip():
-        return [], value["text"]
-    turns = value.get("turns")
-    candidates = [turns[0] if isinstance(turns, list) and turns else None]
+        return [], value["text"], ()
+    turns = value.get("turns") if isinstance(value.get("turns"), list) else []
+    if not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise BrokenRowError("turns holds an empty one, or one that is no text")
+    candidates = turns[:1]
     candidates += [value.get(key) for key in ("prompt", "question", "instruction")]
     content = next((c for c in candidates if isinstance(c, str) and c.strip()), None)
     if content is None:
@@ -165,7 +203,7 @@ def _question(value: Any) -> tuple[Messages, str | None]:
         )
     if "instruction" in value and str(value.get("input") or "").strip():
         content = f"{content}\n\n{value['input']}"
-    return [{"role": "user", "content": content}], None
+    return [{"role": "user", "content": content}], None, tuple(turns[1:])
 
 
 def _open_question(messages: Messages) -> Messages:
@@ -181,8 +219,8 @@ def _of_chat(renderer: Renderer, identifier: str, category: str, messages: Messa
     if renderer.tokenizer.chat_template:
         ids = renderer.template.prompt(messages)
     else:
-        ids = renderer.text_ids(question)
-    return Prompt(identifier, category, ids, question)
+        ids = renderer.text_ids("\n\n".join(message["content"] for message in messages))
+    return Prompt(identifier, category, ids, question, messages)
 
 
 def _of_text(

@@ -10,6 +10,7 @@ Shapes: N packed tokens, H hidden, V vocabulary.
 
 import time
 import warnings
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -56,6 +57,9 @@ class Step:
     depth: int  # depth of the deepest drafted node
     accepted: int  # depth of the accepted path, before a stop cut it
     copied: int = 0  # nodes of this path that were copied from elsewhere in the draft (GSD)
+    parents: tuple[int, ...] = ()  # of the verified tree's nodes; none where it is not ours
+    tokens: Sequence[int] = ()  # of its nodes after the root
+    path: Sequence[int] = ()  # the accepted nodes, the root first
 
 
 @dataclass
@@ -351,7 +355,7 @@ class Decoder:
             features = features[upload(kept, features.device)]
         self._tell(slot, row.unread[1:] + fresh, features)
         row.unread = [bonus]
-        return self._commit(row, fresh, part.tree, path)
+        return self._commit(row, fresh, part.tree, verdict.tokens, path)
 
     def _accept(self, row: Row, tree: Tree, verdict: Verdict) -> tuple[list[int], int]:
         """The accepted nodes, the root first, and the bonus token."""
@@ -380,7 +384,9 @@ class Decoder:
         if self.rows[slot].drafts:
             self._guard([slot], self.drafter.observe, slot, tokens, features)
 
-    def _commit(self, row: Row, fresh: list[int], tree: Tree, path: list[int]) -> Update:
+    def _commit(
+        self, row: Row, fresh: list[int], tree: Tree, drafted: list[int], path: list[int]
+    ) -> Update:
         """Append the fresh tokens, as far as they stand: an end or the limit may cut them."""
         request, known = row.request, len(row.tokens)
         ends = (n for n, token in enumerate(fresh, start=1) if token in row.eos_ids)
@@ -391,9 +397,12 @@ class Decoder:
         cuts.append((request.max_new_tokens - known, "length"))
         cut, reason = min((cut for cut in cuts if cut[0] is not None), key=lambda cut: cut[0])
         fresh = fresh[:cut]
-        depths = tree.topology.depths
-        copied = sum(node >= len(depths) - tree.copies for node in path)
-        step = Step(len(fresh), len(depths) - 1, max(depths), len(path) - 1, copied)
+        topology, size = tree.topology, len(drafted) - 1
+        copied = sum(node > size - tree.copies for node in path)
+        draft = array("q", drafted[1:])  # kept for every step of a run: eight bytes a token
+        depth, accepted = max(topology.depths), len(path) - 1
+        shape = (topology.parents, draft, tuple(path))
+        step = Step(len(fresh), size, depth, accepted, copied, *shape)
         row.tokens += fresh
         row.steps.append(step)
         done = len(fresh) == cut

@@ -5,12 +5,16 @@ draft. Every step emits one bonus token, so `tokens_per_step` is 1 for plain dec
 `accepted_per_step` is `tokens_per_step - 1`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdraft.eval.decoder import Step
 from specdraft.eval.ewif import ewif
 from specdraft.eval.outcome import Outcome
+from specdraft.eval.tree import Topology
+
+NODES = 128  # of a tree that a report tells of
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
         "accepted_per_step": ratio - 1,
         "acceptance_rate": (ratio - 1) / ratio,
         "acceptance_by_depth": rates,
+        "acceptance_by_node": acceptance_by_node(steps),
         "matchness": sum(step.accepted for step in steps) / drafted_depth
         if drafted_depth
         else None,
@@ -74,10 +79,30 @@ def acceptance_by_depth(steps: Sequence[Step]) -> list[float]:
     return rates
 
 
+def acceptance_by_node(steps: Sequence[Step], limit: int = NODES) -> list[dict]:
+    """How often the nodes of the drafted trees were drafted and accepted.
+
+    A node is the path of sibling ranks that leads to it, as in a static tree. The `limit` nodes
+    drafted most often, parents first; none where no tree is known.
+    """
+    shapes = Counter(step.parents for step in steps if step.parents)
+    paths = {parents: Topology(parents).rank_paths for parents in shapes}
+    drafted: Counter[tuple[int, ...]] = Counter()
+    for parents, count in shapes.items():
+        for path in paths[parents][1:]:
+            drafted[path] += count
+    accepted = Counter(paths[step.parents][node] for step in steps for node in step.path[1:])
+    order = sorted(drafted, key=lambda path: (-drafted[path], len(path), path))[:limit]
+    return [
+        {"path": list(path), "drafted": drafted[path], "accepted": accepted[path]} for path in order
+    ]
+
+
 def times(outcomes: Sequence[Outcome], tokens: int) -> dict:
     """Wall-clock of one method: tokens per second, and milliseconds per forward of the target.
 
     The three phases sum to the whole: the drafter's own forwards, the target's own, and all else.
+    Where batches were decoded again and again, the first of all batches are the first repeat.
     """
     seconds = sum(outcome.seconds for outcome in outcomes)
     forwards = sum(outcome.timing.forwards for outcome in outcomes)
@@ -85,7 +110,10 @@ def times(outcomes: Sequence[Outcome], tokens: int) -> dict:
     verify = sum(outcome.timing.verify for outcome in outcomes)
     phases = {"draft": draft, "verify": verify, "overhead": seconds - draft - verify}
     phases = {f"{name}_ms_per_step": 1e3 * value / forwards for name, value in phases.items()}
-    return {"tokens_per_second": tokens / seconds, "seconds": seconds} | phases
+    repeats = zip(*(outcome.tries for outcome in outcomes), strict=True)
+    speeds = [tokens / sum(tries) for tries in repeats]
+    speeds = {"tokens_per_second": tokens / seconds, "tokens_per_second_repeats": speeds}
+    return speeds | {"seconds": seconds} | phases
 
 
 def padding(outcomes: Sequence[Outcome]) -> dict:

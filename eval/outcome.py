@@ -16,6 +16,7 @@ class Outcome:
     timing: Timing
     drafter_passes: tuple[int, ...] = ()  # forwards of each of the drafter's models
     drafter_seconds: float = 0.0
+    tries: tuple[float, ...] = ()  # seconds of every repeat, in order; `seconds` is their median
 
     @property
     def drafter_forwards(self) -> int:

@@ -6,10 +6,10 @@ Methods take turns prompt by prompt, so that a machine that slows down slows all
 import json
 import os
 import platform
-import random
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,15 +20,18 @@ from rich.table import Table
 from tqdm import tqdm
 
 from specdraft.data.prompts import Prompt
+from specdraft.eval.categories import add_speedups, by_category, macro
 from specdraft.eval.decoder import GUMBEL, Request
 from specdraft.eval.identity import first_difference
 from specdraft.eval.methods import make_method, rule_of
 from specdraft.eval.metrics import Costs, counts, padding, times
 from specdraft.eval.outcome import Outcome
+from specdraft.eval.page import write_page
+from specdraft.eval.questions import make_requests, play_turns
 from specdraft.eval.show import print_sample, sample
 from specdraft.eval.trained import Trained, needs
 from specdraft.models.target import Target
-from specdraft.recipes.schema import EvalSection, Recipe
+from specdraft.recipes.schema import Recipe
 
 SCHEMA = 1
 WARM_UP_TOKENS = 8
@@ -48,12 +51,14 @@ def evaluate(
 ) -> dict:
     """Decode all prompts by all methods; return the report (see the README for its schema).
 
-    `samples` are the first answers of the last method that drafts, cut into what was accepted.
+    `samples` are the first answers of our last method that drafts, cut into what was accepted.
     """
     with cpu_threads(recipe.eval.threads):
+        prompts = play_turns(recipe, target, prompts)
         outcomes = decode_all(recipe, target, trained, prompts, methods, progress)
         where = environment(target)
-    shown = next((name for name in reversed(methods) if needs(name)), methods[-1])
+    ours = [name for name in methods if needs(name) and not name.startswith("hf_")]
+    shown = [*methods, *ours][-1]
     answers = [done for part in outcomes[shown] for done in part.completions][:SAMPLES]
     return {
         "schema": SCHEMA,
@@ -97,29 +102,9 @@ def decode_all(
         tries = [{name: runners[name](batch) for name in names} for _ in range(settings.repeats)]
         for name in names:
             ordered = sorted((each[name] for each in tries), key=lambda outcome: outcome.seconds)
-            outcomes[name].append(ordered[len(ordered) // 2])
+            seconds = tuple(each[name].seconds for each in tries) if len(tries) > 1 else ()
+            outcomes[name].append(replace(ordered[len(ordered) // 2], tries=seconds))
     return outcomes
-
-
-def make_requests(settings: EvalSection, prompts: Sequence[Prompt]) -> list[Request]:
-    """One request per prompt, each with its own seed; spread lengths are log-uniform, shuffled."""
-    lengths = [settings.max_new_tokens] * len(prompts)
-    if settings.spread > 1:
-        steps = max(len(prompts) - 1, 1)
-        lengths = [round(n * settings.spread ** (-i / steps)) for i, n in enumerate(lengths)]
-        random.Random(settings.seed).shuffle(lengths)
-    return [
-        Request(
-            prompt.input_ids,
-            max(length, 1),
-            settings.temperature,
-            settings.top_k,
-            settings.top_p,
-            settings.seed + number,
-            eos_ids=frozenset() if settings.spread > 1 else None,
-        )
-        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
 
 
 @contextmanager
@@ -161,12 +146,22 @@ def summarise(
             **counts(parts, costs),
             **padding(parts),
         }
-        rows.append(row | times(parts, row["tokens"]))
+        row |= times(parts, row["tokens"]) | macro(prompts, parts)
+        rows.append(row | {"categories": by_category(prompts, parts)})
     speeds = {row["method"]: row["tokens_per_second"] for row in rows}
+    plain = next((row for row in rows if row["method"] == REFERENCE), None)
     for row in rows:
+        add_speedups(row, plain)
+        row["speedup_repeats"] = paired(row, plain)
         for key, base in (("speedup", REFERENCE), ("speedup_over_generate", "generate")):
             row[key] = row["tokens_per_second"] / speeds[base] if base in speeds else None
     return rows
+
+
+def paired(row: dict, plain: dict | None) -> list[float]:
+    """Speedups over plain decoding of every repeat by itself; none without repeats."""
+    key = "tokens_per_second_repeats"
+    return [a / b for a, b in zip(row[key], plain[key], strict=True)] if plain else []
 
 
 def _identity(recipe, target, prompts: Sequence[Prompt], outcomes: Outcomes, name: str) -> dict:
@@ -176,10 +171,12 @@ def _identity(recipe, target, prompts: Sequence[Prompt], outcomes: Outcomes, nam
         return {"identical": None, "near_ties": None, "differences": []}
     plain, ours = _tokens(outcomes[REFERENCE]), _tokens(outcomes[name])
     found = [
-        (prompt.id, first_difference(target, prompt.input_ids, a, b))
+        (prompt, first_difference(target, prompt.input_ids, a, b))
         for prompt, a, b in zip(prompts, plain, ours, strict=True)
     ]
-    differences = [{"prompt": key, **d.to_dict()} for key, d in found if d is not None]
+    differences = [
+        {"prompt": prompt.id, "turn": prompt.turn, **d.to_dict()} for prompt, d in found if d
+    ]
     return {
         "identical": len(found) - len(differences),
         "near_ties": sum(d["near_tie"] for d in differences),
@@ -246,12 +243,13 @@ def _commit() -> str | None:
 
 
 def write_report(report: dict, folder: Path) -> Path:
-    """Write report.json into a folder, whole or not at all."""
+    """Write report.json into a folder, whole or not at all, and report.html of it beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.json"
     temporary = path.with_suffix(".json.partial")
     temporary.write_text(json.dumps(report, indent=1))
     temporary.replace(path)
+    write_page(report, folder)
     return path
 
 

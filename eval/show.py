@@ -1,4 +1,7 @@
-"""Answers with accepted draft tokens coloured: green was drafted, plain is the target's own."""
+"""Answers with accepted draft tokens coloured: green was drafted, plain is the target's own.
+
+A replay tells of every step which tokens it gave and which tree was drafted for it.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdraft.eval.decoder import Completion, Step
 
-ACCEPTED, BONUS = "accepted", "bonus"
+ACCEPTED, BONUS, PLAIN = "accepted", "bonus", "plain"
 STYLES = {ACCEPTED: "bold green", BONUS: ""}
 
 
@@ -34,6 +37,38 @@ def _runs(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
         yield 1, BONUS
 
 
+def replay(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], steps: Sequence[Step]
+) -> list[dict]:
+    """Of every step, its tokens as (text, kind) and its draft: parents, texts, accepted nodes.
+
+    `kind` is "accepted", "bonus" (the target's own behind a draft) or "plain" (nothing was
+    drafted). Node 0 of a draft is its root and has no text.
+    """
+    shown, done, told = "", 0, []
+    for step in steps:
+        kinds = [ACCEPTED] * step.accepted + [BONUS if step.drafted or step.accepted else PLAIN]
+        given = []
+        for kind in kinds[: step.emitted]:
+            done += 1
+            text = tokenizer.decode(tokens[:done])
+            whole = not text.endswith("\N{REPLACEMENT CHARACTER}") or done == len(tokens)
+            given.append((text[len(shown) :] if whole else "", kind))
+            shown = text if whole else shown
+        told.append({"tokens": given, "draft": _draft(tokenizer, step)})
+    return told
+
+
+def _draft(tokenizer: PreTrainedTokenizerBase, step: Step) -> dict | None:
+    if not step.drafted or not step.parents:
+        return None
+    return {
+        "parents": list(step.parents),
+        "texts": ["", *(tokenizer.decode([token]) for token in step.tokens)],
+        "accepted": list(step.path[1:]),
+    }
+
+
 def sample(
     tokenizer: PreTrainedTokenizerBase, question: str, completion: Completion
 ) -> dict[str, object]:
@@ -43,6 +78,7 @@ def sample(
         "tokens": len(completion.tokens),
         "steps": len(completion.steps),
         "pieces": pieces(tokenizer, completion.tokens, completion.steps),
+        "replay": replay(tokenizer, completion.tokens, completion.steps),
     }
 
 

@@ -50,6 +50,15 @@ class Topology:
         return tuple(map(tuple, children))
 
     @cached_property
+    def rank_paths(self) -> tuple[tuple[int, ...], ...]:
+        """Of every node, which child to take at each depth to get there; () for the root."""
+        paths: list[tuple[int, ...]] = [()] * len(self)
+        for parent, children in enumerate(self.children):
+            for rank, child in enumerate(children):
+                paths[child] = (*paths[parent], rank)
+        return tuple(paths)
+
+    @cached_property
     def ancestors(self) -> Tensor:
         """Bool [N, N]: ancestors[i, j] when j is i or one of its ancestors."""
         mask = torch.eye(len(self), dtype=torch.bool)

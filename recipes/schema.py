@@ -246,7 +246,7 @@ class TrainSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSection(Section):
-    prompts: str = "tiny_chat"  # "tiny_chat" (bundled), a JSONL file, or "holdout"
+    prompts: str = "tiny_chat"  # bundled; or a published set, NAME:FILE, a JSONL file, "holdout"
     tree: str = "tiny_k2"  # a file of recipes/trees without .yaml, or a path
     chain_depth: Count = 6  # of falcon_chain and eagle_chain
     threads: Count | None = None  # of a CPU while decoding; null: as in training

@@ -9,14 +9,15 @@ import torch
 from random_models import random_target
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.decoder import Completion, Step, Timing
+from specdraft.eval.decoder import Completion, Decoder, Request, Step, Timing
+from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.grow import best_paths, probability
 from specdraft.eval.identity import first_difference
 from specdraft.eval.methods import make_method
-from specdraft.eval.metrics import Costs, acceptance_by_depth, counts, times
+from specdraft.eval.metrics import Costs, acceptance_by_depth, acceptance_by_node, counts, times
 from specdraft.eval.outcome import Outcome
-from specdraft.eval.report import evaluate, print_report, write_report
-from specdraft.eval.show import ACCEPTED, pieces
+from specdraft.eval.report import evaluate, paired, print_report, write_report
+from specdraft.eval.show import ACCEPTED, pieces, replay
 from specdraft.eval.trained import Trained
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
@@ -60,6 +61,56 @@ def test_figures_are_those_counted_by_hand():
 def test_acceptance_by_depth_is_conditional_on_the_depth_before():
     assert acceptance_by_depth(STEPS) == [2 / 3, 1 / 2, 1 / 1, 0 / 1]
     assert acceptance_by_depth([Step(1, 0, 0, 0)]) == []
+
+
+def test_acceptance_by_node_counts_paths_of_ranks():
+    tree = (-1, 0, 0, 1, 1)  # root; a, b; a's children c, d
+    chain = (-1, 0)
+    steps = [
+        Step(1, 0, 0, 0, (-1,), (), (0,)),
+        Step(3, 4, 2, 2, tree, (1, 2, 3, 4), (0, 1, 4)),
+        Step(2, 4, 2, 1, tree, (1, 2, 3, 4), (0, 2)),
+        Step(2, 1, 1, 1, chain, (1,), (0, 1)),
+        Step(1, 0, 0, 0),  # not ours
+    ]
+    found = {tuple(n["path"]): (n["drafted"], n["accepted"]) for n in acceptance_by_node(steps)}
+    assert found == {(0,): (3, 2), (1,): (2, 1), (0, 0): (2, 0), (0, 1): (2, 1)}
+    assert [n["path"] for n in acceptance_by_node(steps, limit=2)] == [[0], [1]]
+
+
+def test_repeats_are_kept_and_paired_with_plain():
+    times_of = {"plain": [(2.0, 4.0), (6.0, 4.0)], "ours": [(1.0, 1.0), (1.0, 3.0)]}
+    done = Completion(0, [1, 2], [Step(1, 0, 0, 0)] * 2)
+    rows = {
+        name: times(
+            [Outcome([done], 1.0, Timing(forwards=2), tries=tries) for tries in batches], tokens=4
+        )
+        for name, batches in times_of.items()
+    }
+    assert rows["plain"]["tokens_per_second_repeats"] == [4 / 8, 4 / 8]
+    assert rows["ours"]["tokens_per_second_repeats"] == [4 / 2, 4 / 4]
+    assert paired(rows["ours"], rows["plain"]) == [4.0, 2.0]
+
+
+def test_a_replay_tells_of_every_token_and_draft(tiny):
+    recipe = load_recipe("recipes/tiny.yaml", ["eval.limit=3", "eval.max_new_tokens=32"])
+    for prompt in load_prompts(recipe, tiny.tokenizer):
+        drafter = PromptLookup(1, 5, 1, tiny.device)
+        (done,) = Decoder(tiny, drafter, capacity=600).run([Request(prompt.input_ids, 32)])
+        told = replay(tiny.tokenizer, done.tokens, done.steps)
+        texts = [text for step in told for text, _ in step["tokens"]]
+        assert "".join(texts) == tiny.tokenizer.decode(done.tokens)
+        assert len(texts) == len(done.tokens)
+        fresh = iter(done.tokens)
+        for step, shown in zip(done.steps, told, strict=True):
+            emitted = [next(fresh) for _ in range(step.emitted)]
+            kinds = [kind for _, kind in shown["tokens"]]
+            whole = ["accepted"] * step.accepted + ["bonus" if step.drafted else "plain"]
+            assert kinds == whole[: step.emitted]
+            assert (shown["draft"] is None) == (step.drafted == 0)
+            for node, token in zip(step.path[1:], emitted, strict=False):
+                assert step.tokens[node - 1] == token
+                assert shown["draft"]["texts"][node] == tiny.tokenizer.decode([token])
 
 
 def test_a_wrong_output_is_no_near_tie_and_a_tie_is():
@@ -121,7 +172,8 @@ def test_every_method_gives_plain_decodings_tokens(report):
 def test_a_report_is_written_whole_and_shown(report, tmp_path, capsys):
     path = write_report(report, tmp_path)
     assert json.loads(path.read_text())["schema"] == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+    names = {file.name for file in tmp_path.iterdir() if file.suffix != ".png"}
+    assert names == {"report.json", "report.html"}
     print_report(report)
     shown = capsys.readouterr().out
     assert "falcon_tree" in shown

@@ -1,0 +1,263 @@
+"""report.html shows the numbers of report.json, in a real browser, and nothing that it must not."""
+
+import copy
+import importlib.util
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdraft.data.prompts import load_prompts
+from specdraft.eval.page import COLUMNS, PHASES, draft_lines, write_page
+from specdraft.eval.page_plots import node_tree
+from specdraft.eval.report import evaluate, write_report
+from specdraft.eval.trained import Trained
+from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.target import Target
+from specdraft.recipes.load import load_recipe
+
+OLD = Path(__file__).parents[1] / "eval" / "results" / "tiny.json"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+HOSTILE = (
+    "'\"><img src=x onerror='document.body.dataset.owned=1'></textarea></script>"
+    "<script>document.body.dataset.owned=1</script>{{ 7 * 7 }}$x$&amp;"
+)
+needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium: apt-get install chromium")
+EMPTY = {"meta", "br", "input", "img", "link"}
+
+
+class Page(HTMLParser):
+    """A page as a flat list of elements: (tag, attributes, text inside, tags around)."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.elements, self.open = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        element = {"tag": tag, "attributes": dict(attributes), "text": "", "in": list(self.open)}
+        self.elements.append(element)
+        if tag not in EMPTY:
+            self.open.append(element)
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop()["tag"] != tag:
+            pass
+
+    def handle_data(self, data):
+        for element in self.open:
+            element["text"] += data
+
+    def all(self, tag: str, within: dict | None = None, **attributes: str) -> list[dict]:
+        wanted = attributes.items()
+        return [
+            e
+            for e in self.elements
+            if e["tag"] == tag
+            and (within is None or any(e is within or around is within for around in e["in"]))
+            and all(e["attributes"].get(k.replace("_", "-").strip("-")) == v for k, v in wanted)
+        ]
+
+
+def browse(path: Path, *options: str) -> str:
+    """The document as Chromium has it after its scripts have run."""
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={path.parent / 'profile'}", "--virtual-time-budget=2000"]
+    command += [*options, path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("<!DOCTYPE html>"), done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Two batch sizes, repeats, a tree of an untrained head."""
+    tiny, runs = Target.load("tiny"), []
+    torch.manual_seed(0)
+    shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}
+    head = FalconHead(FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape))
+    for size in (1, 2):
+        limits = ["eval.limit=3", "eval.max_new_tokens=12", "eval.repeats=2", "train.threads=1"]
+        recipe = load_recipe("recipes/tiny.yaml", [*limits, f"eval.batch_size={size}"])
+        prompts = load_prompts(recipe, tiny.tokenizer)
+        methods = ["plain", "generate", "prompt_lookup", "falcon_tree"]
+        made = evaluate(recipe, tiny, Trained(head), prompts, methods, progress=False)
+        runs += made["runs"]
+    return made | {"runs": runs}
+
+
+def shown(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def check_numbers(page: Page, report: dict) -> None:
+    """Every figure of every run stands in its table and, where it has one, in its plot."""
+    tables = page.all("table", _class="runs")
+    rows = [row for table in tables for row in page.all("tr", table) if "data-batch" in
+            row["attributes"]]  # fmt: skip
+    assert len(rows) == len(report["runs"])
+    for run in report["runs"]:
+        where = {"data_method": run["method"], "data_batch": str(run["batch_size"])}
+        (row,) = page.all("tr", **where)
+        cells = {cell["attributes"]["data-key"]: cell["text"] for cell in page.all("td", row)}
+        for key, (_, digits) in COLUMNS.items():
+            expected = shown(run.get(key), digits)
+            assert cells.pop(key, "-") == expected, (run["method"], key)
+        assert cells == {"identical": f"{run['identical']}/{run['outputs']}"}
+        tag = f"{run['prompt_set']}-t{run['temperature']:g}-b{run['batch_size']}"
+
+        def labels(plot: str, tag: str = tag) -> list[str]:
+            (svg,) = page.all("svg", data_plot=f"{plot}-{tag}")
+            return [text["text"] for text in page.all("text", svg)]
+
+        for plot, key in (("speedup", "speedup"), ("tokens", "tokens_per_step")):
+            texts = labels(plot)
+            assert texts[texts.index(run["method"]) + 1] == f"{run[key]:.2f}"
+        phases = [run[f"{key}_per_step"] for key in PHASES.values()]
+        if None not in phases:
+            texts = labels("time")
+            assert texts[texts.index(run["method"]) + 1] == f"{sum(phases):.2f}"
+        for depth, share in enumerate(run["acceptance_by_depth"], start=1):
+            assert f"{run['method']}, depth {depth}: {share}" in page.tips
+        if run["method"].endswith("_tree"):
+            for node in run.get("acceptance_by_node", []):
+                ranks = ".".join(map(str, node["path"]))
+                tip = f"ranks {ranks}: accepted {node['accepted']} of {node['drafted']}"
+                assert tip in page.tips
+
+
+def parse(text: str) -> Page:
+    page = Page(text)
+    page.tips = {title["text"] for title in page.all("title")}
+    return page
+
+
+def check_replay(page: Page, report: dict) -> None:
+    """Tokens, kinds and drafts of the samples, step by step."""
+    replays = page.all("div", _class="card replay")
+    assert len(replays) == len(report["samples"]) > 0
+    for place, sample in zip(replays, report["samples"], strict=True):
+        steps = [s for s in page.all("span", place) if "data-tokens" in s["attributes"]]
+        for span, step in zip(steps, sample["replay"], strict=True):
+            assert span["attributes"]["data-tokens"] == str(len(step["tokens"]))
+            inside = page.all("span", span)
+            classes = [(s["text"], s["attributes"].get("class", "")) for s in inside]
+            tokens = [(t, c.split()[1]) for t, c in classes if c.startswith("token ")]
+            assert tokens == [tuple(token) for token in step["tokens"]]
+            nodes = [line["text"].lstrip(" ") for line in page.all("i", span)]
+            texts = step["draft"]["texts"][1:] if step["draft"] else []
+            assert sorted(nodes) == sorted(text.lstrip(" ") for text in texts)
+
+
+@needs_browser
+def test_the_page_in_a_browser_shows_the_numbers_of_the_json(report, tmp_path):
+    write_report(report, tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    page = parse(browse(tmp_path / "report.html"))
+    check_numbers(page, report)
+    check_replay(page, report)
+    # Its own script runs under its own policy: the controls are there and know the steps.
+    first = report["samples"][0]
+    assert "hidden" not in page.all("div", _class="controls")[0]["attributes"]
+    told = page.all("output")[0]["text"]
+    assert told == f"step {first['steps']} of {first['steps']}, {first['tokens']} tokens"
+    for run in report["runs"]:
+        assert f"{run['method']}, batch size {run['batch_size']}: {run['speedup']}" in page.tips
+
+
+@needs_browser
+def test_a_kept_report_of_an_older_schema_is_shown(tmp_path):
+    report = json.loads(OLD.read_text())
+    write_page(report, tmp_path)
+    check_numbers(parse(browse(tmp_path / "report.html")), report)
+
+
+@needs_browser
+def test_what_models_and_prompts_say_stays_text(report, tmp_path):
+    hostile = copy.deepcopy(report)
+    hostile["recipe"]["name"] = hostile["recipe"]["target"]["model"] = HOSTILE
+    hostile["environment"]["cpu"] = HOSTILE
+    for run in hostile["runs"]:
+        run["prompt_set"] = HOSTILE
+        run["method"] += HOSTILE
+        for entry in run["categories"]:
+            entry["category"] += HOSTILE
+    for sample in hostile["samples"]:
+        sample["method"] = sample["prompt"] = HOSTILE
+        for step in sample["replay"]:
+            step["tokens"] = [(HOSTILE, kind) for _, kind in step["tokens"]]
+            if step["draft"]:
+                step["draft"]["texts"] = [HOSTILE for _ in step["draft"]["texts"]]
+    write_page(hostile, tmp_path)
+    source = (tmp_path / "report.html").read_text()
+    for page in (parse(source), parse(browse(tmp_path / "report.html"))):
+        assert len(page.all("script")) == 1
+        assert page.all("img") == page.all("textarea") == []
+        assert not any("onerror" in element["attributes"] for element in page.elements)
+        (body,) = page.all("body")
+        assert "data-owned" not in body["attributes"]
+        assert page.all("h1")[0]["text"] == HOSTILE
+        check_replay(page, hostile)
+        labels = {text["text"] for text in page.all("text")}
+        assert {run["method"] for run in hostile["runs"]} <= labels
+    assert "49" not in page.all("h1")[0]["text"]
+    assert all(path.parent == tmp_path for path in tmp_path.glob("**/*.png"))
+
+
+@needs_browser
+def test_the_page_fits_a_phone(report, tmp_path):
+    write_report(report, tmp_path)
+    measure = "new Set([...f.contentDocument.querySelectorAll('.card')].map(c => c.clientWidth))"
+    (tmp_path / "phone.html").write_text(
+        "<!doctype html><iframe id=f src=report.html style='width:390px;height:800px;border:0'>"
+        "</iframe><script>f.onload = () => { document.title = [f.contentDocument.documentElement"
+        f".scrollWidth, ...{measure}].join(' ') }}</script>"
+    )
+    page = parse(browse(tmp_path / "phone.html", "--allow-file-access-from-files"))
+    widths = [int(width) for width in page.all("title")[0]["text"].split()]
+    assert len(widths) > 1
+    assert max(widths) <= 390
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(report, tmp_path):
+    text = write_page(report, tmp_path).read_text()
+    page = Page(text)
+    assert not any({"src", "href"} & element["attributes"].keys() for element in page.elements)
+    assert "url(" not in text
+    assert "@import" not in text
+    policy = page.all("meta")[2]["attributes"]["content"]
+    assert policy.startswith("default-src 'none'")
+
+
+def test_plots_are_written_as_png_where_the_extra_is_there(report, tmp_path, monkeypatch):
+    if not importlib.util.find_spec("matplotlib"):
+        pytest.skip("no matplotlib: pip install specdraft[plots]")
+    text = write_page(report, tmp_path).read_text()
+    plots = {svg["attributes"]["data-plot"] for svg in Page(text).all("svg")}
+    pictures = list(tmp_path.glob("*.png"))
+    assert {picture.stem for picture in pictures} == plots
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    (tmp_path / "bare").mkdir()
+    without = write_page(report, tmp_path / "bare")
+    assert [path.name for path in without.parent.iterdir()] == ["report.html"]
+
+
+def test_draft_lines_put_every_node_below_its_parent():
+    draft = {"parents": [-1, 0, 0, 1, 2, 1], "texts": ["", *"abcde"], "accepted": [1, 5]}
+    lines = [(line["text"], line["depth"], line["accepted"]) for line in draft_lines(draft)]
+    assert lines == [
+        ("a", 0, True), ("c", 1, False), ("e", 1, True), ("b", 0, False), ("d", 1, False),
+    ]  # fmt: skip
+
+
+def test_no_two_nodes_of_a_tree_share_a_place():
+    paths = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 1], [1, 0, 0]]
+    nodes = [{"path": path, "drafted": 4, "accepted": 4 - len(path)} for path in paths]
+    dots = [shape for shape in node_tree("n", "t", nodes).shapes if hasattr(shape, "radius")]
+    assert len({(round(dot.x), round(dot.y)) for dot in dots}) == len(paths) + 1
+    assert all(dot.x < 360 for dot in dots)

@@ -1,0 +1,230 @@
+"""Published prompt sets are read by name, in their own formats, turn by turn."""
+
+import json
+
+import pytest
+import small_tokenizer as st
+from test_prompts import SHARED, prompts, rendered
+from test_tokens import write
+
+from specdraft.data.prompt_sets import SETS, read_questions
+from specdraft.data.prompts import load_prompts, next_turn, validation_prompts
+from specdraft.eval.categories import add_speedups, by_category, macro
+from specdraft.eval.decoder import Completion, Decoder, Request, Step, Timing
+from specdraft.eval.outcome import Outcome
+from specdraft.eval.questions import play_turns
+from specdraft.eval.report import evaluate
+from specdraft.eval.trained import Trained
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError
+from specdraft.recipes.load import load_recipe
+
+TWO = {"question_id": 81, "category": "writing", "turns": ["Hello", "Once more"]}
+ROWS = {
+    "mt_bench": (TWO, "Hello", "writing"),
+    "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f():"}, "def f():", "humaneval"),
+    "gsm8k": ({"question": "How many?", "answer": "#### 3"}, "How many?", "gsm8k"),
+    "alpaca": ({"instruction": "Sort.", "input": "b a", "output": ""}, "Sort.\n\nb a", "alpaca"),
+    "cnn_dailymail": ({"article": "News.", "id": "x"}, "Summarize: News.", "cnn_dailymail"),
+    "xsum": ({"document": "News.", "id": "x"}, "Summarize: News.", "xsum"),
+    "wmt14_en_de": (
+        {"translation": {"de": "Ja", "en": "Yes"}},
+        "Translate English to German: Yes",
+        "wmt14_en_de",
+    ),
+    "spec_bench": (TWO, "Hello", "mt_bench"),
+}
+
+
+def test_every_set_is_tested_here():
+    assert ROWS.keys() == SETS.keys()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_of_the_published_format_becomes_a_question(tmp_path, name):
+    row, text, category = ROWS[name]
+    (prompt,) = prompts(tmp_path, f"{name}:{write(tmp_path / 'set.jsonl', [row])}")
+    assert (prompt.text, prompt.category) == (text, category)
+    assert st.small_tokenizer().decode(prompt.input_ids) == rendered(("user", text))
+    assert prompt.later == (("Once more",) if "turns" in row else ())
+
+
+def test_the_hubs_copy_of_mt_bench_reads_like_the_published_one(tmp_path):
+    row = {"prompt": TWO["turns"], "category": "writing", "prompt_id": 81, "reference": []}
+    path = write(tmp_path / "hub.jsonl", [row])
+    ours = write(tmp_path / "published.jsonl", [TWO])
+    (hub,), (published,) = (list(read_questions(f"mt_bench:{p}")) for p in (path, ours))
+    assert (hub.id, hub.turns) == (published.id, published.turns) == ("81", TWO["turns"])
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "reason"),
+    [
+        ("gsm8k", {"prompt": "x"}, r"no 'question'\); its format is \{\"question\""),
+        ("humaneval", {"prompt": " "}, "an empty question"),
+        ("mt_bench", {"category": "a", "turns": "Hello"}, "no turns"),
+        ("mt_bench", {"turns": ["Hello"]}, "no 'category'"),
+        ("wmt14_en_de", {"translation": "Yes"}, "not a row of wmt14_en_de"),
+        ("xsum", {"document": 3}, "not a row of xsum"),
+        ("alpaca", ["x"], "list is not an object"),
+        ("alpaca", "{broken", "does not parse"),
+    ],
+)
+def test_another_format_is_answered_with_the_first_offending_line(tmp_path, name, row, reason):
+    path = write(tmp_path / "set.jsonl", [ROWS[name][0], row, row])
+    with pytest.raises(DataError, match=rf"set.jsonl:2: .*{reason}"):
+        prompts(tmp_path, f"{name}:{path}")
+
+
+def test_an_unknown_set_is_answered_with_the_known_ones(tmp_path):
+    with pytest.raises(DataError, match=r"no file at mtbench; .*mt_bench, humaneval, gsm8k"):
+        prompts(tmp_path, "mtbench")
+    with pytest.raises(DataError, match=r"eval.prompts = gsm8k:gone.jsonl: no file at gone.jsonl"):
+        prompts(tmp_path, "gsm8k:gone.jsonl")
+
+
+def test_a_set_that_cannot_be_fetched_says_what_to_do(tmp_path, monkeypatch):
+    import datasets
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no route\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(DataError, match=r"openai/gsm8k .*\(no route\); give .* gsm8k:PATH"):
+        prompts(tmp_path, "gsm8k")
+    with pytest.raises(DataError, match=r"hemingkx/Spec-Bench and give spec_bench:PATH"):
+        prompts(tmp_path, "spec_bench")
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if SETS[name].hub])
+def test_what_the_hub_gives_is_read_as_rows(tmp_path, monkeypatch, name):
+    import datasets
+
+    asked = []
+
+    def reached(repository, configuration, split):
+        asked.append((repository, configuration, split))
+        return datasets.Dataset.from_list([ROWS[name][0]])
+
+    monkeypatch.setattr(datasets, "load_dataset", reached)
+    (prompt,) = prompts(tmp_path, name)
+    assert (prompt.text, prompt.category) == ROWS[name][1:]
+    assert asked == [SETS[name].hub]
+
+
+def test_the_next_turn_follows_the_answer(tmp_path):
+    recipe, tokenizer = load_recipe("recipes/tiny.yaml"), st.small_tokenizer()
+    (prompt,) = prompts(tmp_path, [{"id": 7, "turns": ["Hello", "more", "USER: sure?"]}])
+    second = next_turn(recipe, tokenizer, prompt, "Hi")
+    chat = [("user", "Hello"), ("assistant", "Hi"), ("user", "more")]
+    assert tokenizer.decode(second.input_ids) == rendered(*chat)
+    assert (second.id, second.turn, second.text, second.later) == ("7", 2, "more", ("USER: sure?",))
+    bare = next_turn(recipe, st.small_tokenizer(None), prompt, "Hi")
+    assert bare.input_ids == st.small_tokenizer(None)("Hello\n\nHi\n\nmore")["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Target.load("tiny")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_method_meets_the_history_that_plain_decoding_writes(tiny, tmp_path, temperature):
+    rows = [
+        {"question_id": 1, "category": "math", "turns": ["What is 3 + 4?", "And now double it."]},
+        {"question_id": 2, "category": "coding", "turns": ["Tell me a story about a fox."]},
+        {"question_id": 3, "category": "math", "turns": ["Will I like honey bread?", "Why?"]},
+    ]
+    name = f"mt_bench:{write(tmp_path / 'question.jsonl', rows)}"
+    settings = [f"eval.prompts={name}", "eval.max_new_tokens=16", "train.threads=1"]
+    recipe = load_recipe("recipes/tiny.yaml", [*settings, f"eval.temperature={temperature}"])
+    questions = load_prompts(recipe, tiny.tokenizer)
+    turns = play_turns(recipe, tiny, questions)
+    assert [(p.id, p.turn) for p in turns] == [("1", 1), ("1", 2), ("2", 1), ("3", 1), ("3", 2)]
+    for number in (0, 3):  # by hand: answer, render, compare
+        request = Request(turns[number].input_ids, 16, temperature, seed=number)
+        (done,) = Decoder(tiny, capacity=512).run([request])
+        history = [{"role": "user", "content": turns[number].text}]
+        answer = tiny.tokenizer.decode(done.tokens, skip_special_tokens=True).strip()
+        history.append({"role": "assistant", "content": answer})
+        history.append({"role": "user", "content": turns[number + 1].text})
+        text = tiny.tokenizer.apply_chat_template(
+            history, tokenize=False, add_generation_prompt=True
+        )
+        ids = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert turns[number + 1].input_ids == ids
+    report = evaluate(recipe, tiny, Trained(), questions, ["plain", "prompt_lookup"], False)
+    for row in report["runs"]:
+        assert row["outputs"] == row["identical"] + row["near_ties"] == 5
+        found = [(c["category"], c["questions"], c["outputs"]) for c in row["categories"]]
+        assert found == [("math", 2, 4), ("coding", 1, 1)]
+        assert sum(c["tokens"] for c in row["categories"]) == row["tokens"]
+        assert row["macro_speedup"] > 0
+
+
+def test_validation_stops_after_the_first_turn(tiny, tmp_path):
+    rows = [{**TWO, "question_id": n} for n in range(5)]
+    name = f"mt_bench:{write(tmp_path / 'question.jsonl', rows)}"
+    recipe = load_recipe("recipes/tiny.yaml", [f"eval.prompts={name}", "eval.limit=3"])
+    found = validation_prompts(recipe, tiny.tokenizer)
+    assert [(p.id, p.later) for p in found] == [("3", ()), ("4", ())]
+
+
+def test_spec_bench_averages_speed_over_questions_and_pools_steps(tmp_path):
+    rows = [
+        {"question_id": 1, "category": "math", "turns": ["a", "b"]},
+        {"question_id": 2, "category": "writing", "turns": ["a"]},
+        {"question_id": 3, "category": "rag", "turns": ["a"]},
+    ]
+    name = f"spec_bench:{write(tmp_path / 'question.jsonl', rows)}"
+    asked = prompts(tmp_path, name)
+    recipe, tokenizer = load_recipe("recipes/tiny.yaml"), st.small_tokenizer()
+    flat = [asked[0], next_turn(recipe, tokenizer, asked[0], "x"), *asked[1:]]
+
+    def outcomes(times):  # (tokens, steps, seconds) per output
+        done = [Completion(0, [1] * t, [Step(1, 0, 0, 0)] * s) for t, s, _ in times]
+        pairs = zip(done, times, strict=True)
+        return [Outcome([one], seconds, Timing()) for one, (_, _, seconds) in pairs]
+
+    ours = outcomes([(8, 2, 1.0), (4, 2, 1.0), (6, 6, 3.0), (10, 5, 1.0)])
+    plain = outcomes([(8, 8, 4.0), (4, 4, 2.0), (6, 6, 2.0), (10, 10, 2.0)])
+    rows = [macro(flat, p) | {"categories": by_category(flat, p)} for p in (ours, plain)]
+    for row in rows:
+        add_speedups(row, rows[1])
+    mt_bench, rag = rows[0]["categories"]
+    assert (mt_bench["category"], mt_bench["questions"], mt_bench["outputs"]) == ("mt_bench", 2, 3)
+    assert mt_bench["tokens_per_step"] == 18 / 10
+    assert mt_bench["macro_tokens_per_second"] == (12 / 2 + 6 / 3) / 2
+    assert mt_bench["macro_speedup"] == ((6 + 2) / 2) / ((2 + 3) / 2)
+    assert rag["macro_speedup"] == 10 / 5
+    assert rows[0]["macro_tokens_per_second"] == (6 + 2 + 10) / 3
+    assert rows[0]["macro_speedup"] == ((6 + 2 + 10) / 3) / ((2 + 3 + 5) / 3)
+    together = [Outcome([c for o in ours for c in o.completions], 6.0, Timing())]
+    assert macro(flat, together)["macro_tokens_per_second"] is None
+    assert by_category(flat, together)[0]["macro_tokens_per_second"] is None
+    alone = macro(flat, ours) | {"categories": by_category(flat, ours)}
+    add_speedups(alone, None)
+    assert alone["macro_speedup"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "count", "categories"),
+    [
+        ("mt_bench", "mt_bench/question.jsonl", 80, 8),
+        ("spec_bench", "spec_bench/question.jsonl", 480, 6),
+        ("humaneval", "humaneval/HumanEval.jsonl", 164, 1),
+        ("gsm8k", "gsm8k/test.jsonl", 1319, 1),
+    ],
+)
+def test_the_real_files_are_read_whole(tmp_path, name, file, count, categories):
+    if not (SHARED / file).exists():
+        pytest.skip(f"no {file} beside the repository")
+    rows = [json.loads(line) for line in (SHARED / file).read_bytes().splitlines()]
+    found = prompts(tmp_path, f"{name}:{SHARED / file}")
+    assert (len(found), len({p.category for p in found})) == (count, categories)
+    assert len({p.id for p in found}) == count
+    if "turns" in rows[0]:
+        assert [[p.text, *p.later] for p in found] == [row["turns"] for row in rows]
+        assert sum(1 for p in found if p.later) == 80
+    else:
+        assert [p.text for p in found] == [row.get("prompt", row.get("question")) for row in rows]
