@@ -67,10 +67,10 @@ def test_acceptance_by_node_counts_paths_of_ranks():
     tree = (-1, 0, 0, 1, 1)  # root; a, b; a's children c, d
     chain = (-1, 0)
     steps = [
-        Step(1, 0, 0, 0, (-1,), (), (0,)),
-        Step(3, 4, 2, 2, tree, (1, 2, 3, 4), (0, 1, 4)),
-        Step(2, 4, 2, 1, tree, (1, 2, 3, 4), (0, 2)),
-        Step(2, 1, 1, 1, chain, (1,), (0, 1)),
+        Step(1, 0, 0, 0, 0, (-1,), (), (0,)),
+        Step(3, 4, 2, 2, 0, tree, (1, 2, 3, 4), (0, 1, 4)),
+        Step(2, 4, 2, 1, 0, tree, (1, 2, 3, 4), (0, 2)),
+        Step(2, 1, 1, 1, 0, chain, (1,), (0, 1)),
         Step(1, 0, 0, 0),  # not ours
     ]
     found = {tuple(n["path"]): (n["drafted"], n["accepted"]) for n in acceptance_by_node(steps)}
