@@ -25,6 +25,7 @@ from rich.table import Table
 from specdraft.data.prompts import Prompt, load_prompts
 from specdraft.eval.methods import Outcome
 from specdraft.eval.report import cpu_threads, decode_all, summarise
+from specdraft.eval.trained import Trained
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, entry
@@ -136,9 +137,9 @@ def measure(
     # SD as the papers have it: with noise shared between drafter and target it would accept more.
     settings = replace(recipe.eval, methods=[shape.method], acceptance="recursive")
     recipe = replace(recipe, eval=settings, drafting=shape.section())
-    common = (recipe, target, None, prompts)
-    outcomes = decode_all(*common, [shape.method], student=student)
-    (row,) = summarise(*common, outcomes, student)
+    common = (recipe, target, Trained(student=student), prompts)
+    outcomes = decode_all(*common, [shape.method])
+    (row,) = summarise(*common, outcomes)
     error = standard_error(outcomes[shape.method])
     return {"shape": str(shape), "standard_error": error} | row
 

@@ -17,7 +17,7 @@ NEEDS = {
     "falcon_chain": ("head",),
     "falcon_tree": ("head",),
     "maxgram": ("table",),
-    **dict.fromkeys(STUDENT_METHODS, ("student",)),
+    **dict.fromkeys((*STUDENT_METHODS, "hf_assisted"), ("student",)),
     "cascade": ("cascade", "table"),
     "falcon_maxgram": ("head", "table"),
     "eagle_chain": ("head",),

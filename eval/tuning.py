@@ -35,7 +35,17 @@ SPACES: dict[str, dict[str, tuple]] = {
         "cascade.k.1.1": (1, 2, 4, 7, 10),
         "cascade.leniency": (1.0, 2.0, 3.0, 5.0),
     },
-    "ssd": {"eval.ssd_gamma": (1, 2, 3, 4, 5, 6, 8), "eval.ssd_theta": (0.0, 0.2, 0.4, 0.6)},
+    "ssd": {
+        "drafting.gamma": (1, 2, 3, 4, 5, 6, 8),
+        "drafting.theta_prob": (0.0, 0.2, 0.4, 0.6),
+    },
+    "gsd": {
+        "drafting.depth": (3, 4, 6, 8, 10),
+        "drafting.out_degree": (2, 3, 4),
+        "drafting.theta_prob": (0.1, 0.2, 0.4),
+        "drafting.theta_sib": (0.1, 0.3, 0.5),
+        "drafting.tau": (1, 2, 3),
+    },
     "maxgram": {"maxgram.n": (1, 2, 3, 4, 5, 7, 10)},
 }
 

@@ -46,7 +46,7 @@ Method = Literal[
 ]
 METHODS: tuple[str, ...] = get_args(Method)
 # Draft with a student.
-STUDENT_METHODS = ("ssd", "tsd", "gsd", "rsd_c", "rsd_s", "specinfer", "spectr", "hf_assisted")
+STUDENT_METHODS = ("ssd", "tsd", "gsd", "rsd_c", "rsd_s", "specinfer", "spectr")
 # What a recipe measures unless it says more: every method that a Falcon head suffices for.
 HEAD_METHODS = METHODS[:6]
 Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"]
@@ -272,7 +272,8 @@ class EvalSection(Section):
     @property
     def student_methods(self) -> tuple[str, ...]:
         """The methods, padded or not, that draft with a student."""
-        return tuple(name for name in self.methods if name.partition(":")[0] in STUDENT_METHODS)
+        drafting = (*STUDENT_METHODS, "hf_assisted")
+        return tuple(name for name in self.methods if name.partition(":")[0] in drafting)
 
     def combinations(self) -> list[str]:
         return combinations.of_eval(self)

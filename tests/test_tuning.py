@@ -90,14 +90,14 @@ def test_a_method_without_a_space_is_answered_with_the_known_ones():
 
 def test_a_part_of_a_recipe_is_taken_as_a_file_and_as_overrides(tmp_path):
     recipe = load_recipe(RECIPE)
-    best = {"cascade.k.0.0": 6, "cascade.k.1.1": 7, "eval.ssd_theta": 0.2}
+    best = {"cascade.k.0.0": 6, "cascade.k.1.1": 7, "drafting.theta_prob": 0.2}
     part = fragment(recipe, best)
-    assert part == {"cascade": {"k": [[6, 2], [0, 7]]}, "eval": {"ssd_theta": 0.2}}
+    assert part == {"cascade": {"k": [[6, 2], [0, 7]]}, "drafting": {"theta_prob": 0.2}}
     path = tmp_path / "best.yaml"
     path.write_text(yaml.safe_dump(part))
     expected = applied(recipe, best)
     assert load_recipe(RECIPE, [str(path)]) == load_recipe(RECIPE, overrides(part)) == expected
-    assert load_recipe(RECIPE, [str(path), "eval.ssd_theta=0.0"]).eval.ssd_theta == 0.0
+    assert load_recipe(RECIPE, [str(path), "drafting.theta_prob=0.0"]).drafting.theta_prob == 0.0
     path.write_text("cascade: {l: 2}")
     with pytest.raises(RecipeError, match=r"cascade\.l is an unknown key"):
         load_recipe(RECIPE, [str(path)])
