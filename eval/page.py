@@ -100,6 +100,7 @@ def _section(runs: list[Run], every: Sequence[Run]) -> dict:
     columns = [key for key in COLUMNS if any(run.get(key) is not None for run in runs)]
     categories = [entry["category"] for entry in runs[0].get("categories", [])]
     return {
+        "prompts": _prompts(runs[0]),
         "runs": runs,
         "columns": columns,
         "plots": _plots(runs, colours),
