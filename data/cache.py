@@ -6,7 +6,6 @@
 A run that is cut off goes on where it stopped. Training with the same recipe finds both caches.
 """
 
-import argparse
 from datetime import timedelta
 
 import torch
@@ -20,6 +19,7 @@ from specdraft.data.template import preview
 from specdraft.data.tokens import TokenCache
 from specdraft.eval.answers import build_caches
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
@@ -29,9 +29,7 @@ from specdraft.train.plan import lines, make_plan, measured_flops
 @entry
 def main() -> None:
     """Parse, load the recipe, build both caches, say what is in them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--preview", type=int, default=1, help="rows shown with their loss mask")
     arguments = parser.parse_intermixed_args()

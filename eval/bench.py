@@ -17,6 +17,7 @@ from specdraft.data.prompts import load_prompts
 from specdraft.eval.report import evaluate, print_curves, print_report, write_report
 from specdraft.eval.trained import load_trained
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
@@ -25,9 +26,7 @@ from specdraft.recipes.schema import Recipe
 @entry
 def main() -> None:
     """Parse, load recipe, target and head, and measure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(__doc__)
     parser.add_argument("--methods", help="comma-separated; default: eval.methods")
     parser.add_argument("--batch-sizes", help="comma-separated; default: eval.batch_size")
     parser.add_argument("--temperatures", help="comma-separated; default: eval.temperature")

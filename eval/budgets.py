@@ -11,7 +11,6 @@ best of them, by tokens per step, is shown; all are written. SD is one chain, ac
 Errors are standard errors over prompts, of a ratio of sums.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from specdraft.eval.report import cpu_threads, decode_all, summarise
 from specdraft.eval.trained import Trained
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import DraftingSection, Recipe
@@ -92,9 +92,7 @@ def factorings(nodes: int, level: int = 1) -> list[tuple[int, ...]]:
 @entry
 def main() -> None:
     """Parse, decode by every shape, write and show."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny_distill.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(__doc__, "tiny_distill")
     parser.add_argument("--lengths", default="2,3,4,5", help="comma-separated")
     parser.add_argument("--budgets", default="6,10,14,21,30", help="comma-separated")
     parser.add_argument("--out", type=Path, help="default: budgets.json of output.dir")

@@ -5,7 +5,6 @@
 Nothing is built, trained or changed. Exit code 1 if a line fails.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from specdraft.eval.cache_checkup import Caches, check_caches
 from specdraft.eval.drafter_checkup import check_drafters, check_methods
 from specdraft.eval.finding import FAIL, print_findings
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 
@@ -24,9 +24,7 @@ from specdraft.recipes.load import load_recipe
 @entry
 def main() -> None:
     """Parse, load recipe and target, examine, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=10, help="decoded by every method")
     parser.add_argument("--samples", type=int, default=4, help="cached rows that are made anew")
     parser.add_argument("--preview", type=int, default=1, help="rows shown with their loss mask")

@@ -7,7 +7,6 @@ Takes the head of `output.dir` and writes config.json and model.safetensors in t
 heads, Max-Gram tables and trees have no engine that loads them.
 """
 
-import argparse
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -16,6 +15,7 @@ from specdraft.models.falcon import load_head
 from specdraft.models.medusa import load_medusa
 from specdraft.models.serving import ENGINES, Served, serve_eagle, serve_medusa
 from specdraft.models.target import DTYPES, TargetEnds, identity, resolve
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
@@ -24,9 +24,7 @@ from specdraft.recipes.schema import Recipe
 @entry
 def main() -> None:
     """Parse, load the head, write it as the engine wants it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny_eagle.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(__doc__, "tiny_eagle")
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     options = parser.parse_intermixed_args()

@@ -5,7 +5,6 @@
 Uses the trained head of `output.dir`; sampling follows eval.temperature, top_k, top_p and seed.
 """
 
-import argparse
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from specdraft.eval.show import STYLES, pieces
 from specdraft.eval.static import StaticTree
 from specdraft.models.falcon import load_head
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
@@ -28,9 +28,7 @@ from specdraft.recipes.static_trees import load_tree_paths
 @entry
 def main() -> None:
     """Parse, load recipe, target and head, and answer one prompt."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(__doc__)
     parser.add_argument("--prompt", required=True, help="what the user says")
     options = parser.parse_intermixed_args()
     answer(load_recipe(options.recipe, options.overrides), options.prompt)

@@ -10,7 +10,6 @@ are independent, and the N most probable paths are the best tree of N nodes (Seq
 2402.12374, for a fixed drafter). They are prefix-closed: a parent is never less probable.
 """
 
-import argparse
 import heapq
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from specdraft.eval.static import StaticTree
 from specdraft.models.falcon import FalconHead, block_index, load_head
 from specdraft.models.medusa import MedusaHeads, load_medusa
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import DataError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
@@ -35,9 +35,7 @@ WIDTH = 20  # ranks counted
 @entry
 def main() -> None:
     """Parse, count ranks, write the tree."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=25)
     parser.add_argument("--depth", type=int, default=6, help="passes * block size, or Medusa heads")
     parser.add_argument("--out", type=Path, required=True, help="the tree file to write")

@@ -11,7 +11,6 @@ gain. The longer tau, the closer the two and the rarer the merges.
 Shapes: N paths, T tokens of the longest, V vocabulary.
 """
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -33,6 +32,7 @@ from specdraft.eval.report import cpu_threads, make_requests
 from specdraft.eval.tree import Tree
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
@@ -72,9 +72,7 @@ class ComparingGSD(GSD):
 @entry
 def main() -> None:
     """Parse, decode with every tau, write and show."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny_distill.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(__doc__, "tiny_distill")
     parser.add_argument("--taus", default="0,1,2,3,4", help="comma-separated")
     parser.add_argument("--out", type=Path, help="default: tau.json of output.dir")
     options = parser.parse_intermixed_args()

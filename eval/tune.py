@@ -10,7 +10,6 @@ Writes the best setting as a part of a recipe, which any command takes after the
     python eval/bench.py recipes/tiny_cascade.yaml runs/tiny_cascade/tuned_cascade.yaml
 """
 
-import argparse
 from pathlib import Path
 
 import yaml
@@ -20,6 +19,7 @@ from specdraft.data.prompts import tuning_prompts
 from specdraft.eval.trained import load_trained
 from specdraft.eval.tuning import MEASURES, SPACES, Measured, fragment, halve, overrides, settings
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import DataError, entry
 from specdraft.recipes.load import load_recipe
 
@@ -29,9 +29,7 @@ FIRST = 2  # prompts of the first rung
 @entry
 def main() -> None:
     """Parse, load, search, write the best setting."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny_cascade.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(__doc__, "tiny_cascade")
     parser.add_argument("--method", default="cascade", help=f"one of {', '.join(SPACES)}")
     parser.add_argument("--by", choices=MEASURES, default="wall")
     parser.add_argument("--candidates", type=int, default=24, help="settings of the first rung")

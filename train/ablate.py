@@ -7,7 +7,6 @@ report.json exists is not run again. Tree attention is switched at decoding: eac
 head as a chain and as a tree (Falcon, Table 4); block sizes are Table 5.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
 
 GLANCE_OFF = "glance.enabled=false"
@@ -47,9 +47,7 @@ SHOWN = ("falcon_chain", "falcon_tree")
 @entry
 def main() -> None:
     """Run what is missing, then write and show means and standard errors."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(__doc__)
     parser.add_argument("--steps", type=int, default=600, help="optimiser steps of every run")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="default: all")

@@ -1,6 +1,5 @@
 """The command line that all trainers share: a recipe with overrides, and --dry-run."""
 
-import argparse
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.train.plan import counted, lines, make_plan, measured_flops
@@ -26,9 +26,7 @@ def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda
 
     check: raises RecipeError for a recipe that this trainer cannot run.
     """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(description)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument(
         "--processes", type=int, metavar="N", help="with --dry-run: plan for N (default: as run)"

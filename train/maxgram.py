@@ -7,7 +7,6 @@
 A run that is cut off goes on where it stopped. The table lies in `output.dir`/table.
 """
 
-import argparse
 import logging
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from specdraft.eval.trained import Trained
 from specdraft.models.hub import check_login
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import dump, load_recipe
 from specdraft.recipes.schema import Recipe
@@ -37,9 +37,7 @@ from specdraft.train.shapes import target_shape
 @entry
 def main() -> None:
     """Parse, load the recipe, count, save and measure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, e.g. recipes/tiny_maxgram.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = recipe_parser(__doc__, "tiny_maxgram")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
