@@ -23,7 +23,7 @@ from specdraft.eval.packed import PackedTarget
 from specdraft.eval.sampling import SeededChance, sample, warp
 from specdraft.eval.stop import tokens_until_stop
 from specdraft.eval.transfer import download, upload
-from specdraft.eval.tree import Draws, Tree, chain
+from specdraft.eval.tree import Draws, Tree, behind, chain
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, UserError
 
@@ -110,6 +110,9 @@ class Drafter(Protocol):
     seconds: float  # that they took
     max_nodes: int  # of a tree it may return, the root not counted
     rules: frozenset[str]  # that its drafts are drawn for, besides those that take any draft
+    # Whether it drafts from tokens alone. It then knows the prompt from `start`, drafts before the
+    # target has read it, and is told of generated tokens only.
+    from_tokens: bool
 
     def start(self, row: int, request: Request) -> None:
         """A request moves into a row."""
@@ -264,13 +267,17 @@ class Decoder:
         return [(slot, row, taken[slot]) for slot, row in running if taken[slot]]
 
     def _draft(self, shares: list[tuple[int, Row, int]]) -> list[Part]:
-        # A row that has just been admitted has nothing to draft from: no feature yet.
-        slots = [slot for slot, row, _ in shares if row.drafts and row.tokens]
+        slots = [slot for slot, row, count in shares if row.drafts and self._can_draft(row, count)]
         trees = self._guard(slots, self.drafter.draft, slots) if slots else None
         drafts = dict(zip(slots, trees or [self._nothing] * len(slots), strict=True))
         return [
             Part(slot, row, count, drafts.get(slot, self._nothing)) for slot, row, count in shares
         ]
+
+    def _can_draft(self, row: Row, count: int) -> bool:
+        """Whether a draft can be made, and follows what is read now."""
+        known = row.tokens or self.drafter.from_tokens  # a new row has no features yet
+        return bool(known) and count == len(row.unread)
 
     def _guard(self, slots: list[int], call, *arguments):
         """Call the drafter; rows on which it raises are finished by plain decoding."""
@@ -295,7 +302,7 @@ class Decoder:
         ids, positions, segments = [], [], []
         for part in parts:
             unread, read = part.row.unread[: part.count], part.row.read
-            topology = part.tree.topology if part.count == 1 else chain(part.count - 1)
+            topology = behind(part.count - 1, part.tree.topology)
             segments.append(self.packed.segment(part.slot, topology))
             ids += [upload(unread, self.target.device), part.tree.tokens]
             positions += [read + depth for depth in topology.depths]
@@ -350,7 +357,7 @@ class Decoder:
         slot, row = part.slot, part.row
         if verdict is None:
             self.packed.pool.lengths[slot] += part.count
-            self._tell(slot, row.unread[1 : part.count + 1], features)
+            self._tell(slot, row.unread[1 : part.count + 1], features, prompt=part.count)
             row.unread = row.unread[part.count :]
             return None
         path, bonus = self._accept(row, part.tree, verdict)
@@ -360,7 +367,7 @@ class Decoder:
         fresh = [*(verdict.tokens[node] for node in path[1:]), bonus]
         if len(kept) < len(features):
             features = features[upload(kept, features.device)]
-        self._tell(slot, row.unread[1:] + fresh, features)
+        self._tell(slot, row.unread[1:] + fresh, features, prompt=before)
         row.unread = [bonus]
         return self._commit(row, fresh, part.tree, verdict.tokens, path)
 
@@ -387,8 +394,13 @@ class Decoder:
         chance = SeededChance(request.seed, length)
         return RULES[name].rule(tree, verdict.tokens, law, chance)
 
-    def _tell(self, slot: int, tokens: list[int], features: Tensor) -> None:
-        if self.rows[slot].drafts:
+    def _tell(self, slot: int, tokens: list[int], features: Tensor, prompt: int) -> None:
+        """Tell the drafter what a row has gained; the first `prompt` tokens are of its prompt."""
+        if not self.rows[slot].drafts:
+            return
+        if prompt and self.drafter.from_tokens:
+            tokens, features = tokens[prompt:], features[prompt:]
+        if tokens:
             self._guard([slot], self.drafter.observe, slot, tokens, features)
 
     def _commit(

@@ -77,6 +77,14 @@ def chain(length: int) -> Topology:
     return Topology(range(-1, length))
 
 
+def behind(count: int, topology: Topology) -> Topology:
+    """A chain of `count` tokens with a topology behind it; the same object behind nothing."""
+    if count and len(topology) == 1:
+        return chain(count)
+    parents = (parent + count for parent in topology.parents)
+    return Topology([*range(-1, count - 1), *parents]) if count else topology
+
+
 @dataclass(frozen=True)
 class Draws:
     """How the tokens of a tree were drawn, and from what: what rejection rules divide by.

@@ -94,7 +94,6 @@ def test_sampled_drafts_use_the_noise_of_the_targets_choice(target):
 
 def drafted(drafter, prompt: list[int], temperature: float = 0.0) -> list[int]:
     drafter.start(0, Request(prompt, 40, temperature, seed=8))
-    drafter.observe(0, prompt[1:], torch.empty(0))
     with torch.inference_mode():
         return drafter.draft([0])[0].tokens.tolist()
 
@@ -305,6 +304,7 @@ class Fixed:
     """Drafts the same small tree every time, as some other drafter may."""
 
     forwards, seconds, max_nodes, rules = 0, 0.0, 4, frozenset()
+    from_tokens = False
 
     def start(self, row, request): ...
 

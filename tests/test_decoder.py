@@ -83,6 +83,7 @@ class Foreseeing:
     """A drafter that knows the answer: at each of three depths a wrong token, then the right."""
 
     forwards, seconds, max_nodes, rules = 0, 0.0, 6, frozenset()
+    from_tokens = False
     topology = Topology([-1, 0, 0, 2, 2, 4, 4])
 
     def __init__(self, answer: list[int]):

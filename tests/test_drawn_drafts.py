@@ -298,7 +298,6 @@ def test_an_iid_tree_goes_on_below_the_first_of_equal_siblings(target):
     drafter, twins = Branching(student, 1, 128, (4, 1, 1)), 0
     for seed in range(20):
         drafter.start(0, Request([1, 2], 9, 1.0, seed=seed, rule="kseq"))
-        drafter.observe(0, [2], torch.empty(0))
         with torch.inference_mode():
             tree = drafter.draft([0])[0]
         children, tokens = tree.topology.children, [None, *tree.tokens.tolist()]
@@ -321,7 +320,6 @@ def test_tokens_that_cannot_be_drawn_are_not_drafted():
         for rule in rules:
             drafter = kind(student, 1, 128, **options)
             drafter.start(0, Request([1, 2], 9, 1.0, top_k=2, seed=3, rule=rule))
-            drafter.observe(0, [2], torch.empty(0))
             with torch.inference_mode():
                 tree = drafter.draft([0])[0]
             children, tokens = tree.topology.children, [None, *tree.tokens.tolist()]

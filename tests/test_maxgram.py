@@ -350,7 +350,7 @@ def test_a_missing_a_damaged_and_a_future_table_are_errors(tmp_path):
 def drafted(drafter: MaxGramDrafter, known: list[int]) -> list[list[int]]:
     """Draft behind known tokens; return the paths from root to leaf."""
     drafter.start(0, Request(known[:2], 9))
-    drafter.observe(0, known[1:], None)
+    drafter.observe(0, known[2:], None)
     (tree,) = drafter.draft([0])
     tokens, parents = [None, *tree.tokens.tolist()], tree.topology.parents
     assert len(tokens) - 1 <= drafter.max_nodes

@@ -18,6 +18,7 @@ class RandomTrees:
     """A drafter whose every draft has a shape of its own."""
 
     forwards, seconds, max_nodes, rules = 0, 0.0, 9, frozenset()
+    from_tokens = False
 
     def __init__(self):
         self.random = random.Random(0)

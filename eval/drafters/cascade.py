@@ -105,6 +105,7 @@ class CascadeDrafter:
     """
 
     rules: frozenset[str] = frozenset()  # its drafts are candidates, not samples
+    from_tokens = True
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class CascadeDrafter:
     # -- the Drafter protocol --------------------------------------------------------------------
 
     def start(self, row: int, request: Request) -> None:
-        self.memory[row] = Memory(request, list(request.prompt[:1]))
+        self.memory[row] = Memory(request, list(request.prompt))
         self.maxgram.start(row, request)
         for reviewer in self.reviewers:
             reviewer.start(row)

@@ -47,6 +47,8 @@ class Memory:
 class FalconDrafter:
     """A `Drafter` around a head: all rows in one batch, state per row in its own KV pool."""
 
+    from_tokens = False
+
     def __init__(
         self,
         head: FalconHead,

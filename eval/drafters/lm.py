@@ -43,6 +43,7 @@ class LMDrafter:
     """
 
     rules: frozenset[str] = frozenset()  # deterministic candidates, unless a strategy draws
+    from_tokens = True
 
     def __init__(self, student: Target, rows: int, capacity: int, depth: int, max_nodes: int):
         self.student, self.depth = student, depth
@@ -62,7 +63,7 @@ class LMDrafter:
     # -- the Drafter protocol --------------------------------------------------------------------
 
     def start(self, row: int, request: Request) -> None:
-        self.memory[row] = Memory(request, list(request.prompt[:1]))
+        self.memory[row] = Memory(request, list(request.prompt))
         self.pool.lengths[row] = 0
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:

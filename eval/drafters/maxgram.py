@@ -31,6 +31,7 @@ class MaxGramDrafter:
     """
 
     rules: frozenset[str] = frozenset()  # its drafts are candidates, not samples
+    from_tokens = True
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class MaxGramDrafter:
 
     def start(self, row: int, request: Request) -> None:
         self.memory[row] = self.suffixes()
-        self.memory[row].extend(request.prompt[:1])
+        self.memory[row].extend(request.prompt)
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         self.memory[row].extend(tokens)

@@ -35,6 +35,8 @@ class Memory:
 class MedusaDrafter:
     """A `Drafter` around Medusa heads: all rows in one batch, no cache."""
 
+    from_tokens = False
+
     def __init__(self, heads: MedusaHeads, target: Target, tree: StaticTree, rows: int = 1):
         heads.check_target(target.identity())
         self.depth = max(tree.topology.depths)

@@ -4,6 +4,7 @@ The horizontal cascade of CS Drafting (arXiv 2312.11462, Algorithm 1, the first 
 deep nodes are rarely reached, so they should come from a drafter that costs nothing.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -24,6 +25,7 @@ class MaxGramTail:
     def __init__(self, drafter: Drafter, maxgram: MaxGramDrafter, count: int, paths: int = 1):
         self.drafter, self.maxgram, self.count, self.paths = drafter, maxgram, count, paths
         self.max_nodes = drafter.max_nodes + count * paths
+        self.from_tokens = drafter.from_tokens
 
     @property
     def forwards(self) -> int:
@@ -35,7 +37,9 @@ class MaxGramTail:
 
     def start(self, row: int, request: Request) -> None:
         self.drafter.start(row, request)
-        self.maxgram.start(row, request)
+        # Both are told the same: with features, the prompt comes as the target reads it.
+        known = request if self.from_tokens else replace(request, prompt=request.prompt[:1])
+        self.maxgram.start(row, known)
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         self.drafter.observe(row, tokens, features)
