@@ -63,7 +63,7 @@ def make_recipe(out="runs/toy", **changes):
         "data": {"sources": ["tiny"], "max_length": 24},
         "student": {"layers": 1, "hidden": 8, "heads": 2, "intermediate": 12},
         "optim": {"lr": 1.0e-2},
-        "train": {"steps": 4, "batch_size": 8, "log_every": 2},
+        "train": {"steps": 4, "batch_size": 8, "log_every": 2, "threads": 1},
         "output": {"dir": str(out)},
     }
     for key, value in changes.items():
@@ -89,13 +89,9 @@ def train(out, data=None, evaluate=None, target=None, teacher=None, student=None
 
 
 @pytest.fixture(autouse=True)
-def _on_one_cpu_thread(monkeypatch):
+def _on_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- the same update however the batch is cut ------------------------------------------------------

@@ -44,13 +44,9 @@ def target():
 
 
 @pytest.fixture(autouse=True)
-def _on_one_cpu_thread(monkeypatch):
+def _on_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_heads(target, heads=DEPTH, layers=1, lm_heads="own", seed=1) -> MedusaHeads:
@@ -82,7 +78,7 @@ def make_recipe(out="runs/toy", **changes):
         "data": {"sources": ["tiny"], "max_length": 24},
         "medusa": {"heads": 3},
         "optim": {"lr": 1.0e-2},
-        "train": {"steps": 4, "batch_size": 8, "log_every": 2},
+        "train": {"steps": 4, "batch_size": 8, "log_every": 2, "threads": 1},
         "output": {"dir": str(out)},
     }
     for key, value in changes.items():
