@@ -32,15 +32,6 @@ def _on_cpu(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # Bit-equality with the jobs in other processes, which use one thread.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def assert_equal(weights, others):
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():

@@ -4,14 +4,13 @@ As a script it is the job that other processes of these tests run: python tests/
 """
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from commands import ROOT, run_here
 from random_models import VOCAB, random_target
 from test_decoder import plain_tokens
 from test_loop import assert_close, log_lines
@@ -27,7 +26,6 @@ from specdraft.train.loop import fit
 from specdraft.train.on_policy import OnPolicy, answer_starts, check_prompts
 from specdraft.train.ranks import make_accelerator
 
-ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 MIXED = {"distill.on_policy": 0.5, "distill.max_new_tokens": 5, "distill.jsd": 0.5}
 
@@ -63,7 +61,7 @@ def make_recipe(out="runs/toy", **changes):
         "data": {"sources": ["tiny"], "max_length": 24},
         "student": {"layers": 1, "hidden": 8, "heads": 2, "intermediate": 12},
         "optim": {"lr": 1.0e-2},
-        "train": {"steps": 4, "batch_size": 8, "log_every": 2},
+        "train": {"steps": 4, "batch_size": 8, "log_every": 2, "threads": 1},
         "output": {"dir": str(out)},
     }
     for key, value in changes.items():
@@ -89,13 +87,9 @@ def train(out, data=None, evaluate=None, target=None, teacher=None, student=None
 
 
 @pytest.fixture(autouse=True)
-def _on_one_cpu_thread(monkeypatch):
+def _on_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- the same update however the batch is cut ------------------------------------------------------
@@ -346,24 +340,12 @@ def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
 # -- a whole run -----------------------------------------------------------------------------------
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-
-
 def test_a_run_leaves_a_measured_student_that_can_be_measured_again(tmp_path):
     small = ["train.steps=4", "train.batch_size=4", "train.eval_every=2", "data.limit=24"]
     small += ["eval.limit=2", "eval.validation=2", "eval.max_new_tokens=12"]
     places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     places += ["distill.on_policy=0.5", "distill.max_new_tokens=8"]
-    done = run("train/distill.py", "recipes/tiny_distill.yaml", *small, *places)
+    done = run_here("train/distill.py", "recipes/tiny_distill.yaml", *small, *places)
     assert done.returncode == 0, done.stderr[-2000:]
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names >= {"recipe.yaml", "log.jsonl", "tensorboard", "checkpoints", "student"}
@@ -373,7 +355,7 @@ def test_a_run_leaves_a_measured_student_that_can_be_measured_again(tmp_path):
     assert rows[-1]["mbsu"] < rows[-1]["tokens_per_step"]
     assert {p.name.partition("-")[0] for p in (tmp_path / "cache").iterdir()} == {"tokens"}
     options = ["--methods", "plain,ssd", "--batch-sizes", "1,2", "--temperatures", "1"]
-    bench = run("eval/bench.py", "recipes/tiny_distill.yaml", *small, *places, *options)
+    bench = run_here("eval/bench.py", "recipes/tiny_distill.yaml", *small, *places, *options)
     assert bench.returncode == 0, bench.stderr[-2000:]
     rows = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
     assert all(row["identical"] + row["near_ties"] == 2 for row in rows)
@@ -387,7 +369,7 @@ def test_a_run_leaves_a_measured_student_that_can_be_measured_again(tmp_path):
     ],
 )
 def test_bad_input_is_one_clear_message_before_any_training(arguments, message):
-    done = run("train/distill.py", *arguments, "--dry-run")
+    done = run_here("train/distill.py", *arguments, "--dry-run")
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

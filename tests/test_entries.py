@@ -1,22 +1,13 @@
 """The commands of the README, as a user runs them: exit codes, messages, and a whole small run."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import ROOT, run, run_here
 
-ROOT = Path(__file__).parents[1]
 SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=40"]
 SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=16", "train.eval_every=3"]
-
-
-def run(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"} | environment
-    arguments = [sys.executable, *command]
-    return subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +61,7 @@ def test_a_head_is_not_used_for_another_target(finished):
     for name in ("config.json", "model.safetensors"):
         text = (finished / "run" / "head" / name).read_bytes()
         (moved / "head" / name).write_bytes(text.replace(b'"weights": "', b'"weights": "0'))
-    done = run("eval/bench.py", "recipes/tiny.yaml", f"output.dir={moved}")
+    done = run_here("eval/bench.py", "recipes/tiny.yaml", f"output.dir={moved}")
     assert done.returncode == 2
     assert "this head was trained for tiny" in done.stderr
 
@@ -87,12 +78,23 @@ def test_a_head_is_not_used_for_another_target(finished):
     ],
 )
 def test_bad_input_is_one_clear_message_and_exit_code_2(script, arguments, message, tmp_path):
-    done = run(str(ROOT / script), *(a if a != "recipes/tiny.yaml" else str(ROOT / a)
-                                     for a in arguments), cwd=tmp_path)  # fmt: skip
+    arguments = [str(ROOT / a) if a == "recipes/tiny.yaml" else a for a in arguments]
+    check_refusal(run_here(str(ROOT / script), *arguments, cwd=tmp_path), message)
+
+
+def check_refusal(done, message: str) -> None:
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-    debug = run(str(ROOT / "eval/bench.py"), "nowhere.yaml", cwd=tmp_path, SPECDRAFT_DEBUG="1")
-    assert "Traceback" in debug.stderr
+
+
+@pytest.mark.parametrize("script", ["train/falcon.py", "eval/bench.py"])
+def test_a_refusal_reaches_the_shell(script, tmp_path):
+    check_refusal(run(str(ROOT / script), "nowhere.yaml", cwd=tmp_path), "nowhere.yaml")
+
+
+def test_a_traceback_is_there_for_who_asks(tmp_path):
+    command = [str(ROOT / "eval/bench.py"), "nowhere.yaml"]
+    assert "Traceback" in run_here(*command, cwd=tmp_path, SPECDRAFT_DEBUG="1").stderr

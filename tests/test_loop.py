@@ -60,7 +60,7 @@ def make_recipe(out, **changes):
         "data": {"sources": ["tiny"]},
         "loss": {"distill_weight": 0.5},
         "optim": {"lr": 3.0e-3},
-        "train": {"steps": 6, "batch_size": 8, "rollout": 2, "log_every": 3},
+        "train": {"steps": 6, "batch_size": 8, "rollout": 2, "log_every": 3, "threads": 1},
         "output": {"dir": str(out)},
     }
     for key, value in changes.items():

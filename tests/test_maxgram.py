@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from itertools import chain
@@ -17,6 +15,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from commands import ROOT, run_here
 from random_models import VOCAB, random_target
 from small_tokenizer import CHATML_MARKED, small_tokenizer
 
@@ -37,9 +36,6 @@ from specdraft.train.bigrams import (
     count_rows,
     save_table,
 )
-
-ROOT = Path(__file__).parents[1]
-
 
 # -- counting ------------------------------------------------------------------------------------
 
@@ -439,24 +435,16 @@ def test_decoding_gives_plain_decodings_tokens(rows, temperature):
                 assert tokens(drafter) == expected, (name, branches)
 
 
-def run(*command: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-    arguments = [sys.executable, *command]
-    return subprocess.run(
-        arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
 def test_a_recipe_is_counted_measured_and_measured_again(tmp_path):
     places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     small = ["eval.limit=2", "eval.max_new_tokens=12", "data.limit=60"]
-    done = run("train/maxgram.py", "recipes/tiny_maxgram.yaml", *places, *small)
+    done = run_here("train/maxgram.py", "recipes/tiny_maxgram.yaml", *places, *small)
     assert done.returncode == 0, done.stderr
     assert "of the vocabulary has been seen" in done.stdout
     names = {path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".png"}
     assert names == {"recipe.yaml", "report.json", "report.html", "table"}
     methods = ["--methods", "plain,prompt_lookup,maxgram"]
-    bench = run("eval/bench.py", "recipes/tiny_maxgram.yaml", *places, *small, *methods)
+    bench = run_here("eval/bench.py", "recipes/tiny_maxgram.yaml", *places, *small, *methods)
     assert bench.returncode == 0, bench.stderr
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     rows = {row["method"]: row for row in report["runs"]}

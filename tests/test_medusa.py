@@ -1,14 +1,11 @@
 """Medusa heads: what they learn from, what they draft, and that neither changes the output."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from commands import ROOT, run_here
 from random_models import VOCAB, random_head, random_target
 from safetensors.torch import load_file, save_file
 from test_decoder import PATHS, decode, plain_tokens, prompts
@@ -33,7 +30,6 @@ from specdraft.train.medusa import check, medusa_heads
 from specdraft.train.plan import lines, make_plan
 from specdraft.train.ranks import make_accelerator
 
-ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "tiny_medusa.yaml"
 DEPTH = max(map(len, PATHS))
 
@@ -44,13 +40,9 @@ def target():
 
 
 @pytest.fixture(autouse=True)
-def _on_one_cpu_thread(monkeypatch):
+def _on_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_heads(target, heads=DEPTH, layers=1, lm_heads="own", seed=1) -> MedusaHeads:
@@ -82,7 +74,7 @@ def make_recipe(out="runs/toy", **changes):
         "data": {"sources": ["tiny"], "max_length": 24},
         "medusa": {"heads": 3},
         "optim": {"lr": 1.0e-2},
-        "train": {"steps": 4, "batch_size": 8, "log_every": 2},
+        "train": {"steps": 4, "batch_size": 8, "log_every": 2, "threads": 1},
         "output": {"dir": str(out)},
     }
     for key, value in changes.items():
@@ -402,14 +394,6 @@ def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
     assert message in str(caught.value)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -431,7 +415,7 @@ def test_a_run_leaves_measured_heads_that_are_measured_and_exported_again(tmp_pa
         "eval.methods=[plain,medusa_tree]",
     ]
     small += [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
-    done = run("train/medusa.py", "recipes/tiny_medusa.yaml", *small)
+    done = run_here("train/medusa.py", "recipes/tiny_medusa.yaml", *small)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
     assert [row["method"] for row in rows] == ["plain", "medusa_tree"]
@@ -439,11 +423,11 @@ def test_a_run_leaves_measured_heads_that_are_measured_and_exported_again(tmp_pa
     # One pass at every step but the first, which reads the prompt.
     assert 0.5 < rows[1]["drafter_forwards_per_step"] < 1
     options = ["--batch-sizes", "1,2", "--temperatures", "1"]
-    bench = run("eval/bench.py", "recipes/tiny_medusa.yaml", *small, *options)
+    bench = run_here("eval/bench.py", "recipes/tiny_medusa.yaml", *small, *options)
     assert bench.returncode == 0, bench.stderr[-2000:]
     rows = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
     assert all(row["identical"] + row["near_ties"] == 2 for row in rows)
     engine = ["--engine", "vllm", "--out", str(tmp_path / "served")]
-    exported = run("eval/export.py", "recipes/tiny_medusa.yaml", *small, *engine)
+    exported = run_here("eval/export.py", "recipes/tiny_medusa.yaml", *small, *engine)
     assert exported.returncode == 0, exported.stderr[-2000:]
     assert len(load_file(tmp_path / "served" / "model.safetensors")) == 4 * 3

@@ -142,6 +142,7 @@ def test_the_7b_recipe_trains_a_step_at_reduced_width(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     AcceleratorState._reset_state(True)
     changes = ["train.epochs=null", "train.steps=1", "train.batch_size=2", "train.eval_every=null"]
+    changes += ["train.threads=1"]
     recipe = load("vicuna7b", *changes, f"output.dir={tmp_path}")
     shape = replace(KNOWN[recipe.target.model], hidden_size=128, intermediate_size=344)
     head = FalconHead(head_config(recipe, shape, feature_scale=SCALE))
