@@ -83,7 +83,8 @@ def decode_all(
     """Run every method on every batch of prompts, one method after the other per batch.
 
     A dynamic method takes all prompts as one queue. With repeats, the median by wall-clock of each
-    batch stands.
+    batch stands. Every round begins with another method, so that none always follows the same one:
+    what a method leaves in the caches of the machine slows its successor.
     """
     settings = recipe.eval
     requests = make_requests(settings, prompts)
@@ -98,13 +99,21 @@ def decode_all(
     batched = [name for name in runners if name not in queued]
     work = [(batched, batch) for batch in batches] + [(queued, requests)] * bool(queued)
     outcomes: Outcomes = {name: [] for name in runners}
-    for names, batch in tqdm(work, desc="evaluating", unit="batch", disable=not progress):
-        tries = [{name: runners[name](batch) for name in names} for _ in range(settings.repeats)]
+    work = tqdm(work, desc="evaluating", unit="batch", disable=not progress)
+    for number, (names, batch) in enumerate(work):
+        rounds = [rotated(names, number + again) for again in range(settings.repeats)]
+        tries = [{name: runners[name](batch) for name in order} for order in rounds]
         for name in names:
             ordered = sorted((each[name] for each in tries), key=lambda outcome: outcome.seconds)
             seconds = tuple(each[name].seconds for each in tries) if len(tries) > 1 else ()
             outcomes[name].append(replace(ordered[len(ordered) // 2], tries=seconds))
     return outcomes
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The names in turn, another one first each time."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
 
 
 @contextmanager
