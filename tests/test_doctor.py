@@ -1,11 +1,9 @@
 """The doctor: a healthy run passes every line, a planted fault fails the line that speaks of it."""
 
 import json
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import datasets
 import pytest
 import safetensors.torch
 import torch
+from commands import ROOT, run_here
 from transformers import AutoTokenizer
 
 from specdraft.data import shards
@@ -21,7 +20,6 @@ from specdraft.models.target import bundled_target_dir
 
 pytestmark = pytest.mark.xdist_group("doctor")  # one small run for all tests
 
-ROOT = Path(__file__).parents[1]
 SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=24"]
 SMALL += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
 SMALL += ["eval.methods=[plain,prompt_lookup,falcon_tree]"]
@@ -35,9 +33,7 @@ METHODS = ["prompt_lookup = plain", "falcon_tree = plain"]
 def healthy(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("healthy")
     places = [f"output.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
-    command = [sys.executable, "train/falcon.py", "recipes/tiny.yaml", *SMALL, *places]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = run_here("train/falcon.py", "recipes/tiny.yaml", *SMALL, *places)
     assert done.returncode == 0, done.stderr[-2000:]
     return folder
 

@@ -46,7 +46,7 @@ def test_a_finished_head_is_watched_and_measured(finished):
     assert "tokens/s" in watched.stdout
     out = finished / "bench"
     options = ["--methods", "plain,falcon_tree", "--batch-sizes", "1,2", "--temperatures", "0,1"]
-    bench = run("eval/bench.py", "recipes/tiny.yaml", *places, *options, "--out", str(out))
+    bench = run_here("eval/bench.py", "recipes/tiny.yaml", *places, *options, "--out", str(out))
     assert bench.returncode == 0, bench.stderr
     rows = json.loads((out / "report.json").read_text())["runs"]
     assert {(row["batch_size"], row["temperature"]) for row in rows} == {
@@ -90,9 +90,8 @@ def check_refusal(done, message: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("script", ["train/falcon.py", "eval/bench.py"])
-def test_a_refusal_reaches_the_shell(script, tmp_path):
-    check_refusal(run(str(ROOT / script), "nowhere.yaml", cwd=tmp_path), "nowhere.yaml")
+def test_a_refusal_reaches_the_shell(tmp_path):
+    check_refusal(run(str(ROOT / "eval/bench.py"), "nowhere.yaml", cwd=tmp_path), "nowhere.yaml")
 
 
 def test_a_traceback_is_there_for_who_asks(tmp_path):

@@ -33,7 +33,13 @@ ENTRIES = {  # kind of drafter -> the command that makes it
     "table": ["train/maxgram.py", "recipes/tiny_maxgram.yaml", "eval.methods=[plain,maxgram]"],
 }  # fmt: skip
 
-# A whole test process per call: huggingface_hub reads its environment once, when it is imported.
+# Not in the tests' process: huggingface_hub reads its environment once, when it is imported.
+ENTRIES_IN_ONE = """
+import json, runpy, sys
+for command in json.loads(sys.argv[1]):
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+"""
 PUSH = """
 import runpy, sys, time
 time.sleep = lambda seconds: None  # the client waits between its retries
@@ -52,13 +58,13 @@ def hub():
 def runs(hub: LocalHub, tmp_path_factory) -> Path:
     """A head, a student and a table, each made and pushed to you/KIND by its own entry."""
     folder = tmp_path_factory.mktemp("runs")
+    commands = []
     for kind, command in ENTRIES.items():
         places = [f"output.dir={folder / kind}", f"data.cache_dir={folder / 'cache'}"]
-        done = python(
-            hub, folder, *command, *SMALL, *places, f"hub.repo_id=you/{kind}",
-            "hub.license=apache-2.0",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
+        names = [f"hub.repo_id=you/{kind}", "hub.license=apache-2.0"]
+        commands.append([*command, *SMALL, *places, *names])
+    done = python(hub, folder, "-c", ENTRIES_IN_ONE, json.dumps(commands))
+    assert done.returncode == 0, done.stderr[-2000:]
     return folder
 
 
