@@ -135,7 +135,7 @@ def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k)
         """Notes each draft beside the sequence it was made for."""
 
         forwards, max_nodes, rules = 0, drafter.max_nodes, drafter.rules
-        start, observe = drafter.start, drafter.observe
+        start, observe, from_tokens = drafter.start, drafter.observe, False
 
         def draft(self, rows):
             trees = drafter.draft(rows)

@@ -264,7 +264,7 @@ def test_a_draft_ranks_the_tokens_of_each_head_behind_the_last_feature(target, t
         """Notes every draft."""
 
         forwards, max_nodes, rules = 0, drafter.max_nodes, drafter.rules
-        start, observe = drafter.start, drafter.observe
+        start, observe, from_tokens = drafter.start, drafter.observe, False
 
         def draft(self, rows):
             trees = drafter.draft(rows)
