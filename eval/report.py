@@ -9,7 +9,6 @@ import platform
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,11 +16,10 @@ import transformers
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from specdraft.data.prompts import Prompt
 from specdraft.eval.categories import add_speedups, by_category, macro
-from specdraft.eval.decoder import GUMBEL, Request
+from specdraft.eval.decoder import GUMBEL
 from specdraft.eval.identity import first_difference
 from specdraft.eval.methods import make_method, rule_of
 from specdraft.eval.metrics import Costs, counts, padding, times
@@ -30,15 +28,13 @@ from specdraft.eval.page import write_page
 from specdraft.eval.questions import make_requests, play_turns
 from specdraft.eval.show import print_sample, sample
 from specdraft.eval.trained import Trained, needs
+from specdraft.eval.turns import Outcomes, capacity_for, take_turns
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 
 SCHEMA = 1
-WARM_UP_TOKENS = 8
 SAMPLES = 2
 REFERENCE = "plain"  # what outputs are compared with
-
-Outcomes = dict[str, list[Outcome]]
 
 
 def evaluate(
@@ -80,40 +76,11 @@ def decode_all(
     methods: Sequence[str],
     progress: bool = True,
 ) -> Outcomes:
-    """Run every method on every batch of prompts, one method after the other per batch.
-
-    A dynamic method takes all prompts as one queue. With repeats, the median by wall-clock of each
-    batch stands. Every round begins with another method, so that none always follows the same one:
-    what a method leaves in the caches of the machine slows its successor.
-    """
-    settings = recipe.eval
-    requests = make_requests(settings, prompts)
-    capacity = max(len(request.prompt) for request in requests) + settings.max_new_tokens
+    """Build every method and let them take turns on the prompts (eval/turns.py)."""
+    requests = make_requests(recipe.eval, prompts)
+    capacity = capacity_for(recipe.eval, requests)
     runners = {name: make_method(name, recipe, target, trained, capacity) for name in methods}
-    warm_up = Request(requests[0].prompt, min(WARM_UP_TOKENS, settings.max_new_tokens))
-    for runner in runners.values():
-        runner([warm_up])
-    starts = range(0, len(requests), settings.batch_size)
-    batches = [requests[start : start + settings.batch_size] for start in starts]
-    queued = [name for name in runners if name.endswith(":dynamic")]
-    batched = [name for name in runners if name not in queued]
-    work = [(batched, batch) for batch in batches] + [(queued, requests)] * bool(queued)
-    outcomes: Outcomes = {name: [] for name in runners}
-    work = tqdm(work, desc="evaluating", unit="batch", disable=not progress)
-    for number, (names, batch) in enumerate(work):
-        rounds = [rotated(names, number + again) for again in range(settings.repeats)]
-        tries = [{name: runners[name](batch) for name in order} for order in rounds]
-        for name in names:
-            ordered = sorted((each[name] for each in tries), key=lambda outcome: outcome.seconds)
-            seconds = tuple(each[name].seconds for each in tries) if len(tries) > 1 else ()
-            outcomes[name].append(replace(ordered[len(ordered) // 2], tries=seconds))
-    return outcomes
-
-
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The names in turn, another one first each time."""
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
+    return take_turns(runners, requests, recipe.eval, progress)
 
 
 @contextmanager
@@ -291,7 +258,7 @@ def print_report(report: dict, console: Console | None = None) -> None:
             _shown(run["draft_ms_per_step"]),
             _shown(run["verify_ms_per_step"]),
             _shown(run["overhead_ms_per_step"]),
-            _agreement(run),
+            agreement(run),
         )
     console = console or Console()
     console.print(table)
@@ -318,7 +285,8 @@ def _shown(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _agreement(run: dict) -> str:
+def agreement(run: dict) -> str:
+    """How many outputs of a run are those of plain decoding, and how many differ by a near-tie."""
     if run["identical"] is None:
         return "-"
     near = f" (+{run['near_ties']} ties)" if run["near_ties"] else ""

@@ -4,36 +4,37 @@ CS Drafting (arXiv 2312.11462) tunes its cascades by a halving grid search. Ever
 measured on a few prompts, the better half on twice as many, until one is left. What is tuned is
 declared in `SPACES`; a new method needs a line there and nothing else. K's entries are addressed by
 their place: the paper's k11, k12 and k21, the entries of a row from its diagonal on, are k.0.0,
-k.0.1 and k.1.1.
+k.0.1 and k.1.1 of a K for one student; more students have more of them.
 """
 
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 from specdraft.data.prompts import Prompt
 from specdraft.eval.methods import make_method
 from specdraft.eval.metrics import Costs, counts, times
-from specdraft.eval.report import REFERENCE, WARM_UP_TOKENS, cpu_threads, make_requests
+from specdraft.eval.questions import make_requests
+from specdraft.eval.report import REFERENCE, cpu_threads
 from specdraft.eval.trained import Trained
+from specdraft.eval.turns import Outcomes, capacity_for, take_turns
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.fields import InvalidRecipeError
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.schema import Recipe
 
 Setting = dict[str, Any]  # recipe paths (section.key, section.key.row.column) and their values
 T = TypeVar("T")
 MEASURES = ("wall", "swi")
+LENIENCIES = (1.0, 2.0, 3.0, 5.0)
 SPACES: dict[str, dict[str, tuple]] = {
-    "cascade": {
+    "cascade": {  # of one student, who has nobody to be lenient with; of more: `space_of`
         "cascade.k.0.0": (1, 2, 3, 4, 6, 8),
         "cascade.k.0.1": (0, 1, 2, 4),
         "cascade.k.1.1": (1, 2, 4, 7, 10),
-        "cascade.leniency": (1.0, 2.0, 3.0, 5.0),
     },
     "ssd": {
         "drafting.gamma": (1, 2, 3, 4, 5, 6, 8),
@@ -51,19 +52,44 @@ SPACES: dict[str, dict[str, tuple]] = {
 
 
 def settings(recipe: Recipe, method: str, limit: int, seed: int = 0) -> list[Setting]:
-    """Return up to `limit` valid settings of a method: the recipe's own, then a sample of the grid.
+    """Return up to `limit` different settings of a method: the recipe's own, then a sample of all.
 
     Raises RecipeError for a method that has no space.
     """
+    space = space_of(recipe, method)
+    own = {path: look_up(recipe, path) for path in space}
+    count = prod(map(len, space.values()))
+    sample = random.Random(seed).sample(range(count), min(limit, count))
+    others = [other for place in sample if (other := _at(space, place)) != own]
+    return [own, *others[: limit - 1]]
+
+
+def space_of(recipe: Recipe, method: str) -> dict[str, tuple]:
+    """Return the values of everything that is tuned of a method; RecipeError where nothing is."""
     if method not in SPACES:
         raise RecipeError(f"nothing to tune for {method!r}; known: {', '.join(SPACES)}")
-    space = dict(SPACES[method])
-    if recipe.cascade.size == 1:  # a lone student has nobody to be lenient with
-        space.pop("cascade.leniency", None)
-    own = {path: look_up(recipe, path) for path in space}
-    grid = [dict(zip(space, values, strict=True)) for values in product(*space.values())]
-    grid = [setting for setting in grid if setting != own and applied_or_none(recipe, setting)]
-    return [own, *random.Random(seed).sample(grid, min(limit - 1, len(grid)))]
+    if method != "cascade" or recipe.cascade.size == 1:
+        return SPACES[method]
+    return k_of(recipe.cascade.size) | {"cascade.leniency": LENIENCIES}
+
+
+def k_of(students: int) -> dict[str, tuple]:
+    """Return the values of K's entries, from the diagonal on, for more than one student.
+
+    Fewer for each than for one student, since there are more entries. No entry of the diagonal is
+    0: every drafter has something to do.
+    """
+    places = [(i, j) for i in range(students + 1) for j in range(i, students + 1)]
+    return {f"cascade.k.{i}.{j}": (1, 2, 4) if i == j else (0, 1, 2) for i, j in places}
+
+
+def _at(space: dict[str, tuple], place: int) -> Setting:
+    """Return one point of a space, all of which are numbered."""
+    setting = {}
+    for path, values in space.items():
+        place, which = divmod(place, len(values))
+        setting[path] = values[which]
+    return setting
 
 
 def look_up(recipe: Recipe, path: str) -> Any:
@@ -84,14 +110,6 @@ def applied(recipe: Recipe, setting: Setting) -> Recipe:
             place = place[key]
         place[last] = value
     return from_dict(tree)
-
-
-def applied_or_none(recipe: Recipe, setting: Setting) -> Recipe | None:
-    """Return the recipe with a setting in it, or None where the two do not go together."""
-    try:
-        return applied(recipe, setting)
-    except InvalidRecipeError:
-        return None
 
 
 def _keys(path: str) -> list[str | int]:
@@ -152,7 +170,8 @@ class Measured:
         """Over the first `budget` prompts: tokens/s over plain's, or SWI with measured costs."""
         recipe = applied(self.recipe, setting)
         with cpu_threads(recipe.eval.threads):
-            plain, ours = self._decode(recipe, self.prompts[:budget])
+            outcomes = self._decode(recipe, self.prompts[:budget])
+        plain, ours = outcomes[REFERENCE], outcomes[self.method]
         if self.by == "wall":
             return sum(part.seconds for part in plain) / sum(part.seconds for part in ours)
         forwards = sum(part.drafter_forwards for part in ours)
@@ -161,19 +180,11 @@ class Measured:
         cost = drafting / forwards / per_step if forwards else 0.0
         return counts(ours, Costs(0.0, cost))["swi_measured"]
 
-    def _decode(self, recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[list, list]:
+    def _decode(self, recipe: Recipe, prompts: Sequence[Prompt]) -> Outcomes:
         requests = make_requests(recipe.eval, prompts)
-        capacity = max(len(request.prompt) for request in requests) + recipe.eval.max_new_tokens
-        runners = [
-            make_method(name, recipe, self.target, self.trained, capacity)
+        capacity = capacity_for(recipe.eval, requests)
+        runners = {
+            name: make_method(name, recipe, self.target, self.trained, capacity)
             for name in (REFERENCE, self.method)
-        ]
-        outcomes: tuple[list, list] = ([], [])
-        warm_up = replace(requests[0], max_new_tokens=WARM_UP_TOKENS)
-        for runner in runners:
-            runner([warm_up])
-        size = recipe.eval.batch_size
-        for start in range(0, len(requests), size):
-            for runner, parts in zip(runners, outcomes, strict=True):
-                parts.append(runner(requests[start : start + size]))
-        return outcomes
+        }
+        return take_turns(runners, requests, recipe.eval, progress=False)

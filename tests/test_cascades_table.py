@@ -1,0 +1,276 @@
+"""CS Drafting's Table 2: its rows, how each is tuned, and what is made of their figures."""
+
+import json
+from math import prod
+
+import pytest
+import torch
+from commands import run_here
+from random_models import VOCAB, random_target
+from test_decoder import plain_tokens
+from test_decoder import prompts as random_prompts
+from test_lm_drafter import near
+
+from specdraft.data.prompts import Prompt, load_prompts, tuning_prompts
+from specdraft.eval import contenders as module
+from specdraft.eval.contenders import Contender, alone, contenders, measured, tuned
+from specdraft.eval.questions import make_requests
+from specdraft.eval.trained import Trained
+from specdraft.eval.tuning import SPACES, Measured, applied, k_of, settings, space_of
+from specdraft.eval.turns import take_turns
+from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
+from specdraft.models.student import make_student
+from specdraft.models.target import Target
+from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import StudentSection
+
+# A drafter that raises is left out with a warning, and every output is right without it.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+RECIPE = "recipes/tiny_cascades.yaml"
+NAMES = ["plain", "SD 1", "SD 2", "MaG", "1 + MaG", "2 + MaG", "1 + 2 + MaG"]
+
+
+def table_of(size: int) -> MaxGramTable:
+    ones = torch.ones(size, dtype=torch.long)
+    return MaxGramTable.of_counts(MaxGramConfig(size), ones, ones, ones)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+@pytest.fixture(scope="module")
+def rows(target):
+    """The rows of a random target with two students, one nearer to it than the other."""
+    recipe = load_recipe(RECIPE, ["eval.max_new_tokens=14"])
+    students = (near(target, 0.02), near(target, 0.05))
+    return contenders(recipe, Trained(table=table_of(VOCAB), cascade=students))
+
+
+def chats(tokens: list[list[int]]) -> list[Prompt]:
+    return [Prompt(str(n), "odd" if n % 2 else "even", ids, "") for n, ids in enumerate(tokens)]
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def test_every_student_drafts_alone_above_max_gram_and_with_the_others(rows):
+    assert [row.name for row in rows] == NAMES
+    methods = ["plain", "ssd", "ssd", "maxgram", "cascade", "cascade", "cascade"]
+    assert [row.method for row in rows] == methods
+    first, second = rows[-1].trained.cascade
+    assert [row.trained.student for row in rows[1:3]] == [first, second]
+    assert [row.trained.cascade for row in rows[4:]] == [(first,), (second,), (first, second)]
+    assert [row.recipe.cascade.size for row in rows[4:]] == [1, 1, 2]
+
+
+def test_one_student_makes_no_row_twice():
+    recipe = load_recipe("recipes/tiny_cascade.yaml")
+    student = random_target()
+    made = contenders(recipe, Trained(table=table_of(VOCAB), cascade=(student,)))
+    assert [row.name for row in made] == ["plain", "SD 1", "MaG", "1 + MaG"]
+    assert made[-1].recipe.cascade == recipe.cascade
+
+
+def test_a_student_alone_keeps_its_part_of_k():
+    recipe = load_recipe(RECIPE, ["cascade.k=[[4, 3, 2], [0, 0, 1], [0, 0, 5]]"])
+    assert alone(recipe, 0).cascade.k == ((4, 2), (0, 5))
+    # It contributed nothing to student 1; alone it has to draft.
+    assert alone(recipe, 1).cascade.k == ((1, 2), (0, 5))
+    names = [alone(recipe, place).cascade.students for place in (0, 1)]
+    assert names == [("runs/tiny_distill/student",), ("runs/tiny_distill_1/student",)]
+
+
+# -- tuning --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("students", [2, 3])
+def test_every_point_of_a_larger_k_is_a_k(students):
+    size = students + 1
+    zeros = [[int(i == j) for j in range(size)] for i in range(size)]
+    names = [f"s{n}" for n in range(students)]
+    recipe = load_recipe(RECIPE, [f"cascade.k={zeros}", f"cascade.students={names}"])
+    space = space_of(recipe, "cascade")
+    entries = [path for path in space if ".k." in path]
+    assert len(entries) == size * (size + 1) // 2
+    for extreme in (min, max):
+        k = applied(recipe, {path: extreme(values) for path, values in space.items()}).cascade.k
+        assert all(k[i][j] == 0 for i in range(size) for j in range(i))
+        assert [k[i][j] for i in range(size) for j in range(i, size)] == [
+            extreme(space[path]) for path in entries
+        ]
+    found = settings(recipe, "cascade", 40)
+    assert len({tuple(setting.values()) for setting in found}) == 40
+    for setting in found:  # raises where a setting and the recipe do not go together
+        tree = applied(recipe, setting).to_dict()["cascade"]
+        places = [path.split(".")[2:] for path in entries]
+        assert [tree["k"][int(i)][int(j)] for i, j in places] == [setting[p] for p in entries]
+    for path, values in space.items():  # the sample does not miss a value
+        assert {setting[path] for setting in found[1:]} == set(values)
+
+
+def test_all_points_of_a_space_are_found_once():
+    recipe = load_recipe(RECIPE)
+    for method in ("ssd", "maxgram", "gsd", "cascade"):
+        space = space_of(recipe, method)
+        found = settings(recipe, method, 10_000)
+        assert len({tuple(setting.values()) for setting in found}) == len(found)
+        inside = all(found[0][path] in values for path, values in space.items())
+        assert len(found) == prod(map(len, space.values())) + (not inside)
+    assert space_of(load_recipe("recipes/tiny_cascade.yaml"), "cascade") == SPACES["cascade"]
+    assert set(k_of(1)) == set(SPACES["cascade"])
+
+
+def test_the_best_setting_of_the_last_rung_is_taken(rows, target, monkeypatch):
+    class Counted(Measured):
+        """Prefers long drafts, whatever they bring."""
+
+        def __call__(self, setting, budget):
+            return setting["maxgram.n"] / budget
+
+    monkeypatch.setattr(module, "Measured", Counted)
+    best = tuned(rows[3], target, chats(random_prompts(4)), 100, "wall")
+    assert (best.setting, best.score) == ({"maxgram.n": 10}, 10 / 4)
+    assert best.recipe.maxgram.n == 10
+    assert tuned(rows[0], target, [], 5, "wall") is rows[0]
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def test_every_row_says_what_plain_decoding_says_and_categories_add_up(rows, target):
+    tuning, asked = chats(random_prompts(3)), chats(random_prompts(6)[1:])
+    chosen = [tuned(row, target, tuning, 3, "swi") for row in rows]
+    made = measured(chosen, target, asked, progress=False)
+    assert [row["row"] for row in made] == NAMES
+    expected = sum(len(plain_tokens(target, prompt.input_ids, 14)) for prompt in asked)
+    for row in made:
+        assert (row["identical"], row["outputs"], row["tokens"]) == (5, 5, expected)
+        parts = [(part["category"], part["identical"]) for part in row["categories"]]
+        assert parts == [("even", 3), ("odd", 2)]
+        for key in ("tokens", "steps", "outputs", "identical"):
+            assert sum(part[key] for part in row["categories"]) == row[key]
+    plain, *drafted = made
+    assert (plain["score"], plain["setting"], plain["speedup"]) == (None, {}, 1)
+    assert {part["swi_measured"] for part in plain["categories"]} == {1}
+    assert all(row["score"] > 0 and row["setting"] for row in drafted)
+    assert min(row["tokens_per_step"] for row in made[1:2] + made[4:]) > 1
+    for part in made[3]["categories"]:  # Max-Gram has no forwards that cost anything
+        assert part["swi_measured"] == part["tokens"] / part["steps"]
+    both = next(row for row in made if row["row"] == "1 + 2 + MaG")
+    assert len(both["setting"]["cascade"]["k"]) == 3
+
+
+def test_a_category_has_the_forwards_of_its_own_prompts(target):
+    """A category has the SWI that its prompts have where no others are measured."""
+    recipe = load_recipe(RECIPE, ["eval.max_new_tokens=14", "drafting.gamma=3"])
+    row = Contender("SD", "ssd", recipe, Trained(student=target))
+    plain = Contender("plain", "plain", recipe, Trained())
+    asked = chats(random_prompts(5))
+    (_, made) = measured([plain, row], target, asked, progress=False)
+    for part, places in zip(made["categories"], ([0, 2, 4], [1, 3]), strict=True):
+        (_, lone) = measured([plain, row], target, [asked[n] for n in places], progress=False)
+        # Of the two SWIs the one without a clock.
+        assert part["swi_params"] == pytest.approx(lone["swi_params"])
+        assert part["steps"] == lone["steps"]
+
+
+def test_runners_take_turns_on_every_batch(target):
+    recipe = load_recipe(RECIPE, ["eval.max_new_tokens=2", "eval.repeats=2"])
+    requests = make_requests(recipe.eval, chats(random_prompts(3)))
+    asked, runners = [], {}
+    for name in ("a", "b", "c"):
+        run = module.make_method("plain", recipe, target, Trained(), 64)
+        runners[name] = lambda some, name=name, run=run: asked.append(name) or run(some)
+    outcomes = take_turns(runners, requests, recipe.eval, progress=False)
+    assert "".join(asked) == "abc" + "abcbca" + "bcacab" + "cababc"
+    assert [len(parts) for parts in outcomes.values()] == [3, 3, 3]
+    assert all(len(part.tries) == 2 for parts in outcomes.values() for part in parts)
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory) -> list[str]:
+    """Untrained students of the bundled target and a table for it, as overrides."""
+    folder, tiny = tmp_path_factory.mktemp("drafters"), Target.load("tiny")
+    for name, layers in (("two", [0, 11]), ("one", [11])):
+        make_student(StudentSection(keep_layers=layers), tiny).save_pretrained(folder / name)
+    table_of(tiny.vocab_size).save_pretrained(folder / "table")
+    students = f"cascade.students=[{folder / 'two'}, {folder / 'one'}]"
+    places = [students, f"maxgram.table={folder / 'table'}", f"output.dir={folder / 'run'}"]
+    return [*places, "eval.max_new_tokens=6", "eval.limit=3"]
+
+
+def test_the_command_tunes_on_other_prompts_than_it_measures(drafters, tmp_path, monkeypatch):
+    seen = []
+
+    class Watched(Measured):
+        def _decode(self, recipe, prompts):
+            seen.append((self.method, [prompt.id for prompt in prompts]))
+            return super()._decode(recipe, prompts)
+
+    monkeypatch.setattr(module, "Measured", Watched)
+    out = tmp_path / "deep" / "table.json"
+    options = ["--candidates", "2", "--prompts", "2", "--by", "swi", "--out", str(out)]
+    done = run_here("eval/cascades.py", RECIPE, *drafters, *options)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    recipe, tokenizer = load_recipe(RECIPE, drafters), Target.load("tiny").tokenizer
+    assert report["prompts"] == [prompt.id for prompt in load_prompts(recipe, tokenizer)]
+    unseen = [prompt.id for prompt in tuning_prompts(recipe, tokenizer, 2)]
+    tuning = {"by": "swi", "candidates": 2, "prompts": unseen}
+    assert report["tuning"] == tuning
+    assert [method for method, _ in seen] == ["ssd"] * 4 + ["maxgram"] * 2 + ["cascade"] * 6
+    assert all(ids == unseen for _, ids in seen)
+    assert not set(unseen) & set(report["prompts"])
+    assert [row["row"] for row in report["rows"]] == NAMES
+    assert all(row["identical"] + row["near_ties"] == 3 for row in report["rows"])
+    assert [path.name for path in out.parent.iterdir()] == ["table.json"]
+    for text in (*NAMES, "cascade/SD", "3/3", "best cascade / best SD by swi"):
+        assert text in done.stdout
+    check_gains(report)
+
+
+def check_gains(report: dict) -> None:
+    """The ratios of a report are those of the best rows of either kind."""
+    for number, gain in enumerate(report["gains"]):
+        for measure, key in (("swi", "swi_measured"), ("wall", "speedup")):
+            best = {}
+            for row in report["rows"]:
+                part = [*row["categories"], row][number]
+                best[row["method"]] = max(best.get(row["method"], 0), part[key])
+            assert gain[measure]["ratio"] == best["cascade"] / best["ssd"]
+    assert [gain["category"] for gain in report["gains"]] == ["chat", "math", "code", "all"]
+    for measure, claim in report["claim"].items():
+        ratios = [gain[measure]["ratio"] for gain in report["gains"]]
+        enough = sum(ratio >= 1.1 for ratio in ratios[:-1]) >= 2
+        assert claim["holds"] == (enough and min(ratios) >= 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cascade.students=[]"], "cascade.students = []: name at least one student"),
+        (
+            ["cascade.students=null", "cascade.k=[[4, 2], [0, 2]]", "student.model=null",
+             "student.training=full", "train.steps=1"],
+            "cascade drafts with a student",
+        ),
+        (["maxgram.table=gone"], "no Max-Gram table at gone"),
+        (["cascade.k=[[4, 2], [0, 2]]"], "must be 3 x 3"),
+        (["eval.batch_size=2"], "eval.batch_size = 2: a batch mixes categories; set it to 1"),
+        (["eval.limit=null"], "eval.limit = None: no prompt of tiny_chat is left to tune on"),
+        (["--candidates", "0"], "--candidates and --prompts must be at least 1"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_line(drafters, overrides, message, tmp_path):
+    out = tmp_path / "new" / "table.json"
+    done = run_here("eval/cascades.py", RECIPE, *drafters, "--out", str(out), *overrides)
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if message in line]
+    assert "Traceback" not in done.stderr
+    assert not out.exists()
