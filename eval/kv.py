@@ -30,16 +30,22 @@ class KVPool:
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.capacity = capacity
         self.lengths = [0] * rows
+        # Every row's keys and values, [1, kv_heads, C, D] each: making a view costs as much as
+        # the work on it where a target is small.
+        self._views = [
+            [(layer[0, row, None], layer[1, row, None]) for row in range(rows)]
+            for layer in self.data
+        ]
 
     def write(self, layer: int, row: int, start: int, key: Tensor, value: Tensor) -> None:
-        """Put keys and values [kv_heads, T, D] at slots start .. start + T of a row, in place."""
-        stop = start + key.shape[1]
-        self.data[layer, 0, row, :, start:stop] = key
-        self.data[layer, 1, row, :, start:stop] = value
+        """Put keys and values [1, kv_heads, T, D] at slots start .. start + T of a row."""
+        for cached, fresh in zip(self._views[layer][row], (key, value), strict=True):
+            cached.narrow(2, start, fresh.shape[2]).copy_(fresh)
 
     def read(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of the first `stop` keys and values of a row, each [1, kv_heads, stop, D]."""
-        return self.data[layer, 0, row, None, :, :stop], self.data[layer, 1, row, None, :, :stop]
+        keys, values = self._views[layer][row]
+        return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def region(self, layer: int, row: int, size: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of the first `stop` slots of neighbouring rows, each [size, kv_heads, stop, D]."""

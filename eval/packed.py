@@ -86,7 +86,7 @@ class Plan:
     def _attend_alone(self, layer, query, key, value, options) -> Tensor:
         """One row: written by slices, attended as it lies."""
         segment = self.placed[0][1]
-        self.pool.write(layer, segment.row, segment.start, key[0], value[0])
+        self.pool.write(layer, segment.row, segment.start, key, value)
         keys, values = self.pool.read(layer, segment.row, segment.stop)
         return F.scaled_dot_product_attention(
             query, keys, values, segment.bias, is_causal=segment.is_causal, **options

@@ -19,7 +19,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     )
     if accelerator.device.type == "cpu":
         # Launchers set one thread per process where nobody told them better.
-        share = max(1, (os.cpu_count() or 1) // accelerator.num_processes)
+        share = max(1, _usable_cores() // accelerator.num_processes)
         torch.set_num_threads(recipe.train.threads or share)
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:  # what DeepSpeed would otherwise read from a DataLoader or its JSON
@@ -30,3 +30,10 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             "gradient_clipping": recipe.optim.clip_norm,
         }
     return accelerator
+
+
+def _usable_cores() -> int:
+    """Cores that this process may run on; a container or taskset may leave fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -197,8 +197,9 @@ class SSD(LMDrafter):
     ) -> tuple[Tensor, list[bool]]:
         """The next token of each row [R], and whether its draft goes on behind it."""
         ranked = self.rank(dict.fromkeys(rows, 1), logits, depth)
-        best = ranked.softmax(-1).max(-1)
-        tokens, chances = best.indices, best.values
+        if self.theta:
+            ranked = ranked.softmax(-1)  # else nobody asks how probable the best one is
+        chances, tokens = ranked.max(-1)
         for number, row in enumerate(rows):
             if is_drawn(self.memory[row].request):
                 drawn, law = self.draw(row, logits[number, None], depth, width=1)
