@@ -8,20 +8,15 @@ head as a chain and as a tree (Falcon, Table 4); block sizes are Table 5.
 """
 
 import json
-import os
-import statistics
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
+from specdraft.train.seeded import Job, over_seeds, seeds_of, told, train_all
 
 GLANCE_OFF = "glance.enabled=false"
 LITERAL = "glance.isolated=false"  # a revision reaches later states and blocks, as in the paper
@@ -58,17 +53,19 @@ def main() -> None:
     names = options.variants.split(",")
     if unknown := set(names) - VARIANTS.keys():
         raise RecipeError(f"unknown variant {sorted(unknown)[0]!r}; known: {', '.join(VARIANTS)}")
-    seeds = [int(seed) for seed in options.seeds.split(",")]
-    common = [*options.overrides, f"train.steps={options.steps}", "train.threads=1"]
+    seeds = seeds_of(options.seeds)
+    common = [*options.overrides, f"train.steps={options.steps}"]
     common += ["eval.methods=[plain,falcon_chain,falcon_tree]"]
-
-    def run(job: tuple[str, int]) -> None:
-        folder = options.runs / f"{job[0]}-seed{job[1]}"
-        _train(options.recipe, [*common, *VARIANTS[job[0]], f"train.seed={job[1]}"], folder)
-
-    jobs = list(product(names, seeds))
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(tqdm(pool.map(run, jobs), total=len(jobs), desc="ablation", unit="run"))
+    jobs = [
+        Job(
+            "falcon.py",
+            options.recipe,
+            (*common, *VARIANTS[name], f"train.seed={seed}"),
+            options.runs / f"{name}-seed{seed}",
+        )
+        for name, seed in product(names, seeds)
+    ]
+    train_all(jobs, options.jobs, "ablation")
     reports = {
         name: [_read(options.runs / f"{name}-seed{seed}") for seed in seeds] for name in names
     }
@@ -84,18 +81,6 @@ def main() -> None:
     show(table)
 
 
-def _train(recipe: str, overrides: list[str], folder: Path) -> None:
-    if (folder / "report.json").is_file():
-        return
-    script = Path(__file__).with_name("falcon.py")
-    command = [sys.executable, str(script), recipe, *overrides, f"output.dir={folder}"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    if done.returncode:
-        raise RecipeError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1]}")
-
-
 def _read(folder: Path) -> dict:
     return json.loads((folder / "report.json").read_text())
 
@@ -105,12 +90,10 @@ def _summary(name: str, reports: list[dict]) -> dict:
     summary: dict = {"overrides": VARIANTS[name]}
     for method in SHOWN:
         rows = [row for report in reports for row in report["runs"] if row["method"] == method]
-        values = [row["tokens_per_step"] for row in rows]
-        error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+        figure = over_seeds([row["tokens_per_step"] for row in rows])
         summary[method] = {
-            "tokens_per_step": values,
-            "mean": statistics.mean(values),
-            "standard_error": error,
+            "tokens_per_step": figure.pop("values"),
+            **figure,
             "identical": sum(row["identical"] for row in rows),
             "near_ties": sum(row["near_ties"] for row in rows),
             "outputs": sum(row["outputs"] for row in rows),
@@ -124,12 +107,11 @@ def show(table: dict) -> None:
     for column in ("variant", "chain", "tree", "identical"):
         grid.add_column(column)
     for name, row in table["variants"].items():
-        cells = [
-            f"{row[m]['mean']:.3f}"
-            + ("" if row[m]["standard_error"] is None else f" +- {row[m]['standard_error']:.3f}")
-            for m in SHOWN
-        ]
-        grid.add_row(name, *cells, f"{row[SHOWN[1]]['identical']}/{row[SHOWN[1]]['outputs']}")
+        grid.add_row(
+            name,
+            *(told(row[m]) for m in SHOWN),
+            f"{row[SHOWN[1]]['identical']}/{row[SHOWN[1]]['outputs']}",
+        )
     Console().print(grid)
 
 
