@@ -1,14 +1,15 @@
 """Compare trees of draws as the RSD paper does: at a fixed draft length, and at a fixed budget.
 
     python eval/budgets.py recipes/tiny_distill.yaml eval.temperature=1 [section.key=value ..]
-        [--lengths 2,3,4,5] [--budgets 6,10,14,21,30] [--out FILE.json]
+        [--lengths 2,3,4,5] [--budgets 6,10,14,21,30] [--seeds 0,1,2] [--out FILE.json]
 
 A budget is the number of drafted tokens that the target reads per step (arXiv 2402.14160, Tables
 2 and 3). At a length L, four paths are drafted: K = 4 chains, branching factors whose product is 4,
 beams of width 4. At a budget, every shape whose nodes add up to it stands for its method, and the
 best of them, by tokens per step, is shown; all are written. SD is one chain, accepted token-wise.
 
-Errors are standard errors over prompts, of a ratio of sums.
+Every prompt is decoded with every seed. Errors are standard errors over all of these, of a ratio
+of sums.
 """
 
 import json
@@ -33,6 +34,7 @@ from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import DraftingSection, Recipe
 
 PATHS = 4  # drafted at a fixed length
+APART = 1000  # seeds of a comparison; prompts number theirs from there
 SHOWN = ("tokens_per_step", "standard_error", "mbsu", "tokens_per_second")
 
 
@@ -95,51 +97,63 @@ def main() -> None:
     parser = recipe_parser(__doc__, "tiny_distill")
     parser.add_argument("--lengths", default="2,3,4,5", help="comma-separated")
     parser.add_argument("--budgets", default="6,10,14,21,30", help="comma-separated")
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     parser.add_argument("--out", type=Path, help="default: budgets.json of output.dir")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
     shapes = {f"length {n}": at_length(n) for n in _numbers("--lengths", options.lengths)}
     shapes |= {f"budget {n}": at_budget(n) for n in _numbers("--budgets", options.budgets)}
-    rows = compare(recipe, shapes)
+    seeds = _numbers("--seeds", options.seeds, least=0)
+    rows = compare(recipe, shapes, seeds)
     out = options.out or Path(recipe.output.dir) / "budgets.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"recipe": recipe.to_dict(), "rows": rows}, indent=1))
+    out.write_text(json.dumps({"recipe": recipe.to_dict(), "seeds": seeds, "rows": rows}, indent=1))
     show(rows, recipe)
     print(f"wrote {out}")  # noqa: T201
 
 
-def _numbers(option: str, text: str) -> list[int]:
+def _numbers(option: str, text: str, least: int = 2) -> list[int]:
     numbers = [int(part) for part in text.split(",") if part.strip().isdecimal()]
-    if len(numbers) < len(text.split(",")) or min(numbers) < 2:
-        raise RecipeError(f"{option} {text}: give numbers of at least 2, e.g. 6,10")
+    if len(numbers) < len(text.split(",")) or min(numbers) < least:
+        raise RecipeError(f"{option} {text}: give numbers of at least {least}, e.g. 6,10")
     return numbers
 
 
-def compare(recipe: Recipe, shapes: dict[str, list[Shape]]) -> list[dict]:
+def compare(
+    recipe: Recipe, shapes: dict[str, list[Shape]], seeds: Sequence[int] = (0,)
+) -> list[dict]:
     """Decode the recipe's prompts by every shape of every comparison; one row each."""
     target = Target.of_recipe(recipe.target)
     prompts = load_prompts(recipe, target.tokenizer)
     student = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
     with cpu_threads(recipe.eval.threads):
         return [
-            {"comparison": name} | measure(recipe, target, student, prompts, shape)
+            {"comparison": name} | measure(recipe, target, student, prompts, shape, seeds)
             for name, some in shapes.items()
             for shape in some
         ]
 
 
 def measure(
-    recipe: Recipe, target: Target, student: Target, prompts: Sequence[Prompt], shape: Shape
+    recipe: Recipe,
+    target: Target,
+    student: Target,
+    prompts: Sequence[Prompt],
+    shape: Shape,
+    seeds: Sequence[int],
 ) -> dict:
-    """The figures of one shape."""
+    """The figures of one shape, over all prompts and seeds."""
     # SD as the papers have it: with noise shared between drafter and target it would accept more.
     settings = replace(recipe.eval, methods=[shape.method], acceptance="recursive")
     recipe = replace(recipe, eval=settings, drafting=shape.section())
-    common = (recipe, target, Trained(student=student), prompts)
-    outcomes = decode_all(*common, [shape.method])
-    (row,) = summarise(*common, outcomes)
-    error = standard_error(outcomes[shape.method])
-    return {"shape": str(shape), "standard_error": error} | row
+    trained, outcomes = Trained(student=student), []
+    for seed in seeds:
+        seeded = replace(recipe, eval=replace(settings, seed=APART * seed))
+        decoded = decode_all(seeded, target, trained, prompts, [shape.method], progress=False)
+        outcomes += decoded[shape.method]
+    every = [prompt for _ in seeds for prompt in prompts]
+    (row,) = summarise(recipe, target, trained, every, {shape.method: outcomes})
+    return {"shape": str(shape), "standard_error": standard_error(outcomes)} | row
 
 
 def standard_error(outcomes: Sequence[Outcome]) -> float | None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,6 +85,15 @@ def test_shapes_are_compared_on_the_same_prompts(recipe):
     assert {row["acceptance"] for row in rows} == {"recursive"}
     assert {row["outputs"] for row in rows} == {3}
     assert all(row["standard_error"] >= 0 for row in rows)
+
+
+def test_every_prompt_is_decoded_with_every_seed(recipe):
+    recipe = replace(recipe, eval=replace(recipe.eval, temperature=1.0))
+    shapes = {"length 3": [Shape("rsd_s", width=2, length=3)]}
+    (every,), *single = (compare(recipe, shapes, seeds) for seeds in ([0, 1, 2], [0], [1], [2]))
+    for key in ("outputs", "tokens", "steps"):
+        assert every[key] == sum(row[key] for (row,) in single)
+    assert len({row["steps"] for (row,) in single}) > 1
 
 
 def test_tau_decides_how_much_is_merged(recipe):
