@@ -1,0 +1,93 @@
+"""Falcon beside other heads: which comparisons are fair, what is trained once, and the sums."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import run
+
+from specdraft.recipes.errors import RecipeError
+from specdraft.train import rivals as module
+from specdraft.train.rivals import AGAINST, line_up
+from specdraft.train.seeded import Job, over_seeds, seeds_of, told, train_all
+
+SMALL = (
+    "data.limit=24",
+    "train.batch_size=4",
+    "train.eval_every=null",
+    "train.save_every=null",
+    "eval.limit=2",
+    "eval.max_new_tokens=8",
+)
+
+
+def test_every_head_is_in_it_and_falcon_also_without_its_parts():
+    rivals = line_up("recipes/tiny.yaml", AGAINST, ())
+    assert [(rival.name, rival.method, rival.script) for rival in rivals] == [
+        ("falcon", "falcon_tree", "falcon.py"),
+        ("falcon, chain", "falcon_chain", "falcon.py"),
+        ("falcon without CSGD", "falcon_tree", "falcon.py"),
+        ("eagle", "eagle_tree", "eagle.py"),
+        ("medusa", "medusa_tree", "medusa.py"),
+    ]
+    ours, chain, without, *_ = rivals
+    runs = Path("runs")
+    assert ours.job(runs, 1) == chain.job(runs, 1)  # one head, decoded in two ways
+    assert ours.job(runs, 1) != ours.job(runs, 2)
+    assert ours.recipe.glance.enabled
+    assert not without.recipe.glance.enabled
+
+
+def test_what_the_recipe_leaves_out_is_added():
+    glanceless = line_up("recipes/tiny.yaml", (), ("glance.enabled=false",))
+    assert glanceless[2].name == "falcon with CSGD"
+    assert glanceless[2].recipe.glance.enabled
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("train", {"steps": 1}), ("train", {"batch_size": 2}), ("data", {"max_length": 99})],
+)
+def test_an_unfair_comparison_is_refused(key, value):
+    ours = line_up("recipes/tiny.yaml", (), ())[0].recipe
+    theirs = replace(ours, **{key: replace(getattr(ours, key), **value)})
+    with pytest.raises(RecipeError, match=f"{key}.* differ"):
+        module._check_fair(ours, theirs)
+
+
+def test_a_run_is_not_repeated_and_a_failure_is_told(tmp_path):
+    done = Job("falcon.py", "no/such.yaml", (), tmp_path)
+    (tmp_path / "report.json").touch()
+    train_all([done], 1, "training")
+    with pytest.raises(RecipeError, match=r"falcon.py no/such.yaml .*failed: .*such.yaml"):
+        train_all([replace(done, folder=tmp_path / "new")], 1, "training")
+
+
+def test_figures_over_seeds():
+    assert over_seeds([1.0]) == {"values": [1.0], "mean": 1.0, "standard_error": None}
+    figure = over_seeds([1.0, 3.0])
+    assert (figure["mean"], figure["standard_error"]) == (2.0, 1.0)
+    assert told(figure) == "2.00 +- 1.00"
+    assert seeds_of("0,2") == [0, 2]
+    with pytest.raises(RecipeError, match="--seeds 0,x"):
+        seeds_of("0,x")
+
+
+def test_heads_are_trained_and_take_turns(tmp_path):
+    """Two kinds of heads from one seed, to the table."""
+    options = ["--against", "recipes/tiny_medusa.yaml", "--steps", "2", "--seeds", "1"]
+    places = ["--runs", str(tmp_path), f"data.cache_dir={tmp_path / 'cache'}"]
+    done = run("train/rivals.py", "recipes/tiny.yaml", *SMALL, *options, *places)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "rivals.json").read_text())
+    names = [rival["name"] for rival in report["rivals"]]
+    assert names == ["falcon", "falcon, chain", "falcon without CSGD", "medusa"]
+    for rival in report["rivals"]:
+        (row,) = rival["rows"]
+        assert row["identical"] == row["outputs"] == 2
+        gain = report["rivals"][0]["rows"][0]["speedup"] / row["speedup"]
+        assert rival["ours_over_it"]["speedup"]["mean"] == pytest.approx(gain)
+        assert rival["tokens_per_step"]["values"] == [row["tokens_per_step"]]
+    assert (tmp_path / "falcon-seed1" / "head").is_dir()
+    assert (tmp_path / "medusa-seed1" / "medusa").is_dir()
