@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdraft.eval.accept import RULES, walk
 from specdraft.eval.packed import PackedTarget
-from specdraft.eval.sampling import SeededChance, sample, warp
+from specdraft.eval.sampling import SeededChance, most_probable, sample, warp
 from specdraft.eval.stop import tokens_until_stop
 from specdraft.eval.transfer import download, upload
 from specdraft.eval.tree import Draws, Tree, behind, chain
@@ -331,7 +331,7 @@ class Decoder:
         sampled = [n for n, (part, _) in enumerate(asked) if part.row.request.temperature > 0]
         drawn = [n for n in sampled if asked[n][0].tree.draws]
         # The one synchronisation of the step: drafts, choices and what is sampled from.
-        choices = torch.cat((logits.argmax(-1), *(part.tree.tokens for part, _ in asked)))
+        choices = torch.cat((most_probable(logits), *(part.tree.tokens for part, _ in asked)))
         host = self._timed(  # on CUDA the host waits here for the forward
             download,
             choices,

@@ -14,6 +14,7 @@ from specdraft.eval.sampling import (
     _mix,
     _mix_int,
     gumbel,
+    most_probable,
     sample,
     uniform,
     warp,
@@ -157,3 +158,13 @@ def test_the_streams_are_independent_of_each_other_and_of_gumbel_noise():
     assert (table - torch.eye(len(table))).abs().max() < 4 / 2500**0.5
     for name, values in others.items():
         assert not torch.isin(values, level).any(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_probable_token_is_the_first_of_the_largest(dtype):
+    logits = torch.randint(-3, 3, (4, 5, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, 0] = float("-inf")
+    best = most_probable(logits)
+    assert best.shape == (4, 5)
+    for row, token in zip(logits.flatten(0, 1).tolist(), best.flatten().tolist(), strict=True):
+        assert token == row.index(max(row))

@@ -20,6 +20,7 @@ from specdraft.eval.decoder import Request
 from specdraft.eval.drafters.drawing import DRAWN, draw, is_ranked
 from specdraft.eval.kv import KVPool
 from specdraft.eval.packed import CAUSAL, LONG, Plan, Segment, TreeBias
+from specdraft.eval.sampling import most_probable
 from specdraft.eval.static import Pass, StaticTree
 from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Draws, Tree, chain
@@ -79,6 +80,7 @@ class FalconDrafter:
         self.rules = DRAWN if tree.topology.is_chain else DRAWN - {"block"}
         self._biases = {plan: self._bias(plan.visible) for plan in self.passes[1:]}
         self._read_biases: dict[int, TreeBias] = {}
+        self._nothing = Tree(chain(0), upload([], target.device))
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
         self._rope = self.head.rope(everywhere)  # cos and sin, [1, 1, capacity, D] each
 
@@ -95,10 +97,9 @@ class FalconDrafter:
 
     def draft(self, rows: list[int]) -> list[Tree]:
         """Draft the static tree for each row; an empty one while fewer than K tokens are known."""
-        able = [row for row in rows if len(self._inputs(row)[0]) >= self.k]
+        able = [row for row in rows if len(self.memory[row].ahead) >= self.k]
         trees = dict(zip(able, self._draft(able), strict=True)) if able else {}
-        nothing = Tree(chain(0), upload([], self.target.device))
-        return [trees.get(row, nothing) for row in rows]
+        return [trees.get(row, self._nothing) for row in rows]
 
     # -- drafting --------------------------------------------------------------------------------
 
@@ -141,7 +142,8 @@ class FalconDrafter:
         """Choose tokens from each path's K distributions, and put those the tree wants into its
         nodes; remember the distributions of what was drawn."""
         scores = self._timed(self.target.logits, predicted.to(self.target.dtype))  # [R, E, K, V]
-        ranked = scores.topk(plan.width).indices.flatten(1)  # [R, E * K * width]
+        best = most_probable(scores) if plan.width == 1 else scores.topk(plan.width).indices
+        ranked = best.flatten(1)  # [R, E * K * width]
         for number, row in enumerate(rows):
             request, read = self.memory[row].request, self.pool.lengths[row]
             if is_ranked(request):

@@ -19,6 +19,7 @@ from specdraft.eval.decoder import Request
 from specdraft.eval.drafters.drawing import DRAWN, draw, is_drawn, ranking
 from specdraft.eval.families import position_limit
 from specdraft.eval.packed import CAUSAL, PackedTarget, Segment
+from specdraft.eval.sampling import most_probable
 from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Draws, Tree, chain
 from specdraft.models.target import Target
@@ -197,14 +198,16 @@ class SSD(LMDrafter):
     ) -> tuple[Tensor, list[bool]]:
         """The next token of each row [R], and whether its draft goes on behind it."""
         ranked = self.rank(dict.fromkeys(rows, 1), logits, depth)
+        tokens, chances = most_probable(ranked), None
         if self.theta:
-            ranked = ranked.softmax(-1)  # else nobody asks how probable the best one is
-        chances, tokens = ranked.max(-1)
+            chances = ranked.softmax(-1).amax(-1)
         for number, row in enumerate(rows):
             if is_drawn(self.memory[row].request):
                 drawn, law = self.draw(row, logits[number, None], depth, width=1)
-                tokens[number], chances[number] = drawn[0, 0], law[0, drawn[0, 0]]
+                tokens[number] = drawn[0, 0]
                 laws[row].append(law)
+                if self.theta:
+                    chances[number] = law[0, drawn[0, 0]]
         # Without a threshold the host need not wait for the device.
         sure = (chances >= self.theta).tolist() if self.theta else [True] * len(rows)
         return tokens, sure
