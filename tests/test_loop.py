@@ -4,6 +4,7 @@ As a script it is the job that other processes of these tests run:
     python tests/test_loop.py OUT [section.key=value ..] [pace=SECONDS per row read]
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -272,6 +273,20 @@ def test_rows_of_similar_length_share_a_batch():
     plan = SamplingPlan(lengths, batch_size=8, seed=0)
     spread = [max(c) - min(c) for c in ([lengths[r] for r in plan.rows(s)] for s in range(64))]
     assert sum(spread) / 64 < 60  # about 800 without sorting
+
+
+@pytest.mark.parametrize("batch_size", [8, 64])
+def test_batches_of_conversations_are_hardly_padded(batch_size):
+    """Lengths like ShareGPT's: log-normal around 2000 tokens, cut at 4096."""
+    drawn = torch.empty(8192).log_normal_(7.8, 0.9, generator=torch.Generator().manual_seed(0))
+    lengths = drawn.long().clamp(8, 4096).tolist()
+    plan = SamplingPlan(lengths, batch_size, seed=0)
+    batches = [[lengths[row] for row in plan.rows(n)] for n in range(plan.steps_per_epoch)]
+    read = sum(max(batch) * len(batch) for batch in batches)
+    assert sum(map(sum, batches)) > 0.95 * read
+    # And yet the order of training is random: long and short batches follow each other.
+    means = [sum(batch) / len(batch) for batch in batches]
+    assert sum(a < b for a, b in itertools.pairwise(means)) < 0.7 * len(means)
 
 
 def test_more_rows_per_batch_than_rows_repeat_them():
