@@ -43,7 +43,9 @@ def representable(dtype: str) -> torch.Tensor:
     """Every finite value of a format of one byte."""
     patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     values = patterns.view(TYPES[dtype]).double()
-    return values[values.isfinite() & (values.abs() <= LARGEST[dtype])]
+    values = values[values.isfinite() & (values > -128)]  # int8 is symmetric
+    assert values.max() == LARGEST[dtype]
+    return values
 
 
 def features_of_all_sizes() -> torch.Tensor:
