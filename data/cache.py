@@ -99,7 +99,7 @@ def show_costs(
     work = 2.0 * tokens * sum(p.numel() for p in target.model.base_model.parameters())
     console.print(
         f"features to make: {tokens:,} tokens, {size / 2**30:.3g} GiB in "
-        f"{recipe.data.feature_dtype}, at least {duration(work / speed / processes)} "
+        f"{recipe.data.feature_dtype}, about {duration(work / speed / processes)} "
         f"({processes} x {speed / 1e12:.2g} TFLOP/s measured)"
     )
 
