@@ -69,8 +69,9 @@ class Storage:
 
         With a context c, those with a supervised token among the next c; without, all. No loss
         reads a feature that has no supervised token behind it, so a context as long as the rows
-        changes nothing. A student reads the feature before each supervised token (1 is exact),
-        D Medusa heads D + 1 of them, a SAR head all: less is an approximation to it.
+        loses nothing. Nor does 1 for a student, which reads the feature before each supervised
+        token, or D + 1 for D Medusa heads. A SAR head reads all before them: for it, a
+        shorter context is an approximation.
         """
         if self.context is None:
             return torch.ones_like(loss_mask)

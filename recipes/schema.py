@@ -75,8 +75,8 @@ class DataSection(Section):
     cache_dir: str = "cache"
     features: Literal["cached", "online"] = "cached"
     feature_dtype: Literal[Dtype, "float8", "int8"] = "float32"  # of the features on disk
-    # On disk are features with a supervised token among the next so many, the others are zeros in
-    # training: max_length leaves out only what no loss reads. null: all are.
+    # Stored are features with a supervised token among the next so many; the others are zeros in
+    # training. As many as max_length: only what no loss reads is missing. null: all are stored.
     feature_context: Count | None = None
     limit: Count | None = None  # conversations read at most
     holdout: Natural = 0  # last rows of the sources, never trained on
