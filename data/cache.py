@@ -7,6 +7,7 @@ A run that is cut off goes on where it stopped. Training with the same recipe fi
 """
 
 from datetime import timedelta
+from functools import partial
 
 import torch
 import yaml
@@ -15,15 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.feature_cache import FeatureCache
+from specdraft.data.features import build_features
 from specdraft.data.template import preview
 from specdraft.data.tokens import TokenCache
-from specdraft.eval.answers import build_caches
+from specdraft.eval.answers import build_token_cache, ranks
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
-from specdraft.train.plan import lines, make_plan, measured_flops
+from specdraft.train.plan import counted, duration, lines, make_plan, measured_flops
 
 
 @entry
@@ -42,7 +44,9 @@ def main() -> None:
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
     accelerator = Accelerator(kwargs_handlers=[patience])
     target = Target.of_recipe(recipe.target, accelerator.device)
-    tokens, features = build_caches(recipe, target, accelerator)
+    tokens = build_token_cache(recipe, target, accelerator)
+    announce = partial(show_costs, recipe, target, accelerator.num_processes, console)
+    features = build_features(recipe, tokens, target, announce=announce, **ranks(accelerator))
     if accelerator.is_main_process:
         show(tokens, features, target, arguments.preview, console)
     accelerator.end_training()
@@ -58,11 +62,21 @@ def show(
     size = sum(entry["bytes"] for entry in features.manifest["shards"].values())
     table.add_row("tokens at", str(tokens.directory))
     table.add_row("features at", f"{features.directory} ({size / 2**20:.1f} MiB)")
+    table.add_row("features", f"{sum(features.kept):,} stored{_quantised(features)}")
     console.print(table)
     for index in range(min(rows, len(tokens))):
         row = tokens[index]
         ids, mask = row["input_ids"].tolist(), row["loss_mask"].tolist()
         console.print(preview(target.tokenizer, ids, mask))
+
+
+def _quantised(features: FeatureCache) -> str:
+    """Say in which numbers features are stored, and what that was measured to cost."""
+    done = features.manifest["quantisation"]
+    if done is None or done["error"] is None:  # made by an earlier version
+        return f" in {features.storage.dtype}"
+    scale = f", one scale per {done['scale']}" if done["scale"] else ""
+    return f" in {done['format']}{scale}; relative error (RMS) {done['error']:.2g}"
 
 
 def show_plan(recipe: Recipe, console: Console) -> None:
@@ -71,9 +85,23 @@ def show_plan(recipe: Recipe, console: Console) -> None:
     plan = Table.grid(padding=(0, 2))
     state = PartialState()
     speed = measured_flops(state.device, getattr(torch, recipe.target.dtype))
-    for row in lines(make_plan(recipe, state.num_processes), recipe, state.num_processes, speed):
+    count = state.num_processes
+    for row in lines(make_plan(recipe, count, *counted(recipe)), recipe, count, speed):
         plan.add_row(*row)
     console.print(plan)
+
+
+def show_costs(
+    recipe: Recipe, target: Target, processes: int, console: Console, tokens: int, size: int
+) -> None:
+    """Print what the features that are still missing will take, before they are computed."""
+    speed = measured_flops(target.device, target.dtype)
+    work = 2.0 * tokens * sum(p.numel() for p in target.model.base_model.parameters())
+    console.print(
+        f"features to make: {tokens:,} tokens, {size / 2**30:.3g} GiB in "
+        f"{recipe.data.feature_dtype}, about {duration(work / speed / processes)} "
+        f"({processes} x {speed / 1e12:.2g} TFLOP/s measured)"
+    )
 
 
 if __name__ == "__main__":

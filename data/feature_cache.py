@@ -4,8 +4,9 @@
     cache[0]        # {"input_ids": [T] int64, "loss_mask": [T] bool, "features": [T, H]}
 
 cache/features-<hash>/ holds safetensors shards and manifest.json (see shards.py): the target with
-the hash of its weights, tokenizer and template, dtype, lengths, and per shard its rows and
-checksum. Row i is row i of the token cache. Reading is lazy and memory-mapped.
+the hash of its weights, tokenizer and template, dtype, quantisation with its measured error,
+lengths, and per shard its rows and checksum. Row i is row i of the token cache; features that are
+not stored (see storage.py) are read as zeros. Reading is lazy and memory-mapped.
 
 Shapes: T tokens of a row, N tokens of a shard, H hidden.
 """
@@ -17,9 +18,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specdraft.data import shards
+from specdraft.data.storage import Storage, decode
 from specdraft.recipes.errors import CacheError
 
-_NAMES = ("input_ids", "loss_mask", "features")
 VERSION = 1  # of the layout; another one is another cache
 _HASHED_AT_OPEN = 2 << 30  # bytes whose checksums are verified unasked: seconds, not minutes
 
@@ -29,14 +30,17 @@ class FeatureCache:
 
     def __init__(self, directory: Path, manifest: dict[str, Any]):
         self.directory, self.manifest = directory, manifest
+        self.storage = Storage.of_settings(manifest["settings"])
         self.lengths: list[int] = manifest["lengths"]
+        self.kept: list[int] = manifest.get("kept", self.lengths)  # stored features of each row
         self._open: dict[str, dict[str, Tensor]] = {}
-        self._places: dict[int, tuple[str, int]] = {}
+        self._places: dict[int, tuple[str, int, int]] = {}  # file, first token, first feature
         for entry in manifest["shards"].values():
-            start = 0
+            token = feature = 0
             for row in entry["rows"]:
-                self._places[row] = (entry["file"], start)
-                start += self.lengths[row]
+                self._places[row] = (entry["file"], token, feature)
+                token += self.lengths[row]
+                feature += self.kept[row]
 
     @classmethod
     def open(
@@ -76,14 +80,17 @@ class FeatureCache:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return {"input_ids": [T] int64, "loss_mask": [T] bool, "features": [T, H]}."""
         index = range(len(self))[index]  # IndexError past the end, negative from there
-        file, start = self._places[index]
-        tensors = self._tensors(file)
-        row = {name: t[start : start + self.lengths[index]] for name, t in tensors.items()}
+        file, token, feature = self._places[index]
+        tokens = slice(token, token + self.lengths[index])
+        stored = slice(feature, feature + self.kept[index])
+        shard = self._tensors(file)
+        loss_mask = shard["loss_mask"][tokens].clone()
+        # A copy: whoever adds noise in place must not change what the next epoch reads.
+        features = decode({n: shard[n][stored] for n in ("features", "scales") if n in shard})
         return {
-            "input_ids": row["input_ids"].long(),
-            "loss_mask": row["loss_mask"].clone(),
-            # A copy: whoever adds noise in place must not change what the next epoch reads.
-            "features": row["features"].clone(),
+            "input_ids": shard["input_ids"][tokens].long(),
+            "loss_mask": loss_mask,
+            "features": self.storage.spread(features, loss_mask),
         }
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,7 +101,8 @@ class FeatureCache:
         """Map a shard; nothing is read before it is touched, and no file stays open."""
         if file not in self._open:
             with safe_open(self.directory / file, "pt") as shard:
-                self._open[file] = {name: shard.get_tensor(name) for name in _NAMES}
+                names = shard.keys()
+                self._open[file] = {name: shard.get_tensor(name) for name in names}
         return self._open[file]
 
 

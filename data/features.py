@@ -14,7 +14,7 @@ Shapes: B rows of a forward, T tokens (longest row), H hidden, N tokens of a sha
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from specdraft.data import fingerprint, shards
 from specdraft.data.feature_cache import VERSION, FeatureCache, check_settings
+from specdraft.data.storage import LARGEST, Storage, decode
 from specdraft.data.tokens import TokenCache
 from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError, DataError
@@ -39,7 +40,7 @@ def feature_settings(recipe: Recipe, tokens: TokenCache, target: Target) -> dict
         "tokenizer": tokens.meta["settings"]["tokenizer"],
         "template": tokens.meta["settings"]["template"],
         "tokens": tokens.key,
-        "dtype": recipe.data.feature_dtype,
+        **Storage.of(recipe.data).settings(),
     }
 
 
@@ -50,18 +51,21 @@ def build_features(
     rank: int = 0,
     world: int = 1,
     barrier: Callable[[], None] = lambda: None,
+    announce: Callable[[int, int], None] = lambda tokens, size: None,
     batch_tokens: int = 8192,
     shard_bytes: int = shards.SHARD_BYTES,
 ) -> FeatureCache:
     """Open the feature cache of a recipe, or make what is missing of it first.
 
-    All ranks must call this. A forward takes at most `batch_tokens` tokens with padding.
+    All ranks must call this. A forward takes at most `batch_tokens` tokens with padding. Before the
+    first one, `announce` is told on rank 0 how many tokens and bytes are missing.
     Raises: CacheError (disk too small, damaged, made from something else), DataError.
     """
-    settings = feature_settings(recipe, tokens, target)
+    settings, storage = feature_settings(recipe, tokens, target), Storage.of(recipe.data)
     directory = Path(recipe.data.cache_dir) / f"features-{fingerprint.of_settings(settings)}"
     _check_context(tokens, target)
-    plan = shards.plan(tokens.lengths, target.hidden_size, recipe.data.feature_dtype, shard_bytes)
+    kept = storage.counts(tokens)
+    plan = shards.plan(tokens.lengths, kept, target.hidden_size, storage, shard_bytes)
     done = _shards_on_disk(directory, settings, plan)
     finished = _is_complete(directory) and len(done) == len(plan)
     barrier()  # nobody writes before everybody has looked
@@ -74,10 +78,16 @@ def build_features(
             "quantisation": None,
             "hidden_size": target.hidden_size,
             "lengths": tokens.lengths,
+            "kept": kept,
             "shards": done,
         }
         todo = {number: rows for number, rows in plan.items() if number not in done}
-        _check_disk(directory, tokens, todo, target.hidden_size, recipe.data.feature_dtype)
+        rows = [row for part in todo.values() for row in part]
+        count, stored = (sum(sizes[row] for row in rows) for sizes in (tokens.lengths, kept))
+        size = shards.feature_bytes(count, stored, target.hidden_size, storage)
+        _check_disk(directory, count, size + len(todo) * 4096)
+        if rank == 0:
+            announce(count, size)
         directory.mkdir(parents=True, exist_ok=True)
         mine = {number: rows for number, rows in todo.items() if int(number) % world == rank}
         _extract(directory, manifest, mine, tokens, target, rank, batch_tokens)
@@ -119,12 +129,8 @@ def _check_context(tokens: TokenCache, target: Target) -> None:
         )
 
 
-def _check_disk(
-    directory: Path, tokens: TokenCache, todo: dict[str, list[int]], hidden_size: int, dtype: str
-) -> None:
+def _check_disk(directory: Path, count: int, needed: int) -> None:
     """Refuse to start what the disk cannot hold. Raises CacheError that states the shortfall."""
-    count = sum(tokens.lengths[row] for rows in todo.values() for row in rows)
-    needed = shards.feature_bytes(count, hidden_size, dtype) + len(todo) * 4096
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
@@ -132,7 +138,8 @@ def _check_disk(
         raise CacheError(
             f"out of disk: the features of {count} tokens need {needed / gib:.2f} GiB and "
             f"{directory.parent} has {free / gib:.2f} GiB free, {(needed - free) / gib:.2f} GiB "
-            "short; set data.feature_dtype=bfloat16, a lower data.limit or another data.cache_dir"
+            "short; set data.feature_dtype=bfloat16 or int8, a lower data.limit or another "
+            "data.cache_dir"
         )
 
 
@@ -148,12 +155,12 @@ def _extract(
     """Make this rank's shards, naming each in the manifest when it is whole."""
     name = shards.MANIFEST if rank == 0 else f"manifest-{rank}.json"
     shards.write_manifest(directory, manifest, name)
-    dtype = shards.DTYPES[manifest["settings"]["dtype"]]
+    storage = Storage.of_settings(manifest["settings"])
     total = sum(manifest["lengths"][row] for rows in mine.values() for row in rows)
     with tqdm(total=total, desc="features", unit="token", unit_scale=True, disable=rank > 0) as bar:
         try:
             for number, rows in mine.items():
-                tensors, moments = _shard(target, tokens, rows, dtype, batch_tokens, bar)
+                tensors, moments = _shard(target, tokens, rows, storage, batch_tokens, bar)
                 file = f"shard-{int(number):05d}.safetensors"
                 entry = shards.write_shard(directory, file, tensors)
                 manifest["shards"][number] = {**entry, "rows": rows, **moments}
@@ -170,12 +177,12 @@ def _shard(
     target: Target,
     tokens: TokenCache,
     rows: list[int],
-    dtype: torch.dtype,
+    storage: Storage,
     batch_tokens: int,
     bar: tqdm,
 ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
-    """Compute the tensors of one shard, and the moments of features and embeddings."""
-    ids, masks, features = [], [], []
+    """Compute the tensors of one shard, and the moments of features, errors and embeddings."""
+    ids, masks, stored, moments, errors = [], [], [], [], []
     for batch in _batches(rows, tokens.lengths, batch_tokens):
         items = [tokens[row] for row in batch]
         width = max(len(item["input_ids"]) for item in items)
@@ -185,27 +192,31 @@ def _shard(
         # No attention mask: attention is causal, so padding on the right is seen by nobody.
         hidden = target.features(padded.to(target.device))  # [B, T, H]
         for line, item, row in zip(hidden, items, batch, strict=True):
-            kept = line[: len(item["input_ids"])].to("cpu", dtype)
-            if not kept.isfinite().all():
+            features = line[: len(item["input_ids"])]
+            if not features.isfinite().all():
                 raise DataError(
                     f"{target.name} computes NaN or infinity for {tokens.origin(row)} in "
                     f"{target.dtype}; set target.dtype=float32 or bfloat16"
                 )
-            features.append(kept)
+            kept = features[storage.kept(item["loss_mask"]).to(target.device)]  # [M, H]
+            encoded = storage.encode(kept)
+            stored.append({name: tensor.cpu() for name, tensor in encoded.items()})
+            moments.append(_moments(features))
+            errors.append((_squares(decode(encoded) - kept), _squares(kept)))
             ids.append(item["input_ids"])
             masks.append(item["loss_mask"])
-            bar.update(len(kept))
+            bar.update(len(features))
     tensors = {
         "input_ids": torch.cat(ids).int(),  # [N]
         "loss_mask": torch.cat(masks),  # [N]
-        "features": torch.cat(features),  # [N, H]
+        **{name: torch.cat([part[name] for part in stored]) for name in stored[0]},
     }
     embedded = target.embed(tensors["input_ids"].long().to(target.device))
-    moments = {
-        "feature_moments": _moments(tensors["features"]),
+    return tensors, {
+        "feature_moments": _summed(moments),
+        "error_moments": _summed(errors),
         "embed_moments": _moments(embedded),
     }
-    return tensors, moments
 
 
 def _batches(rows: list[int], lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -218,11 +229,15 @@ def _batches(rows: list[int], lengths: list[int], batch_tokens: int) -> Iterator
 
 def _moments(values: Tensor) -> list[float]:
     """Return count, sum and sum of squares."""
-    return [
-        values.numel(),
-        values.sum(dtype=torch.float64).item(),
-        values.float().square().sum(dtype=torch.float64).item(),
-    ]
+    return [values.numel(), values.sum(dtype=torch.float64).item(), _squares(values)]
+
+
+def _squares(values: Tensor) -> float:
+    return values.float().square().sum(dtype=torch.float64).item()
+
+
+def _summed(moments: Iterable[Sequence[float]]) -> list[float]:
+    return [sum(values) for values in zip(*moments, strict=True)]
 
 
 def _merge(
@@ -236,9 +251,18 @@ def _merge(
             "run again to go on"
         )
     manifest["shards"] = {number: entries[number] for number in plan}
+    entries = manifest["shards"].values()  # in one order, however many ranks made them
     for name, scale in (("feature_moments", "feature_scale"), ("embed_moments", "embed_scale")):
-        count, total, squares = map(sum, zip(*(e[name] for e in entries.values()), strict=True))
+        count, total, squares = _summed(entry[name] for entry in entries)
         manifest[scale] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
+    # The shards of a cache that an earlier version began say nothing of their errors.
+    errors, squares = _summed(entry.get("error_moments", (0.0, 0.0)) for entry in entries)
+    dtype = settings["dtype"]
+    manifest["quantisation"] = {
+        "format": dtype,
+        "scale": "token" if dtype in LARGEST else None,  # what has one of its own
+        "error": math.sqrt(errors / squares) if squares else None,  # ||f - stored f|| / ||f||
+    }
     shards.write_manifest(directory, manifest | {"complete": True})
     for path in directory.glob("manifest-*.json"):
         path.unlink()

@@ -1,9 +1,10 @@
 """Shards of a feature cache on disk, and the manifest that says which of them exist.
 
 A shard holds whole rows, one behind the other: `input_ids` [N] int32, `loss_mask` [N] bool,
-`features` [N, H]. It is written under a temporary name, flushed to the disk and renamed, and only
-then named in the manifest, which is replaced in one move: a shard that the manifest does not name
-does not exist, whatever the folder holds after a crash.
+`features` [M, H] and perhaps `scales` [M] of the tokens that have a feature (see storage.py). It is
+written under a temporary name, flushed to the disk and renamed, and only then named in the
+manifest, which is replaced in one move: a shard that the manifest does not name does not exist,
+whatever the folder holds after a crash.
 """
 
 import hashlib
@@ -13,28 +14,31 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
+from specdraft.data.storage import Storage
 from specdraft.recipes.errors import CacheError
 
 MANIFEST = "manifest.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHARD_BYTES = 64 << 20
 _MAX_SHARDS = 1024  # a larger cache gets larger shards
 _MASK_AND_ID_BYTES = 5  # per token: bool + int32
 
 
-def feature_bytes(tokens: int, hidden_size: int, dtype: str) -> int:
-    """Return the size on disk of a feature cache, known before anything runs."""
-    return tokens * (hidden_size * DTYPES[dtype].itemsize + _MASK_AND_ID_BYTES)
+def feature_bytes(tokens: int, kept: int, hidden_size: int, storage: Storage) -> int:
+    """Return the size on disk of a feature cache, known before anything runs.
+
+    kept: how many of the tokens have a stored feature.
+    """
+    return tokens * _MASK_AND_ID_BYTES + kept * storage.token_bytes(hidden_size)
 
 
 def plan(
-    lengths: list[int], hidden_size: int, dtype: str, shard_bytes: int
+    lengths: list[int], kept: list[int], hidden_size: int, storage: Storage, shard_bytes: int
 ) -> dict[str, list[int]]:
     """Cut the rows, longest first, into shards: number -> rows."""
-    row_bytes = [feature_bytes(length, hidden_size, dtype) for length in lengths]
+    counts = zip(lengths, kept, strict=True)
+    row_bytes = [feature_bytes(*row, hidden_size, storage) for row in counts]
     shard_bytes = max(shard_bytes, sum(row_bytes) // _MAX_SHARDS)
     cut, size = [[]], 0
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):

@@ -15,11 +15,12 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -95,6 +96,13 @@ class TokenCache:
         """Return {"input_ids": [T] int64, "loss_mask": [T] bool}."""
         row = self._tensors[index]
         return {"input_ids": row["input_ids"].long(), "loss_mask": row["loss_mask"].bool()}
+
+    def masks(self) -> Iterator[Tensor]:
+        """Yield the loss mask [T] of every row, without the rest: many times faster."""
+        for table in self.dataset.with_format("arrow").iter(1000):
+            masks = table["loss_mask"].combine_chunks()
+            flat = torch.tensor(masks.flatten().to_numpy(zero_copy_only=False))
+            yield from flat.split(masks.value_lengths().to_pylist())
 
     def origin(self, index: int) -> str:
         """Return source:line of a row."""

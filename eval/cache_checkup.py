@@ -140,10 +140,12 @@ def check_rows(
     recipe: Recipe, target: Target, cache: FeatureCache, rows: list[dict[str, Tensor]]
 ) -> Iterator[Finding]:
     """Compare cached rows with the live target: values, scale, place."""
+    kept = [cache.storage.kept(row["loss_mask"]) for row in rows]
     live = [target.features(row["input_ids"][None].to(target.device))[0].cpu() for row in rows]
-    cached = [row["features"] for row in rows]
+    live = [features[places] for features, places in zip(live, kept, strict=True)]
+    cached = [row["features"][places] for row, places in zip(rows, kept, strict=True)]
     # Half of the digits: batches and kernels sum in other orders, layer after layer.
-    limit = max(torch.finfo(t.dtype).eps for t in (live[0], cached[0])) ** 0.5
+    limit = max(torch.finfo(live[0].dtype).eps, cache.storage.eps) ** 0.5
     # Where features stand is the matter of the line `shift`: here, only what they are.
     gap = min(_gap(cached, live, places) for places in (0, 1, -1))
     note = f"{len(rows)} rows made anew differ by {gap:.1e} of their size (allowed {limit:.1e})"

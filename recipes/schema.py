@@ -74,7 +74,10 @@ class DataSection(Section):
     max_length: Annotated[int, Interval(2)] = 2048  # tokens kept of a conversation
     cache_dir: str = "cache"
     features: Literal["cached", "online"] = "cached"
-    feature_dtype: Dtype = "float32"  # of the features on disk
+    feature_dtype: Literal[Dtype, "float8", "int8"] = "float32"  # of the features on disk
+    # Stored are features with a supervised token among the next so many; the others are zeros in
+    # training. As many as max_length: only what no loss reads is missing. null: all are stored.
+    feature_context: Count | None = None
     limit: Count | None = None  # conversations read at most
     holdout: Natural = 0  # last rows of the sources, never trained on
     prompt_tokens: Count | None = None  # format text: prompt length; null: all is supervised

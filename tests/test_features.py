@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdraft.data import shards
 from specdraft.data.features import FeatureCache, build_features
+from specdraft.data.storage import Storage
 from specdraft.data.tokens import build_tokens
 from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError, DataError
@@ -260,7 +261,8 @@ def test_a_full_disk_is_told_before_anything_runs(made, monkeypatch):
 
 def test_the_size_is_known_before(made):
     cache = build(made)
-    estimate = shards.feature_bytes(sum(cache.lengths), HIDDEN, "float32")
+    count = sum(cache.lengths)
+    estimate = shards.feature_bytes(count, count, HIDDEN, Storage("float32"))
     size = sum(entry["bytes"] for entry in cache.manifest["shards"].values())
     assert estimate <= size <= estimate + 1024 * len(cache.manifest["shards"])
 

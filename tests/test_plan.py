@@ -32,7 +32,7 @@ def test_the_7b_plan_has_the_sizes_of_the_paper():
     assert plan.head_layers == pytest.approx(2.7, abs=0.1)
     assert plan.target.parameters == pytest.approx(6.74e9, rel=0.01)
     assert plan.rows == 68000
-    assert plan.cache_bytes == 68000 * 2048 * 4096 * 2
+    assert plan.cache_bytes == 68000 * 2048 * (4096 * 2 + 5)  # features, token and mask
     assert plan.steps == 68000 // 32 * 20
     assert 8e9 < plan.memory_per_gpu < 24e9
     text = dict(lines(plan, load("vicuna7b"), 8, 100e12))

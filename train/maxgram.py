@@ -100,7 +100,7 @@ def show_plan(recipe: Recipe) -> None:
     shape, origin = target_shape(recipe)
     what = "counted while they are streamed"
     if recipe.maxgram.corpus == "tokens":
-        rows, tokens = counted(recipe)
+        rows, tokens, _ = counted(recipe)
         what = "counted when the sources are read" if rows is None else f"at most {rows:,} rows"
         what = what if tokens is None else f"{rows:,} rows, {tokens:,} tokens"
     table = Table.grid(padding=(0, 2))

@@ -11,7 +11,9 @@ import torch
 
 from specdraft.data.chat import split_holdout
 from specdraft.data.fingerprint import of_settings
+from specdraft.data.shards import feature_bytes
 from specdraft.data.sources import BUNDLED as TINY_SOURCE
+from specdraft.data.storage import Storage
 from specdraft.data.tokens import TokenCache, token_settings
 from specdraft.models.falcon import FalconHead
 from specdraft.models.medusa import MedusaHeads
@@ -57,9 +59,16 @@ class Plan:
 
 
 def make_plan(
-    recipe: Recipe, ranks: int = 1, rows: int | None = None, tokens: int | None = None
+    recipe: Recipe,
+    ranks: int = 1,
+    rows: int | None = None,
+    tokens: int | None = None,
+    stored: int | None = None,
 ) -> Plan:
-    """Plan a run on `ranks` processes; rows and tokens where they are known (see `counted`)."""
+    """Plan a run on `ranks` processes; rows and tokens where they are known (see `counted`).
+
+    stored: how many of the tokens have a feature on disk; None: not known, at most all.
+    """
     shape, origin = target_shape(recipe)
     student = StudentPlan.of(recipe, shape)
     parameters = student.trained if student else _head_parameters(recipe, shape)
@@ -68,7 +77,10 @@ def make_plan(
         rows = max(0, recipe.data.limit - recipe.data.holdout) * _samples(recipe)
     if rows is not None and not exact:
         tokens = rows * recipe.data.max_length
-    per_token = shape.hidden_size * BYTES[recipe.data.feature_dtype]
+    cache_bytes = None
+    if tokens is not None:
+        kept = tokens if stored is None else stored
+        cache_bytes = feature_bytes(tokens, kept, shape.hidden_size, Storage.of(recipe.data))
     train = recipe.train
     per_forward = max(1, train.batch_size // (train.accumulation * ranks))
     memory = (
@@ -84,7 +96,7 @@ def make_plan(
         rows=rows,
         tokens=tokens,
         exact=exact,
-        cache_bytes=None if tokens is None else tokens * per_token,
+        cache_bytes=cache_bytes,
         cache_flops=None if tokens is None else 2.0 * shape.parameters * tokens,
         memory_per_gpu=memory,
         rows_per_forward=per_forward,
@@ -93,14 +105,14 @@ def make_plan(
     )
 
 
-def counted(recipe: Recipe) -> tuple[int | None, int | None]:
-    """Return the rows and tokens of a recipe, as far as they can be told without a download.
+def counted(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
+    """Return rows, tokens and stored features of a recipe, as far as is known without a download.
 
-    Both from a finished token cache; of sources on this machine a bound of the rows.
+    All from a finished token cache; of sources on this machine a bound of the rows.
     """
     name, data = recipe.target.model, recipe.data
     if not all(source == TINY_SOURCE or Path(source).exists() for source in data.sources):
-        return None, None
+        return None, None, None
     if name == BUNDLED or Path(name).is_dir():
         folder = resolve(name)
         whose = identity(name, recipe.target.revision, folder) if data.answers == "target" else None
@@ -108,8 +120,8 @@ def counted(recipe: Recipe) -> tuple[int | None, int | None]:
         directory = Path(data.cache_dir) / f"tokens-{of_settings(settings)}"
         if directory.is_dir():
             cache = TokenCache.open(directory)
-            return len(cache), cache.stats["tokens"]
-    return len(split_holdout(data)[0].conversations) * _samples(recipe), None
+            return len(cache), cache.stats["tokens"], sum(Storage.of(data).counts(cache))
+    return len(split_holdout(data)[0].conversations) * _samples(recipe), None, None
 
 
 def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[str, str]]:
@@ -121,7 +133,7 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
     head += f"{plan.head_layers:.2f} decoder "
     head += "layers of the target"
     data = "counted when the sources are read (set data.limit for a bound)"
-    cache = f"{shape.hidden_size * BYTES[recipe.data.feature_dtype]} bytes per token"
+    cache = f"{Storage.of(recipe.data).token_bytes(shape.hidden_size)} bytes per token"
     if plan.tokens is not None:
         data = f"{at_most}{plan.rows:,} rows, {plan.tokens:,} tokens"
         here, there = plan.cache_flops / flops / ranks, plan.cache_flops / GPU_FLOPS / ranks

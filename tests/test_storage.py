@@ -1,0 +1,366 @@
+"""Features in fewer bytes and of fewer tokens: what is lost is bounded, measured, and said."""
+
+import json
+import threading
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from commands import run_here
+from random_models import random_target
+from test_distill import ToyTexts
+from test_distill import train as train_student
+from test_features import HIDDEN, Breaking, cut, flip, make_target, same
+from test_loop import ToyRows, train
+from test_medusa import make_recipe, random_heads
+from test_tokens import chats, recipe, write
+
+from specdraft.data import shards
+from specdraft.data.feature_cache import FeatureCache
+from specdraft.data.features import build_features, feature_settings
+from specdraft.data.storage import LARGEST, TYPES, Storage, decode
+from specdraft.data.tokens import TokenCache, build_tokens
+from specdraft.eval.cache_checkup import check_rows
+from specdraft.models.target import Target
+from specdraft.recipes.errors import CacheError, RecipeError
+from specdraft.recipes.schema import Recipe
+from specdraft.train.ahead import TokensAhead
+
+SMALL = 4096  # bytes of a shard: a handful of rows
+Made = tuple[Recipe, TokenCache, Target]
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+
+
+# -- in which numbers ------------------------------------------------------------------------------
+
+
+def representable(dtype: str) -> torch.Tensor:
+    """Every finite value of a format of one byte."""
+    patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    values = patterns.view(TYPES[dtype]).double()
+    values = values[values.isfinite() & (values > -128)]  # int8 is symmetric
+    assert values.max() == LARGEST[dtype]
+    return values
+
+
+def features_of_all_sizes() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(12, 64, generator=generator)
+    rows[1] *= 1e30
+    rows[2] *= 3e37
+    rows[3] *= 1e-30
+    rows[4] *= 1e-40  # subnormal numbers
+    rows[5] = 0.0
+    rows[6, 7] = 1000.0  # one channel that towers above the others
+    rows[7] = rows[7].exp().pow(4)
+    rows[8] = -3.0
+    return rows
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_every_value_goes_to_the_nearest_that_one_byte_and_the_scale_can_say(dtype):
+    features = features_of_all_sizes()
+    stored = Storage(dtype).encode(features)
+    assert stored["features"].dtype == TYPES[dtype]
+    assert (stored["scales"].shape, stored["scales"].dtype) == ((12,), torch.float32)
+    scales, exact = stored["scales"].double()[:, None], features.double()
+    found = decode(stored)
+    assert found.dtype == torch.float32
+    assert found.isfinite().all()
+    assert torch.equal(found[5], features[5])
+    error = (found.double() - exact).abs()
+    nearest = (representable(dtype) * scales[..., None] - exact[..., None]).abs().amin(-1)
+    assert (error <= nearest + 1e-6 * exact.abs() + 1e-45).all()
+    # The bounds that the module states.
+    bound = scales / 2 if dtype == "int8" else (exact.abs() / 2**4).maximum(scales / 2**10)
+    assert (error <= 1.00001 * bound + 1e-45).all()
+    largest = exact.abs().amax(-1)
+    used = largest > LARGEST[dtype] * torch.finfo().tiny
+    torch.testing.assert_close(scales[used, 0] * LARGEST[dtype], largest[used])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_wider_formats_round_and_have_no_scales(dtype):
+    features = features_of_all_sizes()
+    stored = Storage(dtype).encode(features)
+    assert stored.keys() == {"features"}
+    assert torch.equal(decode(stored), features.to(TYPES[dtype]))
+
+
+def test_half_precision_features_are_quantised_as_they_are():
+    features = torch.randn(4, 32).bfloat16()
+    for dtype in LARGEST:
+        narrow, wide = (Storage(dtype).encode(f) for f in (features, features.float()))
+        assert torch.equal(decode(narrow), decode(wide))
+
+
+# -- of which tokens -------------------------------------------------------------------------------
+
+
+def test_a_feature_is_kept_if_a_supervised_token_follows_soon_enough():
+    generator = torch.Generator().manual_seed(1)
+    for length in (1, 2, 9, 20):
+        for density in (0.0, 0.1, 0.5, 1.0):
+            mask = torch.rand(length, generator=generator) < density
+            for context in (1, 2, 5, 20, 99):
+                kept = Storage("float32", context).kept(mask)
+                naive = [bool(mask[j + 1 : j + 1 + context].any()) for j in range(length)]
+                assert kept.tolist() == naive
+            assert Storage("float32").kept(mask).all()
+
+
+def holes(data):
+    """Masks with gaps and tails that are not supervised, as chats that end with a question have."""
+    generator = torch.Generator().manual_seed(2)
+    for row in data.rows:
+        length = len(row["input_ids"])
+        row["loss_mask"] = torch.rand(length, generator=generator) < 0.4
+        row["loss_mask"][length - int(torch.randint(4, (), generator=generator)) :] = False
+        row["loss_mask"][3] = True
+    return data
+
+
+def without(data, context: int):
+    """The same rows, of which only the kept features are not zeros."""
+    storage = Storage("float32", context)
+    for row in data.rows:
+        kept = row["features"][storage.kept(row["loss_mask"])]
+        row["features"] = storage.spread(kept, row["loss_mask"])
+    return data
+
+
+def equal(weights: dict, others: dict) -> bool:
+    return all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("k", "changes"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {"glance.start": 0.9, "train.rollout": 3}),
+        (2, {"glance.start": 0.9, "glance.isolated": True, "glance.supervise_revealed": True}),
+    ],
+)
+def test_a_head_never_reads_features_behind_the_last_supervised_token(tmp_path, k, changes):
+    changes = changes | {"train.steps": 2}
+    _, whole = train(tmp_path / "whole", holes(ToyRows()), k=k, **changes)
+    rows = without(holes(ToyRows()), context=99)
+    assert any((row["features"] == 0).all(-1).sum() > 1 for row in rows.rows)
+    _, trimmed = train(tmp_path / "trimmed", rows, k=k, **changes)
+    assert equal(whole, trimmed)
+    _, bounded = train(tmp_path / "bounded", without(holes(ToyRows()), context=1), k=k, **changes)
+    assert not equal(whole, bounded)
+
+
+def test_a_student_reads_the_feature_before_each_supervised_token_only(tmp_path):
+    target = random_target()
+    options = {"target": target, "distill.jsd": 0.5}
+    _, whole = train_student(tmp_path / "whole", holes(ToyTexts(target)), **options)
+    rows = without(holes(ToyTexts(target)), context=1)
+    _, trimmed = train_student(tmp_path / "trimmed", rows, **options)
+    assert equal(whole, trimmed)
+
+
+def test_medusa_heads_read_one_feature_more_than_they_are():
+    target = random_target()
+    objective = TokensAhead(make_recipe(**{"medusa.soft_weight": 0.5}), target)
+    heads = random_heads(target, 3)
+
+    def loss(rows: list[dict]) -> torch.Tensor:
+        batch = objective.collate(rows, [(0, 0, n) for n in range(len(rows))])
+        total, _ = objective.loss(heads, batch, *objective.plan(heads, batch, 0.0))
+        return total
+
+    whole = loss(holes(ToyTexts(target)).rows)
+    assert torch.equal(loss(without(holes(ToyTexts(target)), context=4).rows), whole)
+    assert not torch.equal(loss(without(holes(ToyTexts(target)), context=3).rows), whole)
+
+
+# -- on the disk -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Tokens of chats that are cut off at any place, with the target and a recipe of its own."""
+    rows = chats(24)
+    for number, row in enumerate(rows):
+        row["messages"][2]["content"] += " Tell me more." * (number % 9)
+    source = write(tmp_path / "a.jsonl", rows)
+
+    def made(folder: str = "", **data) -> Made:
+        settings = recipe(tmp_path / folder, source, max_length=48, **data)
+        target = make_target()
+        return settings, build_tokens(settings, target.tokenizer), target
+
+    return made
+
+
+def build(made: Made, **options) -> FeatureCache:
+    return build_features(*made, **{"shard_bytes": SMALL, **options})
+
+
+STORED = [("float32", None), ("bfloat16", 9), ("float8", None), ("int8", 48), ("int8", 3)]
+every_storage = pytest.mark.parametrize(("dtype", "context"), STORED)
+
+
+@every_storage
+def test_a_row_has_its_features_as_stored_and_zeros_for_the_others(make, dtype, context):
+    made = make(feature_dtype=dtype, feature_context=context)
+    cache, whole = build(made, shard_bytes=1 << 20), build(make(), shard_bytes=1 << 20)
+    storage = Storage(dtype, context)
+    for n in range(len(cache)):
+        row, exact = cache[n], whole[n]
+        assert torch.equal(row["input_ids"], exact["input_ids"])
+        assert torch.equal(row["loss_mask"], exact["loss_mask"])
+        kept = storage.kept(row["loss_mask"])
+        stored = decode(storage.encode(exact["features"][kept]))
+        assert torch.equal(row["features"][kept], stored)
+        assert not row["features"][~kept].any()
+        assert len(stored) == cache.kept[n]
+    assert (sum(cache.kept) < sum(cache.lengths)) == (context is not None)
+    assert cache.manifest["feature_scale"] == whole.manifest["feature_scale"]
+
+
+@every_storage
+def test_the_manifest_says_what_was_lost(make, dtype, context):
+    cache, whole = build(make(feature_dtype=dtype, feature_context=context)), build(make())
+    storage, error, squares = Storage(dtype, context), 0.0, 0.0
+    for n in range(len(cache)):
+        kept = storage.kept(cache[n]["loss_mask"])
+        exact = whole[n]["features"][kept].double()
+        error += (cache[n]["features"][kept].double() - exact).square().sum().item()
+        squares += exact.square().sum().item()
+    said = cache.manifest["quantisation"]
+    assert said["format"] == dtype
+    assert said["scale"] == ("token" if dtype in LARGEST else None)
+    assert said["error"] == pytest.approx((error / squares) ** 0.5, rel=1e-3, abs=1e-6)
+    assert (said["error"] == 0) == (dtype == "float32")
+    assert said["error"] < {"float32": 1e-9, "bfloat16": 3e-3, "int8": 0.01, "float8": 0.04}[dtype]
+
+
+@every_storage
+def test_sizes_are_known_before_the_first_forward(make, dtype, context):
+    settings, tokens, target = make(feature_dtype=dtype, feature_context=context)
+    told = []
+    with pytest.raises(KeyboardInterrupt):
+        build((settings, tokens, Breaking(target, 0)), announce=lambda *what: told.append(what))
+    cache = build((settings, tokens, target))
+    ((count, size),) = told
+    assert count == sum(cache.lengths)
+    entries = cache.manifest["shards"].values()
+    real = sum(entry["bytes"] for entry in entries)
+    assert len(entries) > 1
+    assert size < real < size + 512 * len(entries)  # the headers
+    plan = shards.feature_bytes(count, sum(cache.kept), HIDDEN, cache.storage)
+    assert plan == size
+
+
+def test_a_plan_has_the_size_of_the_cache(tmp_path):
+    places = [f"data.cache_dir={tmp_path}", "data.limit=8", "data.feature_context=20"]
+    command = ["data/cache.py", "recipes/tiny.yaml", *places, "data.feature_dtype=int8"]
+    planned = run_here(*command, "--dry-run").stdout
+    assert "at most 8 rows" in planned
+    made = run_here(*command).stdout
+    (folder,) = tmp_path.glob("features-*")
+    cache = FeatureCache.open(folder)
+    tokens, kept = sum(cache.lengths), sum(cache.kept)
+    assert made.startswith(f"features to make: {tokens:,} tokens, 0.000")
+    assert f"{kept:,} stored in int8, one scale per token; relative error (RMS) 0.0" in made
+    size = kept * (128 + 4) + tokens * 5
+    assert f"{size / 1000:.3g} KB" in run_here(*command, "--dry-run").stdout
+    assert "features to make" not in run_here(*command).stdout
+
+
+@pytest.mark.parametrize("dtype", ["float8", "int8"])
+def test_a_build_that_was_cut_off_equals_one_in_one_piece_and_one_of_two_ranks(make, dtype):
+    options = {"feature_dtype": dtype, "feature_context": 9}
+    alone = build(make(**options))
+    settings, tokens, target = make("cut", **options)
+    told = []
+    with pytest.raises(KeyboardInterrupt):
+        build((settings, tokens, Breaking(target, 2)))
+    resumed = build((settings, tokens, target), announce=lambda *what: told.append(what))
+    assert 0 < told[0][0] < sum(tokens.lengths)
+
+    meet, caches, made = threading.Barrier(2, timeout=30), [None, None], make("ranks", **options)
+
+    def work(rank: int) -> None:
+        caches[rank] = build(made, rank=rank, world=2, barrier=meet.wait)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for other in (resumed, *caches):
+        assert same(other, alone)
+        for key in ("quantisation", "feature_scale", "embed_scale", "kept", "lengths"):
+            assert other.manifest[key] == alone.manifest[key]
+
+
+@pytest.mark.parametrize("harm", [flip, cut])
+@pytest.mark.parametrize("dtype", ["float8", "int8"])
+def test_damage_is_found(make, dtype, harm):
+    cache = build(make(feature_dtype=dtype))
+    harm(cache.directory / cache.manifest["shards"]["1"]["file"])
+    with pytest.raises(CacheError, match="delete that file and run again"):
+        FeatureCache.open(cache.directory)
+
+
+def rewrite(cache: FeatureCache, **changes) -> None:
+    """Write a manifest as it was before there were quantised features, with changes."""
+    manifest = json.loads(json.dumps(cache.manifest | {"quantisation": None} | changes))
+    del manifest["kept"]
+    for entry in manifest["shards"].values():
+        del entry["error_moments"]
+    shards.write_manifest(cache.directory, manifest)
+
+
+def test_a_cache_of_before_opens_and_one_that_was_not_finished_goes_on(make):
+    settings, tokens, target = made = make(feature_dtype="bfloat16")
+    names = {"version", "weights", "target_dtype", "tokenizer", "template", "tokens", "dtype"}
+    assert feature_settings(settings, tokens, target).keys() == names  # or it has another name
+    cache = build(made)
+    rewrite(cache)
+    opened = build((settings, tokens, Breaking(target, 0)))
+    assert opened.manifest["quantisation"] is None
+    assert same(opened, cache)
+
+    entries = cache.manifest["shards"]
+    rewrite(cache, complete=False, shards={number: entries[number] for number in ("0", "1")})
+    finished = build(made)
+    assert same(finished, cache)
+    assert finished.manifest["feature_scale"] == cache.manifest["feature_scale"]
+    assert 0 < finished.manifest["quantisation"]["error"] < 3e-3
+
+
+@every_storage
+def test_the_doctor_knows_how_features_were_stored(make, dtype, context):
+    settings, _, target = made = make(feature_dtype=dtype, feature_context=context)
+    cache = build(made)
+
+    def outcomes(rows: list[dict]) -> dict[str, str]:
+        return {line.line: line.outcome for line in check_rows(settings, target, cache, rows)}
+
+    rows = [cache[n] for n in range(8)]
+    found = outcomes(rows)
+    assert (found["features"], found["scale"]) == ("pass", "pass")
+    wrong = [row | {"features": 3 * row["features"]} for row in rows]
+    assert outcomes(wrong)["features"] == "fail"
+
+
+def test_another_storage_is_another_cache(make):
+    made = [make(feature_dtype=dtype, feature_context=context) for dtype, context in STORED]
+    assert len({build(one).directory for one in made}) == len(STORED)
+
+
+@pytest.mark.parametrize("data", [{"feature_dtype": "int4"}, {"feature_context": 0}])
+def test_what_cannot_be_stored_is_refused(make, data):
+    with pytest.raises(RecipeError, match=next(iter(data))):
+        make(**data)
