@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.feature_cache import FeatureCache
+from specdraft.data.online_features import Features
 from specdraft.data.template import preview
 from specdraft.data.tokens import TokenCache
 from specdraft.eval.answers import build_caches
@@ -49,15 +50,18 @@ def main() -> None:
 
 
 def show(
-    tokens: TokenCache, features: FeatureCache, target: Target, rows: int, console: Console
+    tokens: TokenCache, features: Features, target: Target, rows: int, console: Console
 ) -> None:
     """Print the counts, the places of the caches, and rows with their supervised tokens green."""
     table = Table.grid(padding=(0, 2))
     for name, value in tokens.stats.items():
         table.add_row(name, f"{value:,}")
-    size = sum(entry["bytes"] for entry in features.manifest["shards"].values())
     table.add_row("tokens at", str(tokens.directory))
-    table.add_row("features at", f"{features.directory} ({size / 2**20:.1f} MiB)")
+    if isinstance(features, FeatureCache):
+        size = sum(entry["bytes"] for entry in features.manifest["shards"].values())
+        table.add_row("features at", f"{features.directory} ({size / 2**20:.1f} MiB)")
+    else:
+        table.add_row("features", "none kept (data.features=online)")
     console.print(table)
     for index in range(min(rows, len(tokens))):
         row = tokens[index]

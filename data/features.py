@@ -14,7 +14,7 @@ Shapes: B rows of a forward, T tokens (longest row), H hidden, N tokens of a sha
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ from specdraft.data.tokens import TokenCache
 from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.schema import Recipe
+
+BATCH_TOKENS = 8192  # of a forward, padding included
+SAMPLE_TOKENS = 1 << 15  # that scales are measured on where no cache is made
 
 
 def feature_settings(recipe: Recipe, tokens: TokenCache, target: Target) -> dict[str, Any]:
@@ -50,7 +53,7 @@ def build_features(
     rank: int = 0,
     world: int = 1,
     barrier: Callable[[], None] = lambda: None,
-    batch_tokens: int = 8192,
+    batch_tokens: int = BATCH_TOKENS,
     shard_bytes: int = shards.SHARD_BYTES,
 ) -> FeatureCache:
     """Open the feature cache of a recipe, or make what is missing of it first.
@@ -60,7 +63,7 @@ def build_features(
     """
     settings = feature_settings(recipe, tokens, target)
     directory = Path(recipe.data.cache_dir) / f"features-{fingerprint.of_settings(settings)}"
-    _check_context(tokens, target)
+    check_context(tokens, target)
     plan = shards.plan(tokens.lengths, target.hidden_size, recipe.data.feature_dtype, shard_bytes)
     done = _shards_on_disk(directory, settings, plan)
     finished = _is_complete(directory) and len(done) == len(plan)
@@ -109,7 +112,8 @@ def _is_complete(directory: Path) -> bool:
     return path.exists() and shards.read_manifest(path)["complete"]
 
 
-def _check_context(tokens: TokenCache, target: Target) -> None:
+def check_context(tokens: TokenCache, target: Target) -> None:
+    """Raise DataError when a row is longer than what the target was made for."""
     context = getattr(target.config, "max_position_embeddings", None)
     longest = max(tokens.lengths)
     if context is not None and longest > context:
@@ -153,7 +157,7 @@ def _extract(
     with tqdm(total=total, desc="features", unit="token", unit_scale=True, disable=rank > 0) as bar:
         try:
             for number, rows in mine.items():
-                tensors, moments = _shard(target, tokens, rows, dtype, batch_tokens, bar)
+                tensors, moments = _shard(target, tokens, rows, dtype, batch_tokens, bar.update)
                 file = f"shard-{int(number):05d}.safetensors"
                 entry = shards.write_shard(directory, file, tensors)
                 manifest["shards"][number] = {**entry, "rows": rows, **moments}
@@ -172,29 +176,16 @@ def _shard(
     rows: list[int],
     dtype: torch.dtype,
     batch_tokens: int,
-    bar: tqdm,
+    count: Callable[[int], object] = lambda tokens: None,
 ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
     """Compute the tensors of one shard, and the moments of features and embeddings."""
     ids, masks, features = [], [], []
-    for batch in _batches(rows, tokens.lengths, batch_tokens):
-        items = [tokens[row] for row in batch]
-        width = max(len(item["input_ids"]) for item in items)
-        padded = torch.zeros(len(batch), width, dtype=torch.long)  # [B, T]
-        for line, item in zip(padded, items, strict=True):
-            line[: len(item["input_ids"])] = item["input_ids"]
-        # No attention mask: attention is causal, so padding on the right is seen by nobody.
-        hidden = target.features(padded.to(target.device))  # [B, T, H]
-        for line, item, row in zip(hidden, items, batch, strict=True):
-            kept = line[: len(item["input_ids"])].to("cpu", dtype)
-            if not kept.isfinite().all():
-                raise DataError(
-                    f"{target.name} computes NaN or infinity for {tokens.origin(row)} in "
-                    f"{target.dtype}; set target.dtype=float32 or bfloat16"
-                )
-            features.append(kept)
-            ids.append(item["input_ids"])
-            masks.append(item["loss_mask"])
-            bar.update(len(kept))
+    for batch in batches(rows, tokens.lengths, batch_tokens):
+        for row in read_features(target, tokens, batch, dtype):
+            ids.append(row["input_ids"])
+            masks.append(row["loss_mask"])
+            features.append(row["features"])
+            count(len(row["input_ids"]))
     tensors = {
         "input_ids": torch.cat(ids).int(),  # [N]
         "loss_mask": torch.cat(masks),  # [N]
@@ -208,12 +199,54 @@ def _shard(
     return tensors, moments
 
 
-def _batches(rows: list[int], lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
+def batches(rows: list[int], lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
     """Cut rows that are sorted by length, longest first, into batches of one forward each."""
     while rows:
         count = max(1, batch_tokens // lengths[rows[0]])
         yield rows[:count]
         rows = rows[count:]
+
+
+def read_features(
+    target: Target, tokens: TokenCache, rows: list[int], dtype: torch.dtype
+) -> list[dict[str, Tensor]]:
+    """Read rows and run the target over them, in one forward.
+
+    Returns {"input_ids": [T] int64, "loss_mask": [T] bool, "features": [T, H]} of each, on the CPU.
+    Raises: DataError when a feature is not finite.
+    """
+    items = [tokens[row] for row in rows]
+    # No attention mask: attention is causal, so padding on the right is seen by nobody.
+    hidden = target.features(pad(items).to(target.device))  # [B, T, H]
+    for line, item, row in zip(hidden, items, rows, strict=True):
+        item["features"] = line[: len(item["input_ids"])].to("cpu", dtype)
+        if not item["features"].isfinite().all():
+            raise DataError(
+                f"{target.name} computes NaN or infinity for {tokens.origin(row)} in "
+                f"{target.dtype}; set target.dtype=float32 or bfloat16"
+            )
+    return items
+
+
+def pad(items: list[dict[str, Tensor]]) -> Tensor:
+    """Return the ids of rows, padded on the right: [B, T]."""
+    width = max(len(item["input_ids"]) for item in items)
+    padded = torch.zeros(len(items), width, dtype=torch.long)
+    for line, item in zip(padded, items, strict=True):
+        line[: len(item["input_ids"])] = item["input_ids"]
+    return padded
+
+
+def sample_scales(
+    tokens: TokenCache, target: Target, dtype: torch.dtype, sample: int = SAMPLE_TOKENS
+) -> dict[str, float]:
+    """Measure the scales of `FeatureCache.scales` on about `sample` tokens: every n-th row.
+
+    They are those of the cache where the sample is the whole of it.
+    """
+    every = -(-sum(tokens.lengths) // sample)
+    rows = sorted(range(0, len(tokens), every), key=tokens.lengths.__getitem__, reverse=True)
+    return _scales([_shard(target, tokens, rows, dtype, BATCH_TOKENS)[1]])
 
 
 def _moments(values: Tensor) -> list[float]:
@@ -236,9 +269,16 @@ def _merge(
             "run again to go on"
         )
     manifest["shards"] = {number: entries[number] for number in plan}
-    for name, scale in (("feature_moments", "feature_scale"), ("embed_moments", "embed_scale")):
-        count, total, squares = map(sum, zip(*(e[name] for e in entries.values()), strict=True))
-        manifest[scale] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
+    manifest |= _scales(entries.values())
     shards.write_manifest(directory, manifest | {"complete": True})
     for path in directory.glob("manifest-*.json"):
         path.unlink()
+
+
+def _scales(parts: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Return the standard deviations of what has these moments, taken together."""
+    parts, scales = list(parts), {}
+    for name, scale in (("feature_moments", "feature_scale"), ("embed_moments", "embed_scale")):
+        count, total, squares = map(sum, zip(*(part[name] for part in parts), strict=True))
+        scales[scale] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
+    return scales

@@ -73,8 +73,8 @@ class DataSection(Section):
     answers: Literal["dataset", "target"] = "dataset"  # "target": the target rewrites the answers
     max_length: Annotated[int, Interval(2)] = 2048  # tokens kept of a conversation
     cache_dir: str = "cache"
-    features: Literal["cached", "online"] = "cached"
-    feature_dtype: Dtype = "float32"  # of the features on disk
+    features: Literal["cached", "online"] = "cached"  # on disk, or computed as training goes on
+    feature_dtype: Dtype = "float32"  # of the features, on disk or online
     limit: Count | None = None  # conversations read at most
     holdout: Natural = 0  # last rows of the sources, never trained on
     prompt_tokens: Count | None = None  # format text: prompt length; null: all is supervised
