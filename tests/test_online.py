@@ -1,4 +1,4 @@
-"""Online features: the same heads as from a cache, computed ahead, by every rank for its own rows."""
+"""Online features: the heads of a cache, computed a step ahead, by every rank for its own rows."""
 
 import json
 import queue
