@@ -43,6 +43,7 @@ from specdraft.train.heads import Kind, medusa_heads, sar_head
 from specdraft.train.journal import LOG
 from specdraft.train.loop import fit
 from specdraft.train.ranks import make_accelerator
+from specdraft.train.run import Objective
 
 GOALS = {"loop": ">= 0.90", "wait": "< 2%", "CSGD": "<= 1.45", "cache": ">= 0.90"}
 
@@ -168,7 +169,7 @@ class Bench:
         self._finish()
         return sum(lengths) / (time.perf_counter() - began)
 
-    def _objective(self, recipe: Recipe):
+    def _objective(self, recipe: Recipe) -> Objective:
         return self.kind.objective(recipe, TargetEnds.of(self.target), self.head)
 
     def _plan(self) -> SamplingPlan:
