@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.feature_cache import FeatureCache
-from specdraft.data.features import build_features
+from specdraft.data.online_features import Features
 from specdraft.data.template import preview
 from specdraft.data.tokens import TokenCache
-from specdraft.eval.answers import build_token_cache, ranks
+from specdraft.eval.answers import build_caches
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
@@ -44,25 +44,27 @@ def main() -> None:
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
     accelerator = Accelerator(kwargs_handlers=[patience])
     target = Target.of_recipe(recipe.target, accelerator.device)
-    tokens = build_token_cache(recipe, target, accelerator)
     announce = partial(show_costs, recipe, target, accelerator.num_processes, console)
-    features = build_features(recipe, tokens, target, announce=announce, **ranks(accelerator))
+    tokens, features = build_caches(recipe, target, accelerator, announce)
     if accelerator.is_main_process:
         show(tokens, features, target, arguments.preview, console)
     accelerator.end_training()
 
 
 def show(
-    tokens: TokenCache, features: FeatureCache, target: Target, rows: int, console: Console
+    tokens: TokenCache, features: Features, target: Target, rows: int, console: Console
 ) -> None:
     """Print the counts, the places of the caches, and rows with their supervised tokens green."""
     table = Table.grid(padding=(0, 2))
     for name, value in tokens.stats.items():
         table.add_row(name, f"{value:,}")
-    size = sum(entry["bytes"] for entry in features.manifest["shards"].values())
     table.add_row("tokens at", str(tokens.directory))
-    table.add_row("features at", f"{features.directory} ({size / 2**20:.1f} MiB)")
-    table.add_row("features", f"{sum(features.kept):,} stored{_quantised(features)}")
+    if isinstance(features, FeatureCache):
+        size = sum(entry["bytes"] for entry in features.manifest["shards"].values())
+        table.add_row("features at", f"{features.directory} ({size / 2**20:.1f} MiB)")
+        table.add_row("features", f"{sum(features.kept):,} stored{_quantised(features)}")
+    else:
+        table.add_row("features", "none kept (data.features=online)")
     console.print(table)
     for index in range(min(rows, len(tokens))):
         row = tokens[index]

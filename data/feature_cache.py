@@ -74,6 +74,11 @@ class FeatureCache:
                 )
         return cls(directory, manifest)
 
+    @property
+    def scales(self) -> dict[str, float]:
+        """Standard deviations of the target's embeddings and features, {"embed_scale", ..}."""
+        return {name: self.manifest[name] for name in ("embed_scale", "feature_scale")}
+
     def __len__(self) -> int:
         return len(self.lengths)
 

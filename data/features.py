@@ -30,6 +30,16 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.schema import Recipe
 
+BATCH_TOKENS = 8192  # of a forward, padding included
+SAMPLE_TOKENS = 1 << 15  # that scales are measured on where no cache is made
+
+
+Announce = Callable[[int, int], None]  # told the tokens and the bytes that are still to be made
+
+
+def unannounced(tokens: int, size: int) -> None:
+    """Tell nobody."""
+
 
 def feature_settings(recipe: Recipe, tokens: TokenCache, target: Target) -> dict[str, Any]:
     """Return everything that decides the contents; its hash names the cache."""
@@ -51,8 +61,8 @@ def build_features(
     rank: int = 0,
     world: int = 1,
     barrier: Callable[[], None] = lambda: None,
-    announce: Callable[[int, int], None] = lambda tokens, size: None,
-    batch_tokens: int = 8192,
+    announce: Announce = unannounced,
+    batch_tokens: int = BATCH_TOKENS,
     shard_bytes: int = shards.SHARD_BYTES,
 ) -> FeatureCache:
     """Open the feature cache of a recipe, or make what is missing of it first.
@@ -63,7 +73,7 @@ def build_features(
     """
     settings, storage = feature_settings(recipe, tokens, target), Storage.of(recipe.data)
     directory = Path(recipe.data.cache_dir) / f"features-{fingerprint.of_settings(settings)}"
-    _check_context(tokens, target)
+    check_context(tokens, target)
     kept = storage.counts(tokens)
     plan = shards.plan(tokens.lengths, kept, target.hidden_size, storage, shard_bytes)
     done = _shards_on_disk(directory, settings, plan)
@@ -119,7 +129,8 @@ def _is_complete(directory: Path) -> bool:
     return path.exists() and shards.read_manifest(path)["complete"]
 
 
-def _check_context(tokens: TokenCache, target: Target) -> None:
+def check_context(tokens: TokenCache, target: Target) -> None:
+    """Raise DataError when a row is longer than what the target was made for."""
     context = getattr(target.config, "max_position_embeddings", None)
     longest = max(tokens.lengths)
     if context is not None and longest > context:
@@ -160,7 +171,7 @@ def _extract(
     with tqdm(total=total, desc="features", unit="token", unit_scale=True, disable=rank > 0) as bar:
         try:
             for number, rows in mine.items():
-                tensors, moments = _shard(target, tokens, rows, storage, batch_tokens, bar)
+                tensors, moments = _shard(target, tokens, rows, storage, batch_tokens, bar.update)
                 file = f"shard-{int(number):05d}.safetensors"
                 entry = shards.write_shard(directory, file, tensors)
                 manifest["shards"][number] = {**entry, "rows": rows, **moments}
@@ -179,25 +190,12 @@ def _shard(
     rows: list[int],
     storage: Storage,
     batch_tokens: int,
-    bar: tqdm,
+    count: Callable[[int], object] = lambda tokens: None,
 ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
     """Compute the tensors of one shard, and the moments of features, errors and embeddings."""
     ids, masks, stored, moments, errors = [], [], [], [], []
-    for batch in _batches(rows, tokens.lengths, batch_tokens):
-        items = [tokens[row] for row in batch]
-        width = max(len(item["input_ids"]) for item in items)
-        padded = torch.zeros(len(batch), width, dtype=torch.long)  # [B, T]
-        for line, item in zip(padded, items, strict=True):
-            line[: len(item["input_ids"])] = item["input_ids"]
-        # No attention mask: attention is causal, so padding on the right is seen by nobody.
-        hidden = target.features(padded.to(target.device))  # [B, T, H]
-        for line, item, row in zip(hidden, items, batch, strict=True):
-            features = line[: len(item["input_ids"])]
-            if not features.isfinite().all():
-                raise DataError(
-                    f"{target.name} computes NaN or infinity for {tokens.origin(row)} in "
-                    f"{target.dtype}; set target.dtype=float32 or bfloat16"
-                )
+    for batch in batches(rows, tokens.lengths, batch_tokens):
+        for item, features in read_features(target, tokens, batch):
             kept = features[storage.kept(item["loss_mask"]).to(target.device)]  # [M, H]
             encoded = storage.encode(kept)
             stored.append({name: tensor.cpu() for name, tensor in encoded.items()})
@@ -205,7 +203,7 @@ def _shard(
             errors.append((_squares(decode(encoded) - kept), _squares(kept)))
             ids.append(item["input_ids"])
             masks.append(item["loss_mask"])
-            bar.update(len(features))
+            count(len(features))
     tensors = {
         "input_ids": torch.cat(ids).int(),  # [N]
         "loss_mask": torch.cat(masks),  # [N]
@@ -219,12 +217,54 @@ def _shard(
     }
 
 
-def _batches(rows: list[int], lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
+def batches(rows: list[int], lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
     """Cut rows that are sorted by length, longest first, into batches of one forward each."""
     while rows:
         count = max(1, batch_tokens // lengths[rows[0]])
         yield rows[:count]
         rows = rows[count:]
+
+
+def read_features(
+    target: Target, tokens: TokenCache, rows: list[int]
+) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """Read rows and run the target over them, in one forward.
+
+    Yields {"input_ids": [T] int64, "loss_mask": [T] bool} of each and its features [T, H], which
+    lie where the target does. Raises: DataError when a feature is not finite.
+    """
+    items = [tokens[row] for row in rows]
+    # No attention mask: attention is causal, so padding on the right is seen by nobody.
+    hidden = target.features(pad(items).to(target.device))  # [B, T, H]
+    for line, item, row in zip(hidden, items, rows, strict=True):
+        features = line[: len(item["input_ids"])]
+        if not features.isfinite().all():
+            raise DataError(
+                f"{target.name} computes NaN or infinity for {tokens.origin(row)} in "
+                f"{target.dtype}; set target.dtype=float32 or bfloat16"
+            )
+        yield item, features
+
+
+def pad(items: list[dict[str, Tensor]]) -> Tensor:
+    """Return the ids of rows, padded on the right: [B, T]."""
+    width = max(len(item["input_ids"]) for item in items)
+    padded = torch.zeros(len(items), width, dtype=torch.long)
+    for line, item in zip(padded, items, strict=True):
+        line[: len(item["input_ids"])] = item["input_ids"]
+    return padded
+
+
+def sample_scales(
+    tokens: TokenCache, target: Target, sample: int = SAMPLE_TOKENS
+) -> dict[str, float]:
+    """Measure the scales of `FeatureCache.scales` on about `sample` tokens: every n-th row.
+
+    They are those of the cache where the sample is the whole of it.
+    """
+    every = -(-sum(tokens.lengths) // sample)
+    rows = sorted(range(0, len(tokens), every), key=tokens.lengths.__getitem__, reverse=True)
+    return _scales([_shard(target, tokens, rows, Storage("float32"), BATCH_TOKENS)[1]])
 
 
 def _moments(values: Tensor) -> list[float]:
@@ -251,18 +291,28 @@ def _merge(
             "run again to go on"
         )
     manifest["shards"] = {number: entries[number] for number in plan}
-    entries = manifest["shards"].values()  # in one order, however many ranks made them
-    for name, scale in (("feature_moments", "feature_scale"), ("embed_moments", "embed_scale")):
-        count, total, squares = _summed(entry[name] for entry in entries)
-        manifest[scale] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
-    # The shards of a cache that an earlier version began say nothing of their errors.
-    errors, squares = _summed(entry.get("error_moments", (0.0, 0.0)) for entry in entries)
-    dtype = settings["dtype"]
-    manifest["quantisation"] = {
-        "format": dtype,
-        "scale": "token" if dtype in LARGEST else None,  # what has one of its own
-        "error": math.sqrt(errors / squares) if squares else None,  # ||f - stored f|| / ||f||
-    }
+    ordered = manifest["shards"].values()  # however many ranks made them
+    manifest |= _scales(ordered) | {"quantisation": _quantisation(settings["dtype"], ordered)}
     shards.write_manifest(directory, manifest | {"complete": True})
     for path in directory.glob("manifest-*.json"):
         path.unlink()
+
+
+def _scales(parts: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Return the standard deviations of what has these moments, taken together."""
+    parts, scales = list(parts), {}
+    for name, scale in (("feature_moments", "feature_scale"), ("embed_moments", "embed_scale")):
+        count, total, squares = _summed(part[name] for part in parts)
+        scales[scale] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
+    return scales
+
+
+def _quantisation(dtype: str, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """In which numbers features are stored, and the error ||f - stored f|| / ||f||."""
+    # The shards of a cache that an earlier version began say nothing of their errors.
+    errors, squares = _summed(part.get("error_moments", (0.0, 0.0)) for part in parts)
+    return {
+        "format": dtype,
+        "scale": "token" if dtype in LARGEST else None,  # what has one of its own
+        "error": math.sqrt(errors / squares) if squares else None,
+    }

@@ -93,6 +93,11 @@ class Storage:
         whole[self.kept(loss_mask)] = features
         return whole
 
+    def read_back(self, features: Tensor, loss_mask: Tensor) -> Tensor:
+        """Return a row's features [T, H] as a cache gives them back: on the CPU."""
+        kept = features[self.kept(loss_mask).to(features.device)]
+        return self.spread(decode(self.encode(kept)).cpu(), loss_mask)
+
     def encode(self, features: Tensor) -> dict[str, Tensor]:
         """Return what a shard holds of features [M, H]."""
         dtype = TYPES[self.dtype]

@@ -6,8 +6,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from specdraft.data.feature_cache import FeatureCache
-from specdraft.data.features import build_features
+from specdraft.data.features import Announce, build_features, unannounced
+from specdraft.data.online_features import Features, OnlineFeatures
 from specdraft.data.regenerate import Ask
 from specdraft.data.tokens import TokenCache, build_tokens
 from specdraft.eval.decoder import Decoder, Request
@@ -28,11 +28,18 @@ def answer(target: Target, rows: int, asks: Sequence[Ask]) -> Iterator[tuple[int
 
 
 def build_caches(
-    recipe: Recipe, target: Target, accelerator: Accelerator
-) -> tuple[TokenCache, FeatureCache]:
-    """Build, or open, a recipe's token and feature caches; every rank writes its own share."""
+    recipe: Recipe, target: Target, accelerator: Accelerator, announce: Announce = unannounced
+) -> tuple[TokenCache, Features]:
+    """Build, or open, a recipe's token and feature caches; every rank writes its own share.
+
+    With data.features=online there is no feature cache: the target goes on computing them.
+    announce: see `build_features`.
+    """
     tokens = build_token_cache(recipe, target, accelerator)
-    return tokens, build_features(recipe, tokens, target, **ranks(accelerator))
+    if recipe.data.features == "online":
+        return tokens, OnlineFeatures(recipe, tokens, target)
+    every = ranks(accelerator)
+    return tokens, build_features(recipe, tokens, target, announce=announce, **every)
 
 
 def build_token_cache(recipe: Recipe, target: Target, accelerator: Accelerator) -> TokenCache:

@@ -110,6 +110,9 @@ def check_mask(tokens: TokenCache) -> Finding:
 
 
 def _check_features(recipe: Recipe, target: Target, caches: Caches, samples: int) -> list[Finding]:
+    if recipe.data.features == "online":
+        why = "data.features=online: the target computes features in training, none are kept"
+        return [skipped(line, why) for line in FEATURE_LINES]
     made = caches.tokens.meta["settings"]
     wanted = feature_settings(recipe, caches.tokens, target)
     wanted |= {name: made[name] for name in ("tokenizer", "template")}  # judged before

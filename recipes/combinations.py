@@ -266,10 +266,6 @@ def of_distillation(
     problems = []
     if train and student.training != "none" and train.steps is None and train.epochs is None:
         problems.append("train.steps and train.epochs are both null: set exactly one")
-    if data and data.features == "online" and not student.given:
-        problems.append(
-            "data.features = 'online': comes with a later version for heads; use cached"
-        )
     if evaluation and not student.given:
         problems.extend(
             f"eval.methods: {method} drafts with a student; set one of student.model, "

@@ -73,8 +73,8 @@ class DataSection(Section):
     answers: Literal["dataset", "target"] = "dataset"  # "target": the target rewrites the answers
     max_length: Annotated[int, Interval(2)] = 2048  # tokens kept of a conversation
     cache_dir: str = "cache"
-    features: Literal["cached", "online"] = "cached"
-    feature_dtype: Literal[Dtype, "float8", "int8"] = "float32"  # of the features on disk
+    features: Literal["cached", "online"] = "cached"  # on disk, or computed as training goes on
+    feature_dtype: Literal[Dtype, "float8", "int8"] = "float32"  # of the features, either way
     # Stored are features with a supervised token among the next so many; the others are zeros in
     # training. As many as max_length: only what no loss reads is missing. null: all are stored.
     feature_context: Count | None = None

@@ -138,7 +138,6 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
         (["train.epochs=2"], "train.steps = 800 and train.epochs = 2: set exactly one"),
         (["train.steps=null"], "train.steps and train.epochs are both null: set exactly one"),
         (["train.accumulation=3"], "train.accumulation = 3: must divide train.batch_size (8)"),
-        (["data.features=online"], "data.features = 'online': comes with a later version"),
         (["data.sources=[]"], "data.sources = []: name at least one"),
         (
             ["data.answers=target", "data.max_new_tokens=null"],

@@ -24,7 +24,10 @@ Key = tuple[int, int, int]  # (seed, step, slot) of a row
 
 
 class Rows(Protocol):
-    """What a drafter is trained on: a FeatureCache, a TokenCache, or a list of rows in a test."""
+    """What a drafter is trained on: features, a token cache, or a list of rows in a test.
+
+    Rows that are better read together have `__getitems__(rows)`, like torch's own data sets.
+    """
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> dict[str, Tensor]: ...
@@ -189,7 +192,9 @@ class Loader:
 
     def _load(self, rows: list[int], step: int, slots: range) -> Batch:
         keys = [(self.plan.seed, step, slot) for slot in slots]
-        batch = self.collate([self.data[rows[slot]] for slot in slots], keys)
+        wanted = [rows[slot] for slot in slots]
+        together = getattr(self.data, "__getitems__", None)
+        batch = self.collate(together(wanted) if together else [self.data[n] for n in wanted], keys)
         return batch.pinned() if self.pin else batch
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:

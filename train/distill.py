@@ -84,14 +84,14 @@ def train(recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Ta
 
 
 def rows(recipe: Recipe, accelerator: Accelerator, target: Target) -> Rows:
-    """Build what the student is trained on: with features where they can be made beforehand."""
+    """Build what the student is trained on: with features where the text is known beforehand."""
     distill = recipe.distill
     if distill.on_policy and accelerator.distributed_type in SHARDING:
         raise RecipeError(
             f"distill.on_policy = {distill.on_policy}: the student writes with whole weights; "
             "launch without DeepSpeed and FSDP, or set it to 0"
         )
-    if distill.divergences and not distill.on_policy and recipe.data.features == "cached":
+    if distill.divergences and not distill.on_policy:
         return build_caches(recipe, target, accelerator)[1]
     tokens = build_token_cache(recipe, target, accelerator)
     if distill.on_policy:

@@ -1,6 +1,6 @@
 """The stages that every kind of head goes through: tokens, features, training, measuring.
 
-Falcon, EAGLE-1 and Medusa heads read cached features of the target and differ in a `Kind`.
+Falcon, EAGLE-1 and Medusa heads read features of the target and differ in a `Kind`.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,23 @@ from accelerate import Accelerator
 from torch import nn
 
 from specdraft.data.feature_cache import FeatureCache
+from specdraft.data.online_features import Features
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.eval.answers import build_caches
 from specdraft.eval.report import evaluate, print_report, write_report
 from specdraft.eval.trained import HOW, Trained, needs
 from specdraft.models.falcon import FalconHead
 from specdraft.models.hub import check_login
+from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
+from specdraft.train.ahead import TokensAhead
 from specdraft.train.csgd import CoupledGlancing
 from specdraft.train.loop import fit
 from specdraft.train.publish import publish
 from specdraft.train.run import Objective
-from specdraft.train.shapes import TargetShape, head_config
+from specdraft.train.shapes import TargetShape, head_config, medusa_config
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Kind:
 
     field: str  # of `Trained`, and the folder below output.dir
     method: str  # whose tokens per step choose the head that is kept
-    make: Callable[[Recipe, Target, FeatureCache], nn.Module]
+    make: Callable[[Recipe, Target, Features], nn.Module]
     objective: Callable[[Recipe, TargetEnds, nn.Module], Objective]
     load: Callable[[Path], nn.Module]
 
@@ -61,18 +64,34 @@ def sar_head(method: str) -> Kind:
     )
 
 
-def _new_sar_head(recipe: Recipe, target: Target, cache: FeatureCache) -> FalconHead:
-    """Make the recipe's head, with the scales its cache was measured to have."""
+def _new_sar_head(recipe: Recipe, target: Target, data: Features) -> FalconHead:
+    """Make the recipe's head, with the scales its features were measured to have."""
     torch.manual_seed(recipe.train.seed)
     return FalconHead(
         head_config(
             recipe,
             TargetShape.of(target.config),
-            embed_scale=cache.manifest["embed_scale"],
-            feature_scale=cache.manifest["feature_scale"],
+            **data.scales,
             identity=target.identity(),
         )
     )
+
+
+def medusa_heads() -> Kind:
+    """The kind of Medusa heads."""
+    return Kind(
+        field="medusa",
+        method="medusa_tree",
+        make=_new_medusa_heads,
+        objective=lambda recipe, ends, heads: TokensAhead(recipe, ends),
+        load=partial(MedusaHeads.from_pretrained, strict=True),
+    )
+
+
+def _new_medusa_heads(recipe: Recipe, target: Target, data: Features) -> MedusaHeads:
+    """Make the recipe's heads: they start as the target's own lm_head."""
+    config = medusa_config(recipe, TargetShape.of(target.config), identity=target.identity())
+    return MedusaHeads.of(config, target.lm_head_weight)
 
 
 def train_head(
@@ -81,17 +100,17 @@ def train_head(
     """Run every stage of a recipe; all ranks call this."""
     check_login(recipe.hub)
     target = load_target()
-    _, cache = build_caches(recipe, target, accelerator)
+    _, data = build_caches(recipe, target, accelerator)
     prompts = load_prompts(recipe, target.tokenizer)
     validation = validation_prompts(recipe, target.tokenizer)
-    head = kind.make(recipe, target, cache)
+    head = kind.make(recipe, target, data)
     objective = kind.objective(recipe, TargetEnds.of(target), head)
-    if recipe.train.eval_every is None or not validation:
-        target = None  # cached training needs its two ends only: leave the memory to the head
-        fit(head, cache, objective, recipe, accelerator)
-    else:
+    measuring = None
+    if recipe.train.eval_every is not None and validation:
         measuring = partial(_measure, kind, recipe, target, validation)
-        fit(head, cache, objective, recipe, accelerator, measuring)
+    elif isinstance(data, FeatureCache):  # its two ends are enough: leave the memory to the head
+        target = None
+    fit(head, data, objective, recipe, accelerator, measuring)
     if accelerator.is_main_process:
         best = kind.load(Path(recipe.output.dir) / kind.field)
         _report(kind, recipe, target or load_target(), best, prompts)

@@ -133,16 +133,8 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
     head += f"{plan.head_layers:.2f} decoder "
     head += "layers of the target"
     data = "counted when the sources are read (set data.limit for a bound)"
-    cache = f"{Storage.of(recipe.data).token_bytes(shape.hidden_size)} bytes per token"
     if plan.tokens is not None:
         data = f"{at_most}{plan.rows:,} rows, {plan.tokens:,} tokens"
-        here, there = plan.cache_flops / flops / ranks, plan.cache_flops / GPU_FLOPS / ranks
-        cache = f"{at_most}{size(plan.cache_bytes)} ({cache}); building it: {at_most}"
-        cache += f"{duration(here)} here ({ranks} x {flops / 1e12:.2g} TFLOP/s measured)"
-        if not torch.cuda.is_available():
-            cache += f", {duration(there)} on {ranks} x A100"
-    if plan.student and not plan.student.features:
-        cache = "none: " + ("the target runs in training" if plan.student.runs_target else "unused")
     steps = f"{at_most}{plan.steps:,}" if plan.steps else "known with the rows"
     if train.steps is not None:
         steps = f"{train.steps:,}"
@@ -152,7 +144,7 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
         ("target", f"{target} ({plan.target_from})"),
         *(plan.student.lines() if plan.student else [("head", head)]),
         ("data", data),
-        ("feature cache", cache),
+        ("feature cache", _cache_line(plan, recipe, ranks, flops)),
         ("steps", steps),
         ("memory", f"about {size(plan.memory_per_gpu)} per process while training"),
         ("checkpoints", f"{size(plan.checkpoint_bytes)} at {train.keep} kept"),
@@ -161,6 +153,28 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
     if plan.drafter_parameters:
         return whole
     return [line for line in whole if line[0] in ("target", "student", "output")]
+
+
+def _cache_line(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> str:
+    if _runs_target(recipe, plan.student):
+        held = size(plan.target.parameters * BYTES[recipe.target.dtype])
+        return f"none: the target runs in training, {held} in every process"
+    if plan.student and not plan.student.features:
+        return "none: unused"
+    cache = f"{Storage.of(recipe.data).token_bytes(plan.target.hidden_size)} bytes per token"
+    if plan.tokens is None:
+        return cache
+    at_most = "" if plan.exact else "at most "
+    here, there = plan.cache_flops / flops / ranks, plan.cache_flops / GPU_FLOPS / ranks
+    cache = f"{at_most}{size(plan.cache_bytes)} ({cache}); building it: {at_most}"
+    cache += f"{duration(here)} here ({ranks} x {flops / 1e12:.2g} TFLOP/s measured)"
+    if not torch.cuda.is_available():
+        cache += f", {duration(there)} on {ranks} x A100"
+    return cache
+
+
+def _runs_target(recipe: Recipe, student: StudentPlan | None) -> bool:
+    return student.runs_target if student else recipe.data.features == "online"
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, width: int = 1024) -> float:
@@ -212,11 +226,12 @@ def _head_parameters(recipe: Recipe, shape: TargetShape) -> int:
 
 
 def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> int:
-    """Estimate the bytes one process holds while training on cached features."""
+    """Estimate the bytes one process holds while training a head."""
     width = shape.hidden_size
-    ends = shape.ends * BYTES[recipe.target.dtype]
+    target = shape.parameters if recipe.data.features == "online" else shape.ends
     features = 4 * rows * recipe.data.max_length * width * 4  # as read, float32, noise, revised
-    held = BYTES_PER_PARAMETER * parameters + ends + features + LOGITS_BYTES
+    weights = BYTES_PER_PARAMETER * parameters + BYTES[recipe.target.dtype] * target
+    held = weights + features + LOGITS_BYTES
     if recipe.medusa.given:
         # Kept for backward per position: of every block its input, W x + b and SiLU; and the slopes
         # of the lm_heads, which are taken with the loss.

@@ -1,0 +1,225 @@
+"""Time the training loop of a head against its bare computation: what the loop itself costs.
+
+    python train/bench_loop.py recipes/tiny.yaml [section.key=value ..] [--steps 20] [--repeats 5]
+
+loop     tokens/s of `fit` over those of bare optimiser steps: the same batches, in memory before,
+         through the objective's passes, backward and AdamW
+wait     share of the loop's time that passes until the next batch is there
+CSGD     seconds of bare steps with glancing, two passes, over those of the same without, one;
+         glance.isolated has a third, over revised blocks apart from the others
+cache    tokens/s of building the feature cache, from reading tokens to opening what was flushed
+         and hashed, over those of the target alone on the same padded batches
+
+What is timed takes turns, and medians stand. The rows are those of 400 conversations (data.limit);
+nothing is kept of them. Glancing stays at its first share, where it reveals most.
+"""
+
+import copy
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from specdraft.data import shards
+from specdraft.data.features import BATCH_TOKENS, batches, build_features, pad
+from specdraft.data.online_features import Features
+from specdraft.data.storage import Storage
+from specdraft.data.tokens import TokenCache
+from specdraft.eval.answers import build_caches
+from specdraft.eval.report import environment
+from specdraft.models.target import Target, TargetEnds
+from specdraft.recipes.arguments import recipe_parser
+from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import OutputSection, Recipe
+from specdraft.train.batches import Batch, Loader, SamplingPlan
+from specdraft.train.heads import Kind, medusa_heads, sar_head
+from specdraft.train.journal import LOG
+from specdraft.train.loop import fit
+from specdraft.train.ranks import make_accelerator
+from specdraft.train.run import Objective
+
+GOALS = {"loop": ">= 0.90", "wait": "< 2%", "CSGD": "<= 1.45", "cache": ">= 0.90"}
+
+
+@entry
+def main() -> None:
+    """Parse, make caches and a head in a folder that is deleted, time in turns, print."""
+    parser = recipe_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=20, help="optimiser steps of one timing")
+    parser.add_argument("--repeats", type=int, default=5, help="turns; their medians are shown")
+    options = parser.parse_intermixed_args()
+    recipe = load_recipe(options.recipe, ["data.limit=400", *options.overrides])
+    if recipe.student.given:
+        raise RecipeError(f"{recipe.name}: has a student; give a recipe of a head")
+    with TemporaryDirectory(prefix="bench-") as folder:
+        bench = Bench.make(recipe, options.steps, Path(folder))
+        turns = [bench.turn() for _ in range(options.repeats)]
+        show(turns, environment(bench.target))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all timings share; each starts from a copy of the untrained head."""
+
+    recipe: Recipe
+    kind: Kind
+    accelerator: Accelerator
+    target: Target
+    tokens: TokenCache
+    data: Features
+    head: nn.Module
+    steps: int  # timed, of every run of `fit` the last; as many before them warm it up
+    folder: Path
+
+    @classmethod
+    def make(cls, recipe: Recipe, steps: int, folder: Path) -> "Bench":
+        """Build caches and head of a recipe, all below `folder`."""
+        every = recipe.train.log_every
+        steps = -(-steps // every) * every  # the log says when it was written: start at a line
+        recipe = replace(
+            recipe,
+            data=replace(recipe.data, cache_dir=str(folder / "cache")),
+            glance=replace(recipe.glance, end=recipe.glance.start),
+            train=replace(
+                recipe.train,
+                steps=2 * steps,
+                epochs=None,
+                eval_every=None,
+                save_every=None,
+                max_minutes=None,
+            ),
+        )
+        accelerator = make_accelerator(recipe)
+        target = Target.of_recipe(recipe.target, accelerator.device)
+        tokens, data = build_caches(recipe, target, accelerator)
+        kind = medusa_heads() if recipe.medusa.given else sar_head("falcon_tree")
+        head = kind.make(recipe, target, data)
+        return cls(recipe, kind, accelerator, target, tokens, data, head, steps, folder)
+
+    def turn(self) -> dict[str, float]:
+        """Time everything once: tokens per second, and the share of waiting."""
+        loop, wait = self.loop()
+        speeds = {"loop": loop, "wait": wait, "step": self.step(self.recipe.glance.enabled)}
+        if not self.recipe.medusa.given and self.recipe.head.block_size > 1:
+            speeds |= {"two passes": self.step(True), "one pass": self.step(False)}
+        return speeds | {"cache": self.cache(), "forward": self.forward()}
+
+    def loop(self) -> tuple[float, float]:
+        """Run `fit`; return tokens/s of its later half, and the share of waiting."""
+        with TemporaryDirectory(dir=self.folder) as out:
+            recipe = replace(self.recipe, output=OutputSection(dir=out))
+            head = copy.deepcopy(self.head)
+            fit(head, self.data, self._objective(recipe), recipe, self.accelerator)
+            self.accelerator.free_memory()  # it would save all heads that it ever prepared
+            lines = [json.loads(line) for line in (Path(out) / LOG).read_text().splitlines()]
+        first, *later = (line for line in lines if line["step"] >= self.steps)
+        seconds = 60 * (later[-1]["minutes"] - first["minutes"])
+        return self._tokens() / seconds, mean(line["data_wait"] for line in later)
+
+    def step(self, glancing: bool) -> float:
+        """Return tokens/s of bare optimiser steps over batches in memory."""
+        recipe = replace(self.recipe, glance=replace(self.recipe.glance, enabled=glancing))
+        objective, loaded = self._objective(recipe), self._batches()
+        head = self.accelerator.prepare_model(copy.deepcopy(self.head).train())
+        # Weights that stay as they are: every timing has the same work.
+        optimizer = torch.optim.AdamW(head.parameters(), lr=0.0)
+        self._finish()
+        began = time.perf_counter()
+        for step in loaded:
+            plans = [objective.plan(head, batch, 0.0) for batch in step]
+            count = sum(counted.sum() for _, counted in plans)
+            for batch, plan in zip(step, plans, strict=True):
+                loss, _ = objective.loss(head, batch, *plan)
+                (loss / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        self._finish()
+        seconds = time.perf_counter() - began
+        self.accelerator.free_memory()
+        return self._tokens() / seconds
+
+    def cache(self) -> float:
+        """Return tokens/s of building the feature cache."""
+        with TemporaryDirectory(dir=self.folder) as folder:
+            recipe = replace(self.recipe, data=replace(self.recipe.data, cache_dir=folder))
+            began = time.perf_counter()
+            build_features(recipe, self.tokens, self.target)
+            return sum(self.tokens.lengths) / (time.perf_counter() - began)
+
+    def forward(self) -> float:
+        """Return tokens/s of the target on the padded batches that a feature cache is made of."""
+        lengths, storage = self.tokens.lengths, Storage.of(self.recipe.data)
+        sizes = (storage.counts(self.tokens), self.target.hidden_size, storage)
+        plan = shards.plan(lengths, *sizes, shards.SHARD_BYTES)
+        padded = [
+            pad([self.tokens[row] for row in rows]).to(self.target.device)
+            for shard in plan.values()
+            for rows in batches(shard, lengths, BATCH_TOKENS)
+        ]
+        self._finish()
+        began = time.perf_counter()
+        for ids in padded:
+            self.target.features(ids)
+        self._finish()
+        return sum(lengths) / (time.perf_counter() - began)
+
+    def _objective(self, recipe: Recipe) -> Objective:
+        return self.kind.objective(recipe, TargetEnds.of(self.target), self.head)
+
+    def _plan(self) -> SamplingPlan:
+        train = self.recipe.train
+        return SamplingPlan(self.data.lengths, train.batch_size, train.seed)
+
+    def _batches(self) -> list[list[Batch]]:
+        """The micro-batches of the timed steps, on the device."""
+        collate = self._objective(self.recipe).collate
+        loader = Loader(self.data, self._plan(), collate, self.recipe.train.accumulation)
+        steps = range(self.steps, 2 * self.steps)
+        return [[batch.to(self.target.device) for batch in loader.load(step)] for step in steps]
+
+    def _tokens(self) -> int:
+        plan, lengths = self._plan(), self.data.lengths
+        timed = range(self.steps, 2 * self.steps)
+        return sum(lengths[row] for step in timed for row in plan.rows(step))
+
+    def _finish(self) -> None:
+        """Wait until the device has done what it was told."""
+        if self.target.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def show(turns: list[dict[str, float]], machine: dict) -> None:
+    """Print medians of ratios within a turn, with the speeds that they come from."""
+
+    def over(name: str, other: str) -> tuple[str, str]:
+        ratios = [turn[name] / turn[other] for turn in turns]
+        speeds = (f"{median(turn[n] for turn in turns) / 1000:.2f}k" for n in (name, other))
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        return f"{median(ratios):.3f}", f"{' / '.join(speeds)} tok/s, {spread}"
+
+    wait = [turn["wait"] for turn in turns]
+    rows = {
+        "loop": over("loop", "step"),
+        "wait": (f"{median(wait):.2%}", f"{min(wait):.2%} to {max(wait):.2%}"),
+        "CSGD": over("one pass", "two passes") if "one pass" in turns[0] else ("none", ""),
+        "cache": over("cache", "forward"),
+    }
+    table = Table("", "measured", "goal", "speeds, range over the turns", title="the loop's cost")
+    for name, (measured, note) in rows.items():
+        table.add_row(name, measured, GOALS[name], note)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(", ".join(f"{name} {value}" for name, value in machine.items()), highlight=False)
+
+
+if __name__ == "__main__":
+    main()
