@@ -10,7 +10,7 @@ from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.maxgram import MaxGramTable, load_table
 from specdraft.models.medusa import MedusaHeads, load_medusa
 from specdraft.models.student import finished_student, load_student
-from specdraft.models.target import Target
+from specdraft.models.target import Target, hash_weights
 from specdraft.recipes.schema import STUDENT_METHODS, Recipe
 
 NEEDS = {
@@ -55,6 +55,13 @@ class Trained:
         students += (self.student,) if "student" in needed else ()
         heads = [getattr(self, name) for name in ("head", "medusa") if name in needed]
         return [*heads, *(student.model for student in students)]
+
+    def weights(self) -> list[str]:
+        """Hashes of all that there is to draft with."""
+        networks = [one for one in (self.head, self.table, self.medusa) if one is not None]
+        students = [*self.cascade, *([self.student] if self.student else [])]
+        hashes = [hash_weights(one) for one in networks]
+        return [*hashes, *(student.identity()["weights"] for student in students)]
 
 
 def load_trained(recipe: Recipe, target: Target) -> Trained:
