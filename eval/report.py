@@ -30,7 +30,7 @@ from specdraft.eval.outcome import DecodingMethod, Outcome
 from specdraft.eval.page import write_page
 from specdraft.eval.questions import make_requests, play_turns
 from specdraft.eval.show import print_sample, sample
-from specdraft.eval.trained import Trained, needs
+from specdraft.eval.trained import Trained, showcase
 from specdraft.eval.turns import (
     Outcomes,
     Recall,
@@ -69,8 +69,7 @@ def evaluate(
         runners = {name: Tolerant(make) for name, make in makers.items()}
         outcomes = take_turns(runners, requests, recipe.eval, progress, recall)
         where = environment(target)
-    ours = [name for name in methods if needs(name) and not name.startswith("hf_")]
-    shown = [*methods, *ours][-1]
+    shown = showcase(methods)
     answers = [
         pair
         for some, part in _parts(recipe, prompts, outcomes, shown)

@@ -1,5 +1,6 @@
 """What training has left in a run's folder, and which methods draft with it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,13 @@ HOW = {
 def needs(method: str) -> tuple[str, ...]:
     """Which fields of `Trained` a method, decoded in whatever way, drafts with."""
     return NEEDS.get(method.partition(":")[0], ())
+
+
+def showcase(methods: Sequence[str]) -> str:
+    """Return the method that shows a run at its best: our last one that drafts as it was trained,
+    else the last."""
+    ours = [name for name in methods if needs(name) and not name.startswith("hf_")]
+    return [*methods, *ours][-1]
 
 
 @dataclass(frozen=True)
