@@ -29,7 +29,8 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import STUDENT_METHODS, EvalSection, MaxgramSection, Measured, Recipe
 from specdraft.recipes.static_trees import load_tree_paths
 
-RULES_OF_PAPERS = {
+OWN_RULES = {  # of papers; transformers draws from torch's generator: other samples than ours
+    **dict.fromkeys(("generate", "hf_prompt_lookup", "hf_assisted"), "transformers"),
     "rsd_c": "recursive",
     "rsd_s": "recursive",
     "specinfer": "multistep",
@@ -38,8 +39,8 @@ RULES_OF_PAPERS = {
 
 
 def rule_of(method: str, settings: EvalSection) -> str:
-    """The acceptance rule of a method when sampling: that of its paper, or the recipe's."""
-    return RULES_OF_PAPERS.get(method.partition(":")[0], settings.acceptance)
+    """The acceptance rule of a method when sampling: its own, or the recipe's."""
+    return OWN_RULES.get(method.partition(":")[0], settings.acceptance)
 
 
 class Engine:

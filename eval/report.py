@@ -373,15 +373,16 @@ def print_curves(runs: Sequence[dict], console: Console | None = None) -> None:
         setting = f"{run['prompt_set']}, temperature {run['temperature']}"
         speeds = settings.setdefault(setting, {}).setdefault(run["method"], {})
         speeds[run["batch_size"]] = run.get("speedup")
+    console = console or Console()
     for setting, methods in settings.items():
-        title = f"x plain decoding, by batch size: {setting}"
-        table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+        console.print(f"x plain decoding, by batch size: {setting}")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
         table.add_column("method", no_wrap=True)
         for size in sizes:
             table.add_column(str(size), justify="right")
         for name, speeds in methods.items():
             table.add_row(name, *(_shown(speeds.get(size)) for size in sizes))
-        (console or Console()).print(table)
+        console.print(table)
 
 
 def _shown(value: float | None, digits: int = 2) -> str:

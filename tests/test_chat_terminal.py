@@ -214,7 +214,8 @@ class Terminal:
         """Wait for a text; return all up to it that was not returned before."""
         deadline = time.monotonic() + 300
         while expected not in self.seen:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.seen
+            assert self.process.poll() is None, self.seen
+            assert time.monotonic() < deadline, self.seen
             self.seen += (self.process.stdout.read() or b"").decode(errors="replace")
             time.sleep(0.01)
         before, _, self.seen = self.seen.partition(expected)
