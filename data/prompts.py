@@ -122,10 +122,15 @@ def _all_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Pro
     return prompts
 
 
-def question_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, question: str) -> Prompt:
-    """Return what a user says as a prompt: a chat of one turn, or bare text for a base model."""
-    renderer = Renderer(tokenizer, recipe.data)
-    return _of_chat(renderer, "question", "question", [{"role": "user", "content": question}])
+def chat_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Prompt:
+    """Return a chat up to its open question as a prompt, or bare texts for a base model.
+
+    Raises: DataError for a chat that the template refuses.
+    """
+    try:
+        return _of_chat(Renderer(tokenizer, recipe.data), "chat", "chat", messages)
+    except UnrenderableError as error:
+        raise DataError(str(error)) from error
 
 
 def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from specdraft.data.chat import Conversation
 from specdraft.data.examples import Example, Renderer
+from specdraft.data.lines import cut_torn_line
 from specdraft.data.template import UnrenderableError
 from specdraft.recipes.errors import DataError
 
@@ -68,7 +69,7 @@ class Rewriter:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         own = self.folder / f"answers-{rank}.jsonl"
-        _cut_torn_line(own)
+        cut_torn_line(own)
         self._load()
         mine = range(rank, len(self.conversations), world)
         rows = [(c, s) for c in mine for s in range(self.data.samples)]
@@ -189,13 +190,6 @@ class Rewriter:
                 if line.endswith(b"\n"):  # else it is torn, or just being written by its rank
                     row = json.loads(line)
                     self._keep(tuple(row["slot"]), row["tokens"], row["ended"])
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Drop what a process that was killed within a line has left at the end of its file."""
-    if path.exists():
-        with path.open("r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _seed(*parts: int) -> int:

@@ -1,21 +1,34 @@
-"""Measure a finished run: every method beside its baselines, on one set of prompts.
+"""Measure a finished run: every method beside its baselines, on the same prompts.
 
     python eval/bench.py recipes/tiny.yaml [--methods plain,falcon_tree] [--batch-sizes 1,8]
-        [--temperatures 0,1] [--prompts NAME] [--out DIR] [section.key=value ..]
+        [--temperatures 0,1] [--prompts NAME,NAME] [--out DIR] [section.key=value ..]
 
 Reads what was trained from `output.dir` and writes DIR/report.json (default: `output.dir`). With
 several batch sizes it ends with their curves: each method over plain decoding of the same rows.
 A method may be decoded the vanilla padded way (METHOD:padded, METHOD:pad_kv, METHOD:pad_inputs;
 EMS-SD, Table 2) or from one queue instead of batches that end together (METHOD:dynamic).
+
+Cut off, the same command goes on where it stopped (DIR/measured.jsonl, eval/logbook.py). A method
+that fails on a prompt is shown as failed there, the others go on, and the exit code is 1.
 """
 
 import argparse
+import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 
-from specdraft.data.prompts import load_prompts
-from specdraft.eval.report import evaluate, print_curves, print_report, write_report
-from specdraft.eval.trained import load_trained
+from specdraft.data.fingerprint import of_settings
+from specdraft.data.prompts import Prompt, load_prompts
+from specdraft.eval.logbook import NAME, Logbook
+from specdraft.eval.report import (
+    environment,
+    evaluate,
+    print_curves,
+    print_report,
+    write_report,
+)
+from specdraft.eval.trained import Trained, load_trained
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
@@ -25,56 +38,82 @@ from specdraft.recipes.schema import Recipe
 
 @entry
 def main() -> None:
-    """Parse, load recipe, target and head, and measure."""
+    """Parse, load recipe, target and drafters, and measure."""
     parser = recipe_parser(__doc__)
     parser.add_argument("--methods", help="comma-separated; default: eval.methods")
     parser.add_argument("--batch-sizes", help="comma-separated; default: eval.batch_size")
     parser.add_argument("--temperatures", help="comma-separated; default: eval.temperature")
-    parser.add_argument("--prompts", help="default: eval.prompts")
+    parser.add_argument("--prompts", help="comma-separated; default: eval.prompts")
     parser.add_argument("--out", type=Path, help="where report.json goes; default: output.dir")
     options = parser.parse_intermixed_args()
-    runs = [
+    recipes = [
         load_recipe(options.recipe, [*options.overrides, *overrides])
         for overrides in _variants(options)
     ]
-    out = options.out or Path(runs[0].output.dir)
-    report = measure(runs)
-    write_report(report, out)
-    print(f"wrote {out / 'report.json'}")  # noqa: T201
+    out = options.out or Path(recipes[0].output.dir)
+    try:
+        report = measure(recipes, out)
+    except KeyboardInterrupt:
+        told = (
+            f"interrupted; {out / NAME} has what was measured: the same command goes on from there"
+        )
+        raise KeyboardInterrupt(told) from None
+    if any(run["failures"] for run in report["runs"]):
+        sys.exit("not all methods decoded all prompts: see the tables, or failures in report.json")
 
 
 def _variants(options: argparse.Namespace) -> list[list[str]]:
-    """One list of overrides per combination of batch size and temperature."""
-    common = []
-    if options.methods:
-        common.append(f"eval.methods=[{options.methods}]")
-    if options.prompts:
-        common.append(f"eval.prompts={options.prompts}")
-    batch_sizes = [
-        [f"eval.batch_size={size}"] for size in (options.batch_sizes or "").split(",") if size
+    """One list of overrides per combination of prompts, batch size and temperature."""
+    common = [f"eval.methods=[{options.methods}]"] if options.methods else []
+    many = {
+        "eval.prompts": options.prompts,
+        "eval.batch_size": options.batch_sizes,
+        "eval.temperature": options.temperatures,
+    }
+    given = [
+        [f"{key}={value}" for value in values.split(",") if value]
+        for key, values in many.items()
+        if values
     ]
-    temperatures = [
-        [f"eval.temperature={value}"] for value in (options.temperatures or "").split(",") if value
-    ]
-    return [
-        [*common, *size, *temperature]
-        for size, temperature in product(batch_sizes or [[]], temperatures or [[]])
-    ]
+    return [[*common, *chosen] for chosen in product(*given)]
 
 
-def measure(recipes: list[Recipe]) -> dict:
-    """Evaluate each recipe on the same target and drafters; one report with all runs."""
+def measure(recipes: list[Recipe], out: Path) -> dict:
+    """Evaluate each recipe on the same target and drafters; write and return one report of all."""
     first = recipes[0]
     target = Target.of_recipe(first.target)
-    prompts = load_prompts(first, target.tokenizer)
+    sets = {recipe.eval.prompts: recipe for recipe in recipes}
+    prompts = {name: load_prompts(recipe, target.tokenizer) for name, recipe in sets.items()}
     trained = load_trained(first, target)
     reports = []
-    for recipe in recipes:
-        reports.append(evaluate(recipe, target, trained, prompts, recipe.eval.methods))
-        print_report(reports[-1])
-    report = reports[0] | {"runs": [run for report in reports for run in report["runs"]]}
-    print_curves(report["runs"])
+    with Logbook(out, _depends_on(recipes, target, trained, prompts)) as logbook:
+        if logbook.note:
+            print(logbook.note)  # noqa: T201
+        for part, recipe in enumerate(recipes):
+            asked = prompts[recipe.eval.prompts]
+            recall = partial(logbook.recall, part)
+            common = (recipe, target, trained, asked, recipe.eval.methods)
+            reports.append(evaluate(*common, recall=recall))
+            print_report(reports[-1])
+        report = reports[0] | {"runs": [run for report in reports for run in report["runs"]]}
+        print_curves(report["runs"])
+        print(f"wrote {write_report(report, out)}")  # noqa: T201
+        logbook.remove()
     return report
+
+
+def _depends_on(
+    recipes: list[Recipe], target: Target, trained: Trained, prompts: dict[str, list[Prompt]]
+) -> dict:
+    """All that the figures depend on."""
+    asked = {name: [[p.input_ids, p.later] for p in some] for name, some in prompts.items()}
+    parts = {
+        "recipe": [recipe.to_dict() for recipe in recipes],
+        "prompts": asked,
+        "target": target.identity(),
+        "drafter": trained.weights(),
+    }
+    return {name: of_settings({name: part}) for name, part in parts.items()} | environment(target)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from specdraft.eval.outcome import Outcome
 class Answered:
     """One question with all its turns. Seconds are None where it shared a batch."""
 
+    id: str
     category: str
     outputs: int = 0
     tokens: int = 0
@@ -51,8 +52,9 @@ def _questions(prompts: Sequence[Prompt], parts: Sequence[Outcome]) -> list[Answ
     answers = [(done, part) for part in parts for done in part.completions]
     questions: list[Answered] = []
     for prompt, (done, part) in zip(prompts, answers, strict=True):
-        if prompt.turn == 1:
-            questions.append(Answered(prompt.category))
+        # A later turn opens its question where the first one failed.
+        if prompt.turn == 1 or not questions or questions[-1].id != prompt.id:
+            questions.append(Answered(prompt.id, prompt.category))
         last = questions[-1]
         last.outputs += 1
         last.tokens += len(done.tokens)

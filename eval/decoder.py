@@ -25,7 +25,7 @@ from specdraft.eval.stop import tokens_until_stop
 from specdraft.eval.transfer import download, upload
 from specdraft.eval.tree import Draws, Tree, behind, chain
 from specdraft.models.target import Target
-from specdraft.recipes.errors import DataError, UserError
+from specdraft.recipes.errors import DataError, UserError, in_a_line
 
 GUMBEL = "gumbel"
 PREFILL = 1024  # prompt tokens that one step reads at most, over all rows
@@ -74,6 +74,7 @@ class Completion:
     steps: list[Step]
     reason: Literal["eos", "stop", "length", "refused"] = "length"
     error: UserError | None = None
+    fallback: str | None = None  # why it was finished by plain decoding: what its drafter raised
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class Row:
     unread: list[int]
     eos_ids: frozenset[int]
     drafts: bool  # whether the drafter still knows this row
+    fallback: str | None = None  # why it no longer does
     tokens: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
@@ -284,13 +286,14 @@ class Decoder:
         try:
             return call(*arguments)
         except Exception as error:
+            told = in_a_line(error)
             for slot in slots:
-                self.rows[slot].drafts = False
+                self.rows[slot].drafts, self.rows[slot].fallback = False, told
             if not self._warned:
                 names = ", ".join(str(self.rows[slot].index) for slot in slots)
                 warnings.warn(
-                    f"the drafter raised {type(error).__name__} ({error}); request {names} goes on "
-                    "by plain decoding, with the same output",
+                    f"the drafter raised {told}; request {names} goes on by plain decoding, with "
+                    "the same output",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -425,7 +428,8 @@ class Decoder:
         row.tokens += fresh
         row.steps.append(step)
         done = len(fresh) == cut
-        completion = Completion(row.index, row.tokens, row.steps, reason) if done else None
+        said = (row.index, row.tokens, row.steps, reason)
+        completion = Completion(*said, fallback=row.fallback) if done else None
         return Update(row.index, fresh, [step], completion)
 
     def _count(self, parts: list[Part], segments: Sequence) -> None:

@@ -4,13 +4,13 @@ Ours run in the one decoder, transformers' own in `model.generate` (eval/hf_gene
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
 import torch
 
-from specdraft.eval.decoder import GUMBEL, Decoder, Drafter, Request, Timing
+from specdraft.eval.decoder import GUMBEL, Decoder, Drafter, Request, Timing, Update
 from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
@@ -29,7 +29,8 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import STUDENT_METHODS, EvalSection, MaxgramSection, Measured, Recipe
 from specdraft.recipes.static_trees import load_tree_paths
 
-RULES_OF_PAPERS = {
+OWN_RULES = {  # of papers; transformers draws from torch's generator: other samples than ours
+    **dict.fromkeys(("generate", "hf_prompt_lookup", "hf_assisted"), "transformers"),
     "rsd_c": "recursive",
     "rsd_s": "recursive",
     "specinfer": "multistep",
@@ -38,8 +39,8 @@ RULES_OF_PAPERS = {
 
 
 def rule_of(method: str, settings: EvalSection) -> str:
-    """The acceptance rule of a method when sampling: that of its paper, or the recipe's."""
-    return RULES_OF_PAPERS.get(method.partition(":")[0], settings.acceptance)
+    """The acceptance rule of a method when sampling: its own, or the recipe's."""
+    return OWN_RULES.get(method.partition(":")[0], settings.acceptance)
 
 
 class Engine:
@@ -52,20 +53,24 @@ class Engine:
         self.decoder, self.rule = decoder, rule
 
     def __call__(self, requests: Sequence[Request]) -> Outcome:
-        requests = [replace(request, rule=self.rule) for request in requests]
         decoder, drafter = self.decoder, self.decoder.drafter
-        if isinstance(decoder, PaddedDecoder):
-            decoder.packed.begin(len(requests))
         decoder.timing = Timing()
         before = _spent(drafter)
         began = time.perf_counter()
-        completions = sorted(decoder.run(requests), key=lambda done: done.index)
+        ended = [update.completion for update in self.stream(requests) if update.completion]
         seconds = time.perf_counter() - began
+        completions = sorted(ended, key=lambda done: done.index)
         for done in completions:
             if done.error:
                 raise done.error
         *passes, spent = (b - a for a, b in zip(before, _spent(drafter), strict=True))
         return Outcome(completions, seconds, decoder.timing, tuple(passes), spent)
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Update]:
+        """Decode a batch step by step."""
+        if isinstance(self.decoder, PaddedDecoder):
+            self.decoder.packed.begin(len(requests))
+        return self.decoder.stream(replace(request, rule=self.rule) for request in requests)
 
 
 def _spent(drafter: Drafter | None) -> tuple[float, ...]:

@@ -17,6 +17,7 @@ class Outcome:
     drafter_passes: tuple[int, ...] = ()  # forwards of each of the drafter's models
     drafter_seconds: float = 0.0
     tries: tuple[float, ...] = ()  # seconds of every repeat, in order; `seconds` is their median
+    failure: str | None = None  # what was raised instead; then there is nothing else
 
     @property
     def drafter_forwards(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from specdraft.eval.failure import reasons, told
 from specdraft.eval.page_plots import (
     Plot,
     bars,
@@ -65,6 +66,7 @@ def render(report: dict, sections: list[dict], across: list[Plot]) -> str:
     )
     environment.filters |= {"svg": to_svg, "figure": _figure}
     environment.filters |= {"draft_lines": draft_lines, "hash": _hash}
+    environment.filters |= {"trouble": told, "reasons": reasons, "category": _category}
     template = Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
     recipe = report.get("recipe", {})
     return environment.from_string(template).render(
@@ -98,13 +100,15 @@ def _section(runs: list[Run], every: Sequence[Run]) -> dict:
     """What the page shows of one setting. Columns that no run has a figure for are left out."""
     colours = method_colours(list(dict.fromkeys(run["method"] for run in every)))
     columns = [key for key in COLUMNS if any(run.get(key) is not None for run in runs)]
-    categories = [entry["category"] for entry in runs[0].get("categories", [])]
+    categories = [e["category"] for run in runs for e in run.get("categories", [])]
+    categories = list(dict.fromkeys(categories))
     return {
         "prompts": _prompts(runs[0]),
         "runs": runs,
         "columns": columns,
         "plots": _plots(runs, colours),
         "categories": categories if len(categories) > 1 else [],
+        "troubled": [run for run in runs if run.get("failures")],
     }
 
 
@@ -114,7 +118,7 @@ def _plots(runs: list[Run], colours: dict[str, str]) -> list[Plot]:
     speeds = {run["method"]: run["speedup"] for run in runs if run.get("speedup")}
     repeats = {run["method"]: run["speedup_repeats"] for run in runs if run.get("speedup_repeats")}
     spreads = {method: (min(values), max(values)) for method, values in repeats.items()}
-    lengths = {run["method"]: run["tokens_per_step"] for run in runs}
+    lengths = {run["method"]: run["tokens_per_step"] for run in runs if run["outputs"]}
     depths = {
         run["method"]: dict(enumerate(run["acceptance_by_depth"], start=1))
         for run in runs
@@ -129,7 +133,8 @@ def _plots(runs: list[Run], colours: dict[str, str]) -> list[Plot]:
     if speeds:
         title = "Speedup over plain decoding" + (", spread of repeats" if spreads else "")
         plots.append(bars(f"speedup-{tag}", title, speeds, spreads, colours, baseline=1.0))
-    plots.append(bars(f"tokens-{tag}", "Tokens per step", lengths, {}, colours, baseline=1.0))
+    if lengths:
+        plots.append(bars(f"tokens-{tag}", "Tokens per step", lengths, {}, colours, baseline=1.0))
     if depths:
         title = "Acceptance by depth, given the depth before"
         plots.append(curves(f"depth-{tag}", title, depths, colours, "depth", highest=1.0))
@@ -179,6 +184,11 @@ def draft_lines(draft: dict) -> list[dict]:
 
 def _figure(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _category(run: Run, name: str) -> dict:
+    """A run's figures of a category; none where it failed on all of it."""
+    return next((entry for entry in run["categories"] if entry["category"] == name), {})
 
 
 def _hash(script: str) -> str:

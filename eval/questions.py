@@ -21,9 +21,9 @@ def play_turns(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> lis
     first = [0, *accumulate(1 + len(prompt.later) for prompt in prompts)]  # place among all turns
     while waiting := [n for n, turns in enumerate(played) if turns[-1].later]:
         requests = [
-            _request(
+            request_of(
                 recipe.eval,
-                played[n][-1],
+                played[n][-1].input_ids,
                 first[n] + len(played[n]) - 1,
                 recipe.eval.max_new_tokens,
             )
@@ -50,14 +50,15 @@ def make_requests(settings: EvalSection, prompts: Sequence[Prompt]) -> list[Requ
         lengths = [round(n * settings.spread ** (-i / steps)) for i, n in enumerate(lengths)]
         random.Random(settings.seed).shuffle(lengths)
     return [
-        _request(settings, prompt, number, max(length, 1))
+        request_of(settings, prompt.input_ids, number, max(length, 1))
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
 
 
-def _request(settings: EvalSection, prompt: Prompt, number: int, length: int) -> Request:
+def request_of(settings: EvalSection, prompt: Sequence[int], number: int, length: int) -> Request:
+    """Return the request of a prompt with the settings of a recipe and a seed of its own."""
     return Request(
-        prompt.input_ids,
+        prompt,
         length,
         settings.temperature,
         settings.top_k,

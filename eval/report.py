@@ -7,8 +7,9 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,25 +17,35 @@ import transformers
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specdraft.data.prompts import Prompt
 from specdraft.eval.categories import add_speedups, by_category, macro
-from specdraft.eval.decoder import GUMBEL
+from specdraft.eval.decoder import GUMBEL, Request
+from specdraft.eval.failure import Tolerant, reasons, told, trouble
 from specdraft.eval.identity import first_difference
 from specdraft.eval.methods import make_method, rule_of
 from specdraft.eval.metrics import Costs, counts, padding, times
-from specdraft.eval.outcome import Outcome
+from specdraft.eval.outcome import DecodingMethod, Outcome
 from specdraft.eval.page import write_page
 from specdraft.eval.questions import make_requests, play_turns
 from specdraft.eval.show import print_sample, sample
-from specdraft.eval.trained import Trained, needs
-from specdraft.eval.turns import Outcomes, capacity_for, take_turns
+from specdraft.eval.trained import Trained, showcase
+from specdraft.eval.turns import (
+    Outcomes,
+    Recall,
+    batches,
+    capacity_for,
+    make_now,
+    take_turns,
+)
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 
 SCHEMA = 1
 SAMPLES = 2
 REFERENCE = "plain"  # what outputs are compared with
+BASES = {"speedup": REFERENCE, "speedup_over_generate": "generate"}
 
 
 def evaluate(
@@ -44,18 +55,26 @@ def evaluate(
     prompts: Sequence[Prompt],
     methods: Sequence[str],
     progress: bool = True,
+    recall: Recall = make_now,
 ) -> dict:
     """Decode all prompts by all methods; return the report (see the README for its schema).
 
-    `samples` are the first answers of our last method that drafts, cut into what was accepted.
+    A method that fails on a prompt goes on with the next one, and its row says so. `samples` are
+    the first answers of our last method that drafts, cut into what was accepted.
     """
     with cpu_threads(recipe.eval.threads):
         prompts = play_turns(recipe, target, prompts)
-        outcomes = decode_all(recipe, target, trained, prompts, methods, progress)
+        requests = make_requests(recipe.eval, prompts)
+        makers = _makers(recipe, target, trained, requests, methods)
+        runners = {name: Tolerant(make) for name, make in makers.items()}
+        outcomes = take_turns(runners, requests, recipe.eval, progress, recall)
         where = environment(target)
-    ours = [name for name in methods if needs(name) and not name.startswith("hf_")]
-    shown = [*methods, *ours][-1]
-    answers = [done for part in outcomes[shown] for done in part.completions][:SAMPLES]
+    shown = showcase(methods)
+    answers = [
+        pair
+        for some, part in _parts(recipe, prompts, outcomes, shown)
+        for pair in zip(some, part.completions, strict=not part.failure)
+    ]
     return {
         "schema": SCHEMA,
         "recipe": recipe.to_dict(),
@@ -63,7 +82,7 @@ def evaluate(
         "runs": summarise(recipe, target, trained, prompts, outcomes),
         "samples": [
             {"method": shown} | sample(target.tokenizer, prompt.text, done)
-            for prompt, done in zip(prompts, answers, strict=False)
+            for prompt, done in answers[:SAMPLES]
         ],
     }
 
@@ -78,9 +97,30 @@ def decode_all(
 ) -> Outcomes:
     """Build every method and let them take turns on the prompts (eval/turns.py)."""
     requests = make_requests(recipe.eval, prompts)
-    capacity = capacity_for(recipe.eval, requests)
-    runners = {name: make_method(name, recipe, target, trained, capacity) for name in methods}
+    makers = _makers(recipe, target, trained, requests, methods)
+    runners = {name: make() for name, make in makers.items()}
     return take_turns(runners, requests, recipe.eval, progress)
+
+
+def _makers(
+    recipe: Recipe,
+    target: Target,
+    trained: Trained,
+    requests: Sequence[Request],
+    methods: Sequence[str],
+) -> dict[str, Callable[[], DecodingMethod]]:
+    capacity = capacity_for(recipe.eval, requests)
+    return {name: partial(make_method, name, recipe, target, trained, capacity) for name in methods}
+
+
+def tokens_per_step(
+    recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], method: str
+) -> float:
+    """Of one method alone, without a report: what a drafter is chosen by. It must not fail."""
+    with cpu_threads(recipe.eval.threads):
+        prompts = play_turns(recipe, target, prompts)
+        outcomes = decode_all(recipe, target, trained, prompts, [method], progress=False)
+    return counts(outcomes[method], Costs(0.0, None))["tokens_per_step"]
 
 
 @contextmanager
@@ -101,7 +141,53 @@ def summarise(
     prompts: Sequence[Prompt],
     outcomes: Outcomes,
 ) -> list[dict]:
-    """Turn outcomes into one row of figures per method."""
+    """Turn outcomes into one row of figures per method: of all that it did, if not of all."""
+    failed = {name for name, parts in outcomes.items() if any(part.failure for part in parts)}
+    whole = {name: parts for name, parts in outcomes.items() if name not in failed}
+    rows = {row["method"]: row for row in _figures(recipe, target, trained, prompts, whole)}
+    bases = {name: whole[name] for name in BASES.values() if name in whole}
+    for name in failed:
+        some = bases | {name: outcomes[name]}
+        rows[name] = _figures_of_done(recipe, target, trained, prompts, some)
+    return [rows[name] | trouble(_parts(recipe, prompts, outcomes, name)) for name in outcomes]
+
+
+def _figures_of_done(
+    recipe: Recipe,
+    target: Target,
+    trained: Trained,
+    prompts: Sequence[Prompt],
+    outcomes: Outcomes,
+) -> dict:
+    """The row of the last method, which failed on some batches: all figures are of the others.
+
+    One that failed on all has no figures.
+    """
+    name = [*outcomes][-1]
+    done = [n for n, part in enumerate(outcomes[name]) if not part.failure]
+    if not done:
+        none = {"outputs": 0, "identical": None, "near_ties": None, "differences": []}
+        return _setting(recipe, name) | none | {"categories": []}
+    taken = batches(name, prompts, recipe.eval.batch_size)
+    some = [prompt for n in done for prompt in taken[n]]
+    parts = {key: [every[n] for n in done] for key, every in outcomes.items()}
+    return _figures(recipe, target, trained, some, parts)[-1]
+
+
+def _parts(
+    recipe: Recipe, prompts: Sequence[Prompt], outcomes: Outcomes, name: str
+) -> Iterable[tuple[Sequence[Prompt], Outcome]]:
+    """What a method was given at a time, and what became of it."""
+    return zip(batches(name, prompts, recipe.eval.batch_size), outcomes[name], strict=True)
+
+
+def _figures(
+    recipe: Recipe,
+    target: Target,
+    trained: Trained,
+    prompts: Sequence[Prompt],
+    outcomes: Outcomes,
+) -> list[dict]:
     plain_ms = None
     if REFERENCE in outcomes:
         plain_ms = times(outcomes[REFERENCE], 1)["verify_ms_per_step"]
@@ -110,14 +196,7 @@ def summarise(
         share = _parameter_share(parts, trained.models(name), target)
         costs = Costs(share, _measured_cost(parts, plain_ms))
         row = {
-            "method": name,
-            "prompt_set": recipe.eval.prompts,
-            "batch_size": recipe.eval.batch_size,
-            "temperature": recipe.eval.temperature,
-            "max_new_tokens": recipe.eval.max_new_tokens,
-            "acceptance": rule_of(name, recipe.eval) if recipe.eval.temperature else "greedy",
-            "spread": recipe.eval.spread,
-            "dtype": recipe.target.dtype,
+            **_setting(recipe, name),
             **_identity(recipe, target, prompts, outcomes, name),
             **counts(parts, costs),
             **padding(parts),
@@ -129,9 +208,22 @@ def summarise(
     for row in rows:
         add_speedups(row, plain)
         row["speedup_repeats"] = paired(row, plain)
-        for key, base in (("speedup", REFERENCE), ("speedup_over_generate", "generate")):
+        for key, base in BASES.items():
             row[key] = row["tokens_per_second"] / speeds[base] if base in speeds else None
     return rows
+
+
+def _setting(recipe: Recipe, name: str) -> dict:
+    return {
+        "method": name,
+        "prompt_set": recipe.eval.prompts,
+        "batch_size": recipe.eval.batch_size,
+        "temperature": recipe.eval.temperature,
+        "max_new_tokens": recipe.eval.max_new_tokens,
+        "acceptance": rule_of(name, recipe.eval) if recipe.eval.temperature else "greedy",
+        "spread": recipe.eval.spread,
+        "dtype": recipe.target.dtype,
+    }
 
 
 def paired(row: dict, plain: dict | None) -> list[float]:
@@ -234,7 +326,7 @@ def print_report(report: dict, console: Console | None = None) -> None:
     runs = report["runs"]
     first = runs[0]
     table = Table(
-        title=f"{first['prompt_set']}: {first['outputs']} prompts, up to "
+        title=f"{first['prompt_set']}: {first['outputs'] + first['failed']} prompts, up to "
         f"{first['max_new_tokens']} new tokens, temperature {first['temperature']}, batch "
         f"{first['batch_size']}, {first['dtype']}",
         box=SIMPLE_HEAD,
@@ -243,25 +335,30 @@ def print_report(report: dict, console: Console | None = None) -> None:
     )
     names = ("method", "tokens\n/step", "accept\nrate", "nodes\n/step", "tokens\n/s", "x\nplain")
     names += ("x gen-\nerate", "draft\nms", "verify\nms", "rest\nms", "iden-\ntical")
+    troubled = [run for run in runs if run["failures"]]
+    names += ("trouble",) * bool(troubled)
     for name in names:
         left = name == "method"
         table.add_column(name, justify="left" if left else "right", no_wrap=left, min_width=6)
     for run in runs:
         table.add_row(
             run["method"],
-            _shown(run["tokens_per_step"]),
-            _shown(run["acceptance_rate"]),
-            _shown(run["drafted_per_step"], 1),
-            _shown(run["tokens_per_second"], 0),
-            _shown(run["speedup"]),
-            _shown(run["speedup_over_generate"]),
-            _shown(run["draft_ms_per_step"]),
-            _shown(run["verify_ms_per_step"]),
-            _shown(run["overhead_ms_per_step"]),
+            _shown(run.get("tokens_per_step")),
+            _shown(run.get("acceptance_rate")),
+            _shown(run.get("drafted_per_step"), 1),
+            _speed(run),
+            _shown(run.get("speedup")),
+            _shown(run.get("speedup_over_generate")),
+            _shown(run.get("draft_ms_per_step")),
+            _shown(run.get("verify_ms_per_step")),
+            _shown(run.get("overhead_ms_per_step")),
             agreement(run),
+            *([told(run)] if troubled else []),
         )
     console = console or Console()
     console.print(table)
+    for run in troubled:
+        console.print(Text(f"{run['method']}: {reasons(run)}", "red"))
     for answer in report["samples"]:
         print_sample(answer, console)
 
@@ -271,18 +368,32 @@ def print_curves(runs: Sequence[dict], console: Console | None = None) -> None:
     sizes = sorted({run["batch_size"] for run in runs})
     if len(sizes) < 2:
         return
-    table = Table(title="x plain decoding, by batch size", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    for size in sizes:
-        table.add_column(str(size), justify="right")
-    for name in dict.fromkeys(run["method"] for run in runs):
-        speeds = {run["batch_size"]: run["speedup"] for run in runs if run["method"] == name}
-        table.add_row(name, *(_shown(speeds.get(size)) for size in sizes))
-    (console or Console()).print(table)
+    settings: dict[str, dict[str, dict[int, float | None]]] = {}
+    for run in runs:
+        setting = f"{run['prompt_set']}, temperature {run['temperature']}"
+        speeds = settings.setdefault(setting, {}).setdefault(run["method"], {})
+        speeds[run["batch_size"]] = run.get("speedup")
+    console = console or Console()
+    for setting, methods in settings.items():
+        console.print(f"x plain decoding, by batch size: {setting}")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("method", no_wrap=True)
+        for size in sizes:
+            table.add_column(str(size), justify="right")
+        for name, speeds in methods.items():
+            table.add_row(name, *(_shown(speeds.get(size)) for size in sizes))
+        console.print(table)
 
 
 def _shown(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _speed(run: dict) -> str:
+    """Tokens per second; with repeats, the slowest and the fastest of them, too."""
+    repeats = run.get("tokens_per_second_repeats")
+    spread = f" ({min(repeats):.0f}-{max(repeats):.0f})" if repeats else ""
+    return _shown(run.get("tokens_per_second"), 0) + spread
 
 
 def agreement(run: dict) -> str:

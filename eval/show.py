@@ -19,21 +19,33 @@ def pieces(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], steps: Sequence[Step]
 ) -> list[tuple[str, str]]:
     """Cut an answer into runs of (text, "accepted" or "bonus"), in order."""
-    runs, shown, done = [], "", 0
-    for count, kind in _runs(steps):
-        done += count
-        # Decoded as a whole each time: a token may be part of a character, or carry a space.
-        text = tokenizer.decode(tokens[:done], skip_special_tokens=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            runs.append((text[len(shown) :], kind))
-            shown = text
-    return runs
+    return Pieces(tokenizer).add(tokens, steps)
+
+
+class Pieces:
+    """An answer that grows by such runs: its tokens and its text so far."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer, self.tokens, self.text = tokenizer, [], ""
+
+    def add(self, tokens: Sequence[int], steps: Sequence[Step]) -> list[tuple[str, str]]:
+        """Append the tokens of some steps; return their runs."""
+        runs, done = [], len(self.tokens)
+        self.tokens += tokens
+        for count, kind in _runs(steps):
+            done += count
+            # Decoded as a whole each time: a token may be part of a character, or carry a space.
+            text = self.tokenizer.decode(self.tokens[:done], skip_special_tokens=True)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                runs.append((text[len(self.text) :], kind))
+                self.text = text
+        return runs
 
 
 def _runs(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
     for step in steps:
-        if step.emitted > 1:
-            yield step.emitted - 1, ACCEPTED
+        if step.emitted > 1:  # without a draft that is known, nobody can tell whose they are
+            yield step.emitted - 1, ACCEPTED if step.drafted else BONUS
         yield 1, BONUS
 
 

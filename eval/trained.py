@@ -1,5 +1,6 @@
 """What training has left in a run's folder, and which methods draft with it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.maxgram import MaxGramTable, load_table
 from specdraft.models.medusa import MedusaHeads, load_medusa
 from specdraft.models.student import finished_student, load_student
-from specdraft.models.target import Target
+from specdraft.models.target import Target, hash_weights
 from specdraft.recipes.schema import STUDENT_METHODS, Recipe
 
 NEEDS = {
@@ -38,6 +39,13 @@ def needs(method: str) -> tuple[str, ...]:
     return NEEDS.get(method.partition(":")[0], ())
 
 
+def showcase(methods: Sequence[str]) -> str:
+    """Return the method that shows a run at its best: our last one that drafts as it was trained,
+    else the last."""
+    ours = [name for name in methods if needs(name) and not name.startswith("hf_")]
+    return [*methods, *ours][-1]
+
+
 @dataclass(frozen=True)
 class Trained:
     """What the methods of a run draft with; None or empty where none asks for it."""
@@ -55,6 +63,13 @@ class Trained:
         students += (self.student,) if "student" in needed else ()
         heads = [getattr(self, name) for name in ("head", "medusa") if name in needed]
         return [*heads, *(student.model for student in students)]
+
+    def weights(self) -> list[str]:
+        """Hashes of all that there is to draft with."""
+        networks = [one for one in (self.head, self.table, self.medusa) if one is not None]
+        students = [*self.cascade, *([self.student] if self.student else [])]
+        hashes = [hash_weights(one) for one in networks]
+        return [*hashes, *(student.identity()["weights"] for student in students)]
 
 
 def load_trained(recipe: Recipe, target: Target) -> Trained:

@@ -4,8 +4,10 @@ So a machine that slows down slows all of them down. Every round begins with ano
 none always follows the same one: what one leaves in the caches of the machine slows its successor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -15,7 +17,17 @@ from specdraft.recipes.schema import EvalSection
 
 WARM_UP_TOKENS = 8
 
+T = TypeVar("T")
 Outcomes = dict[str, list[Outcome]]  # of every runner, batch by batch
+Turn = dict[str, Outcome]  # of the runners that took a batch, once each
+Place = tuple[int, int]  # of a turn: number of the batch, number of the repeat
+# What a turn at a place has given: known from before (eval/logbook.py), or made now.
+Recall = Callable[[Place, Callable[[], Turn]], Turn]
+
+
+def make_now(place: Place, make: Callable[[], Turn]) -> Turn:
+    """Recall nothing."""
+    return make()
 
 
 def capacity_for(settings: EvalSection, requests: Sequence[Request]) -> int:
@@ -28,30 +40,56 @@ def take_turns(
     requests: Sequence[Request],
     settings: EvalSection,
     progress: bool = True,
+    recall: Recall = make_now,
 ) -> Outcomes:
     """Run every runner on every batch of requests, one after the other per batch, all warmed up.
 
-    One whose name ends with `:dynamic` takes all requests as one queue. With repeats, the median by
-    wall-clock of each batch stands.
+    With repeats, the median by wall-clock of each batch stands; a failure among them is one of all.
     """
     warm_up = Request(requests[0].prompt, min(WARM_UP_TOKENS, settings.max_new_tokens))
     for runner in runners.values():
         runner([warm_up])
-    starts = range(0, len(requests), settings.batch_size)
-    batches = [requests[start : start + settings.batch_size] for start in starts]
-    queued = [name for name in runners if name.endswith(":dynamic")]
+    queued = [name for name in runners if is_queue(name)]
     batched = [name for name in runners if name not in queued]
-    work = [(batched, batch) for batch in batches] + [(queued, requests)] * bool(queued)
+    work = [
+        (names, batch)
+        for names in (batched, queued)
+        for batch in (batches(names[0], requests, settings.batch_size) if names else ())
+    ]
     outcomes: Outcomes = {name: [] for name in runners}
     work = tqdm(work, desc="evaluating", unit="batch", disable=not progress)
     for number, (names, batch) in enumerate(work):
-        rounds = [rotated(names, number + again) for again in range(settings.repeats)]
-        tries = [{name: runners[name](batch) for name in order} for order in rounds]
+        tries = []
+        for again in range(settings.repeats):
+            order = rotated(names, number + again)
+            tries.append(recall((number, again), partial(_turn, runners, order, batch)))
         for name in names:
-            ordered = sorted((each[name] for each in tries), key=lambda outcome: outcome.seconds)
-            seconds = tuple(each[name].seconds for each in tries) if len(tries) > 1 else ()
-            outcomes[name].append(replace(ordered[len(ordered) // 2], tries=seconds))
+            outcomes[name].append(_median([each[name] for each in tries]))
     return outcomes
+
+
+def batches(name: str, items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """What a runner takes at a time: a batch, or all as one queue, as METHOD:dynamic does."""
+    size = max(len(items), 1) if is_queue(name) else size
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def is_queue(name: str) -> bool:
+    return name.endswith(":dynamic")
+
+
+def _turn(
+    runners: Mapping[str, DecodingMethod], order: Sequence[str], batch: Sequence[Request]
+) -> Turn:
+    return {name: runners[name](batch) for name in order}
+
+
+def _median(tries: Sequence[Outcome]) -> Outcome:
+    if failed := next((each for each in tries if each.failure), None):
+        return failed
+    ordered = sorted(tries, key=lambda outcome: outcome.seconds)
+    seconds = tuple(each.seconds for each in tries) if len(tries) > 1 else ()
+    return replace(ordered[len(ordered) // 2], tries=seconds)
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:

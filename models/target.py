@@ -94,6 +94,16 @@ def identity(name: str, revision: str | None, folder: Path) -> dict[str, str | i
     }
 
 
+def hash_weights(model: nn.Module) -> str:
+    """Return a sha256 over the names and values of all tensors of a model."""
+    digest = hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        digest.update(key.encode())
+        values = value.detach().float().cpu().contiguous().flatten()
+        digest.update(values.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def check_trained_for(own: dict, identity: dict) -> None:
     """Raise TargetError when a head was trained for another target than this one, naming both.
 
@@ -257,14 +267,10 @@ class Target:
     def identity(self) -> dict:
         """Which weights these are (see `identity`)."""
         if self._identity is None:  # a model handed in as an object has no files to hash
-            digest = hashlib.sha256()
-            for key, value in sorted(self.model.state_dict().items()):
-                digest.update(key.encode())
-                digest.update(value.detach().float().cpu().contiguous().view(torch.uint8).numpy())
             self._identity = {
                 "name": self.name,
                 "revision": None,
-                "weights": digest.hexdigest(),
+                "weights": hash_weights(self.model),
                 "hidden_size": self.hidden_size,
                 "vocab_size": self.vocab_size,
             }

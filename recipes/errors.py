@@ -39,6 +39,12 @@ class TargetError(UserError):
     """A target that is missing, unsupported or not the one a head was made for."""
 
 
+def in_a_line(error: Exception) -> str:
+    """What was raised: its type and the first line of its message."""
+    told = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *told[:1]])
+
+
 def entry(main: Callable[[], None]) -> Callable[[], None]:
     """Wrap a script's main: exit 2 for bad input, 130 for Ctrl-C, 1 for a fault of ours."""
 

@@ -138,7 +138,7 @@ def results(report: dict | None) -> str:
         cells = [_shown(run.get(key), form) for key, (_, form) in COLUMNS.items()]
         same = "-" if run["identical"] is None else f"{run['identical']}/{run['outputs']}"
         lines.append(f"| `{run['method']}` | {' | '.join(cells)} | {same} |")
-    first = runs[0]
+    first = max(runs, key=lambda run: run["outputs"])  # one that failed on none, if there is
     lines += [
         "",
         f"{first['outputs']} prompts of {first['prompt_set']}, up to {first['max_new_tokens']} new "

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from specdraft.data.feature_cache import FeatureCache
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.eval.answers import build_caches, build_token_cache
-from specdraft.eval.report import evaluate, print_report, write_report
+from specdraft.eval.report import evaluate, print_report, tokens_per_step, write_report
 from specdraft.eval.trained import HOW, Trained, needs
 from specdraft.models.hub import check_login
 from specdraft.models.student import Student, finished_student, make_student
@@ -104,8 +104,7 @@ def measure(
 ) -> dict[str, float]:
     """Decode the prompts with the student: what the best one is chosen by."""
     trained = Trained(student=student.as_target())
-    outcome = evaluate(recipe, target, trained, prompts, ["ssd"], progress=False)
-    return {"tokens_per_step": outcome["runs"][0]["tokens_per_step"]}
+    return {"tokens_per_step": tokens_per_step(recipe, target, trained, prompts, "ssd")}
 
 
 def report(recipe: Recipe, target: Target, prompts: list[Prompt]) -> None:

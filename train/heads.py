@@ -16,7 +16,7 @@ from specdraft.data.feature_cache import FeatureCache
 from specdraft.data.online_features import Features
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.eval.answers import build_caches
-from specdraft.eval.report import evaluate, print_report, write_report
+from specdraft.eval.report import evaluate, print_report, tokens_per_step, write_report
 from specdraft.eval.trained import HOW, Trained, needs
 from specdraft.models.falcon import FalconHead
 from specdraft.models.hub import check_login
@@ -123,8 +123,7 @@ def _measure(
 ) -> dict[str, float]:
     """Decode the prompts with the head's tree: what the best head is chosen by."""
     trained = Trained(**{kind.field: head})
-    outcome = evaluate(recipe, target, trained, prompts, [kind.method], progress=False)
-    return {"tokens_per_step": outcome["runs"][0]["tokens_per_step"]}
+    return {"tokens_per_step": tokens_per_step(recipe, target, trained, prompts, kind.method)}
 
 
 def _report(

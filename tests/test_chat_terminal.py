@@ -1,0 +1,243 @@
+"""Talking with a target: history, commands, room, a pipe, and a real terminal."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import ROOT, SURROUNDINGS, run_here
+from rich.console import Console
+
+from specdraft.eval.chat import Chat
+from specdraft.eval.decoder import Decoder, Request, Step, Update
+from specdraft.eval.live import Answer, show
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError, RecipeError
+from specdraft.recipes.load import load_recipe
+
+SMALL = ["eval.max_new_tokens=16", "train.threads=1", "output.dir=nowhere"]
+FIRST, SECOND = "Tell me about a fox.", "And where does it live?"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Target.load("tiny")
+
+
+@pytest.fixture
+def talk(tiny):
+    return Chat(load_recipe("recipes/tiny.yaml", SMALL), tiny, "prompt_lookup")
+
+
+def plain(tiny, *said: str, length: int = 16) -> str:
+    """What plain decoding answers to the last of what users and assistant said in turn."""
+    roles = ["user", "assistant"] * len(said)
+    messages = [{"role": r, "content": c} for r, c in zip(roles, said, strict=False)]
+    ids = tiny.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    (done,) = Decoder(tiny, capacity=600).run([Request(ids, length)])
+    return tiny.tokenizer.decode(done.tokens, skip_special_tokens=True)
+
+
+def answer(talk: Chat, question: str) -> str:
+    steps, _ = talk.ask(question)
+    tokens = [token for update in steps for token in update.tokens]
+    text = talk.target.tokenizer.decode(tokens, skip_special_tokens=True)
+    talk.answered(text)
+    return text
+
+
+def test_an_answer_follows_all_that_was_said(tiny, talk):
+    first = answer(talk, FIRST)
+    assert first == plain(tiny, FIRST)
+    second = answer(talk, SECOND)
+    assert second == plain(tiny, FIRST, first.strip(), SECOND) != plain(tiny, SECOND)
+    talk.forget()
+    assert answer(talk, SECOND) == plain(tiny, SECOND)
+
+
+@pytest.mark.parametrize("method", ["plain", "generate", "prompt_lookup:padded"])
+def test_every_way_of_decoding_goes_on_with_the_same_conversation(tiny, talk, method):
+    first = answer(talk, FIRST)
+    talk.use(method)
+    assert answer(talk, SECOND) == plain(tiny, FIRST, first.strip(), SECOND)
+
+
+def test_a_conversation_that_outgrows_its_context_forgets_its_beginning(tiny):
+    recipe = load_recipe("recipes/tiny.yaml", SMALL)
+    talk = Chat(recipe, tiny, "prompt_lookup", context=70)
+    said, lost = [], 0
+    for number in range(4):
+        question = f"Tell me about fox {number}."
+        steps, forgotten = talk.ask(question)
+        tokens = [token for update in steps for token in update.tokens]
+        lost += forgotten
+        said.append(question)
+        text = tiny.tokenizer.decode(tokens, skip_special_tokens=True)
+        assert text == plain(tiny, *said[2 * lost :])
+        talk.answered(text)
+        said.append(text.strip())
+    assert 0 < lost < 4
+    before = list(talk.messages)
+    with pytest.raises(
+        DataError, match=r"the question has \d+ tokens; 54 fit into a context of 70"
+    ):
+        talk.ask("fox " * 60)
+    assert talk.messages == before
+
+
+def test_a_context_must_hold_an_answer_and_fit_the_target(tiny):
+    recipe = load_recipe("recipes/tiny.yaml", SMALL)
+    for context in (16, 10**6):
+        with pytest.raises(RecipeError, match=f"context of {context} .* at most 896"):
+            Chat(recipe, tiny, "plain", context)
+
+
+def test_an_answer_stopped_before_its_first_token_takes_its_question_along(talk):
+    answer(talk, FIRST)
+    before = list(talk.messages)
+    talk.ask(SECOND)
+    talk.answered("")
+    assert talk.messages == before
+
+
+def piped(monkeypatch, *said: str, options: tuple[str, ...] = ()) -> list[str]:
+    """The lines that a chat prints whose questions come from a pipe."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said)))
+    command = ["eval/generate.py", "recipes/tiny.yaml", "--method", "prompt_lookup", *options]
+    done = run_here(*command, *SMALL)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_pipe_is_answered_line_by_line(tiny, monkeypatch):
+    greeting, *lines = piped(monkeypatch, FIRST, "", "/new", SECOND, "/quit", "never read")
+    assert greeting == "tiny, prompt_lookup. /new, /method NAME, /quit"
+    answers = [line for line in lines if not line.endswith("tokens/s")]
+    assert len(lines) - len(answers) == 2
+    expected = f"{plain(tiny, FIRST)}\na new conversation\n{plain(tiny, SECOND)}"
+    assert "\n".join(answers) == expected
+    assert "\x1b" not in "".join(lines)
+
+
+def test_mistakes_are_told_and_the_chat_goes_on(tiny, monkeypatch):
+    said = ("/method nothing", "/method falcon_tree", "/methods", "fox " * 60, "/method plain")
+    lines = piped(monkeypatch, *said, FIRST, options=("--context", "70"))
+    text = "\n".join(lines)
+    assert "nothing" in text
+    assert "prompt_lookup" in lines[1]  # among the known ones
+    assert "no trained head at nowhere" in text
+    assert "/methods: unknown; there are /new, /method NAME, /quit" in text
+    assert "54 fit into a context of 70" in text
+    assert plain(tiny, FIRST) in text
+    assert lines[-1].split(", ")[0].endswith("1.00 a step")
+
+
+def test_an_unknown_method_is_refused_with_the_known_ones():
+    done = run_here("eval/generate.py", "recipes/tiny.yaml", "--method", "medusa", "--prompt", "Hi")
+    assert done.returncode == 2
+    assert "prompt_lookup" in done.stderr
+
+
+def test_a_base_model_goes_on_with_the_texts_so_far(tiny):
+    base = Target(tiny.model, Target.load("tiny").tokenizer, "base")
+    base.tokenizer.chat_template = None
+    talk = Chat(load_recipe("recipes/tiny.yaml", SMALL), base, "prompt_lookup")
+    first = answer(talk, "Once upon a time")
+    second = answer(talk, "The fox")
+    ids = base.tokenizer(f"Once upon a time\n\n{first.strip()}\n\nThe fox")["input_ids"]
+    (done,) = Decoder(base, capacity=200).run([Request(ids, 16)])
+    assert second == base.tokenizer.decode(done.tokens, skip_special_tokens=True)
+
+
+def test_lines_on_a_terminal_lose_and_repeat_nothing(tiny):
+    """Wrapped at every width, with spaces, line breaks and parts of characters at every edge."""
+    text = "The café  is here: one two three.\n\nA longwordthatfillsthelineandmore é end "
+    tokens = tiny.tokenizer(text)["input_ids"]
+    for width in (7, 12, 40):
+        for size in (1, 3):
+            updates = [
+                Update(0, part, [Step(len(part), 2, 2, len(part) - 1)])
+                for start in range(0, len(tokens), size)
+                for part in [tokens[start : start + size]]
+            ]
+            console = Console(
+                width=width, force_terminal=True, record=True, file=io.StringIO(), height=30
+            )
+            grown = Answer(tiny.tokenizer)
+            show(grown, updates, console)
+            assert grown.text == tiny.tokenizer.decode(tokens, skip_special_tokens=True)
+            whole = Console(width=width, file=io.StringIO())
+            whole.print(grown.text.rstrip(" "))
+            assert printed(console) == whole.file.getvalue().rstrip().splitlines()
+
+
+def printed(console: Console) -> list[str]:
+    """The lines that stay on a terminal: what is drawn again and again is erased behind itself."""
+    rows, row = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", console.file.getvalue()):
+        if part == "\n":
+            row += 1
+            rows += [""] * (row + 1 - len(rows))
+        elif part == "\x1b[2K":
+            rows[row] = ""
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part != "\r" and not part.startswith("\x1b"):
+            rows[row] += part
+    return "\n".join(rows).rstrip().splitlines()
+
+
+class Terminal:
+    """A chat in a pseudo-terminal of its own; what a user types, and what they see."""
+
+    def __init__(self, *options: str):
+        script = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+        command = [sys.executable, "eval/generate.py", "recipes/tiny.yaml", *options, *SMALL[1:]]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, *command],
+            cwd=ROOT,
+            env=os.environ | SURROUNDINGS | {"TERM": "xterm", "NO_COLOR": ""},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.seen = ""
+
+    def type(self, keys: str) -> None:
+        self.process.stdin.write(keys.encode())
+        self.process.stdin.flush()
+
+    def until(self, expected: str) -> str:
+        """Wait for a text; return all up to it that was not returned before."""
+        deadline = time.monotonic() + 300
+        while expected not in self.seen:
+            assert self.process.poll() is None, self.seen
+            assert time.monotonic() < deadline, self.seen
+            self.seen += (self.process.stdout.read() or b"").decode(errors="replace")
+            time.sleep(0.01)
+        before, _, self.seen = self.seen.partition(expected)
+        return before + expected
+
+
+def test_a_terminal_shows_colours_and_ctrl_c_stops_an_answer_only():
+    # Lengths are spread, so that no end token ends an answer before Ctrl-C does.
+    terminal = Terminal("eval.methods=[prompt_lookup]", "eval.max_new_tokens=600", "eval.spread=2")
+    terminal.until("> ")
+    terminal.type("Tell me a story about a fox.\n")
+    terminal.until("a step")  # the figures, live
+    terminal.until("\x1b[1;32m")  # a draft that was accepted
+    terminal.type("\x03")
+    terminal.until("(stopped)")
+    (count,) = re.findall(r"(\d+) tokens in", terminal.until("tokens/s"))
+    assert 0 < int(count) < 600
+    terminal.until("> ")
+    terminal.type("/new\n")
+    terminal.until("> ")
+    terminal.type("\x03")
+    terminal.until("Ctrl-D or /quit ends the chat")
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(60) == 0
