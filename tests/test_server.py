@@ -13,9 +13,12 @@ from pathlib import Path
 
 import httpx2
 import pytest
+import small_tokenizer as st
 from commands import ROOT, SURROUNDINGS, run_here
 from local_server import DROP, HANG, LocalServer
 from test_tokens import chats, recipe, write
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdraft.data import server as server_module
 from specdraft.data.fingerprint import of_settings
@@ -270,6 +273,24 @@ def test_ids_outside_the_vocabulary_are_refused(server, target, tmp_path, ids):
     server.odd["number 3"] = {"token_ids": ids}
     (reject,) = rejects(build(rewriting(tmp_path, server), target))
     assert "the server serves another model" in reject["reason"]
+
+
+@pytest.mark.parametrize("template", [st.LLAMA2, st.CHATML], ids=["with bos", "without"])
+def test_as_text_a_prompt_keeps_its_ids_or_is_not_sent(tmp_path, template):
+    tokenizer = st.small_tokenizer(template)
+    bos = ("<s>", tokenizer.bos_token_id)
+    adds_bos = TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    tokenizer.backend_tokenizer.post_processor = adds_bos
+    size = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=1, eos_token_id=1, **size)
+    target = Target(LlamaForCausalLM(config), tokenizer, "small")
+    with LocalServer(tokenizer, takes_ids=False) as server:
+        if template == st.LLAMA2:
+            assert len(build(rewriting(tmp_path, server), target)) == CHATS
+            assert server.asks[1]["prompt"].startswith("[INST] Question")
+        else:
+            with pytest.raises(DataError, match=r"12 of 12 rows .* as text this prompt has other"):
+                build(rewriting(tmp_path, server), target)
 
 
 def test_a_cut_answer_ends_its_row_though_its_text_has_fewer_tokens(target, tmp_path):
