@@ -140,9 +140,9 @@ def test_transformers_serve_samples_from_the_whole_distribution(
         tmp_path, "tiny", answers="target", server=transformers_serve, server_model=str(TINY)
     )
     prompt = target.tokenizer("<|user|>What is new?<|end|><|assistant|>")["input_ids"]
-    asks = [Ask(prompt, max_new_tokens=4, temperature=1000.0, seed=seed) for seed in range(40)]
-    first = {answer.tokens[0] for _, answer in Server(settings, target)(asks)}
-    assert len(first) > 36  # of 50 equally likely ones, 28 come up
+    asks = [Ask(prompt, max_new_tokens=1, temperature=1000.0, seed=seed) for seed in range(40)]
+    said = {tuple(answer.tokens) for _, answer in Server(settings, target)(asks)}
+    assert len(said) > 33  # 40 draws of 50 equally likely tokens give 28 different ones
 
 
 # A server in trouble
