@@ -14,7 +14,8 @@ prompt that the tokenizer would not read back as the same ids is then not sent.
 
 Every answer is the target's plain distribution: what a model's generation_config.json would do to
 it (top_k, a repetition penalty) is turned off. Seeds are sent; whether the same one gives the same
-answer again is the server's affair.
+answer again is the server's affair. `transformers serve --continuous-batching` decodes all requests
+like the first, greedily: do without that flag where `data.samples` is above 1.
 """
 
 import asyncio
@@ -95,14 +96,13 @@ class Server:
     async def _meet(self, client: httpx2.AsyncClient) -> None:
         """Find out whether the server takes token ids. Raises DataError if it takes nothing."""
         await self._check_there(client)
-        hello = Ask(self.tokenizer("Hello")["input_ids"], max_new_tokens=1, temperature=0.0, seed=0)
+        hello = Ask(self.tokenizer("Hello")["input_ids"], max_new_tokens=8, temperature=0.0, seed=0)
         for self._takes_ids in (True, False):
             try:
                 self._read(await self._post(client, hello), hello)
                 return
             except UnansweredError as error:
                 refusal = error
-        self._takes_ids = None
         raise DataError(
             f"data.server = {self.data.server}: does not complete a prompt as {self.model!r} "
             f"({refusal}); data.server ends in /v1 as a rule, data.server_model is the name the "
@@ -158,6 +158,7 @@ class Server:
             return {**body, **plain, "prompt": ask.prompt_ids, "return_token_ids": True}
         # `transformers serve` refuses these keys; it samples only if told so in its own one.
         plain = {"do_sample": ask.temperature > 0, "top_k": 0, "repetition_penalty": 1.0}
+        plain["eos_token_id"] = sorted(self.target.eos_ids) or None
         text = self._text(ask.prompt_ids)
         return {**body, "prompt": text, "generation_config": json.dumps(plain)}
 

@@ -44,7 +44,7 @@ class LocalServer(AbstractContextManager):
 
     def prompts(self) -> list[str]:
         """The texts that were asked about, without the greeting of every client."""
-        return [ask["text"] for ask in self.asks if ask["max_tokens"] > 1]
+        return [ask["text"] for ask in self.asks if not ask["greeting"]]
 
     def die(self) -> None:
         """Hear nobody any more; connections that are open end at their next request."""
@@ -95,6 +95,7 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(prompt, str):
             prompt = local.tokenizer(prompt)["input_ids"]
         ask["text"] = local.tokenizer.decode(prompt)
+        ask["greeting"] = ask["text"].endswith("Hello")
         local.asks.append(ask)
         if local.answered == local.dies_after:
             local.die()
@@ -113,11 +114,11 @@ class Handler(BaseHTTPRequestHandler):
         with local.lock:
             local.at_once += 1
             local.most = max(local.most, local.at_once)
-        if local.everybody and ask["max_tokens"] > 1:
+        if local.everybody and not ask["greeting"]:
             local.everybody.wait()
         with local.lock:
             local.at_once -= 1
-            local.answered += ask["max_tokens"] > 1
+            local.answered += not ask["greeting"]
         usage = {"prompt_tokens": len(prompt) + local.misread}
         self.answer({"choices": [local.choice(prompt, ask)], "usage": usage})
 
