@@ -5,9 +5,12 @@ has said them. The turns are made level by level: all first answers in one batch
 answers, and so on. A text is continued from its first `data.prompt_tokens` tokens.
 
 Each finished answer is appended to `answers-<rank>.jsonl` at once, so a run that is cut off goes on
-where it stopped. What decodes the answers is handed in (`generate`): this floor knows no decoder.
+where it stopped. What makes the answers is handed in (`generate`): our decoder, which this floor
+does not know, or a server (data/server.py). A row one of whose answers failed is rejected with the
+reason. More than 10% of such rows are an error, and are asked for again by the next run.
 """
 
+import dataclasses
 import hashlib
 import json
 import time
@@ -19,7 +22,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from specdraft.data.chat import Conversation
+from specdraft.data.chat import USELESS_SHARE, Conversation
 from specdraft.data.examples import Example, Renderer
 from specdraft.data.lines import cut_torn_line
 from specdraft.data.template import UnrenderableError
@@ -36,8 +39,17 @@ class Ask:
     seed: int
 
 
-# Answers as (index into the asks, new tokens with the end-of-turn token), in any order.
-Generate = Callable[[list[Ask]], Iterator[tuple[int, list[int]]]]
+@dataclass(frozen=True)
+class Answer:
+    """What came of an ask: new tokens with the end-of-turn token, or the reason for none."""
+
+    tokens: list[int]
+    ended: bool  # came to an end of its own within max_new_tokens
+    failure: str | None = None
+
+
+# Answers as (index into the asks, answer), in any order.
+Generate = Callable[[list[Ask]], Iterator[tuple[int, Answer]]]
 Slot = tuple[int, int, int]  # conversation, sample, turn (number of the answer)
 
 
@@ -52,8 +64,8 @@ class Rewriter:
     def __init__(self, renderer: Renderer, conversations: list[Conversation], folder: Path):
         self.renderer, self.data = renderer, renderer.data
         self.conversations, self.folder = conversations, folder
-        self.answers: dict[Slot, list[int]] = {}
-        self.ended: set[Slot] = set()  # answers that came to an end of their own
+        self.answers: dict[Slot, Answer] = {}
+        self.failures: dict[Slot, str] = {}  # some were answered later
         if self.data.prompt_tokens is None and any(c.text is not None for c in conversations):
             raise DataError(
                 "data.prompt_tokens = None: data.answers=target continues the texts of "
@@ -88,11 +100,16 @@ class Rewriter:
     def examples(self) -> Iterator[Example]:
         """Put the rows together from answers that every rank has written; reject the rest."""
         self._load()
+        self._check_failures()
         for number, conversation in enumerate(self.conversations):
             for sample in range(self.data.samples):
-                turn = 0
-                while (number, sample, turn + 1) in self.answers:
-                    turn += 1
+                answered = 0
+                while (number, sample, answered) in self.answers:
+                    answered += 1
+                if failure := self.failures.get((number, sample, answered)):
+                    self.renderer.reject(conversation, f"no answer: {failure}", False)
+                    continue
+                turn = max(answered - 1, 0)
                 answer = self.answers.get((number, sample, turn))
                 try:
                     ids, mask = self._prompt(number, sample, turn)
@@ -104,7 +121,8 @@ class Rewriter:
                         conversation, f"no room for an answer behind {len(ids)} tokens", False
                     )
                     break
-                yield Example(ids + answer, mask + [True] * len(answer), conversation.origin)
+                said = answer.tokens
+                yield Example(ids + said, mask + [True] * len(said), conversation.origin)
 
     def _level(self, slots: list[Slot], generate: Generate, file: TextIO, bar: tqdm) -> None:
         """Make one answer of each slot, skipping those made before and those never reached."""
@@ -119,20 +137,20 @@ class Rewriter:
                 bar.total -= 1
         tokens, started = 0, time.monotonic()
         for index, answer in generate(asks) if asks else ():
-            slot, ask = reached[index], asks[index]
-            ended = len(answer) < ask.max_new_tokens or answer[-1] == self._eos
-            self._keep(slot, answer, ended)
+            self._keep(reached[index], answer)
             # One line, one write: a process that is killed leaves at most one torn line.
-            file.write(json.dumps({"slot": slot, "ended": ended, "tokens": answer}) + "\n")
+            row = {"slot": reached[index], **dataclasses.asdict(answer)}
+            file.write(json.dumps(row) + "\n")
             file.flush()
-            tokens += len(answer)
+            tokens += len(answer.tokens)
             bar.update()
             bar.set_postfix_str(f"{tokens / (time.monotonic() - started):.0f} tokens/s", False)
 
     def _ask(self, slot: Slot) -> Ask | None:
         """Return the question that leads to a slot, or None when the row ended before it."""
         number, sample, turn = slot
-        if turn >= self._turns(number) or (turn and (number, sample, turn - 1) not in self.ended):
+        before = self.answers.get((number, sample, turn - 1))
+        if turn >= self._turns(number) or (turn and not (before and before.ended)):
             return None
         try:
             prompt, _ = self._prompt(number, sample, turn)
@@ -160,7 +178,7 @@ class Rewriter:
                 if answered == turn:
                     break
                 spoken = self.renderer.tokenizer.decode(
-                    self.answers[number, sample, answered], skip_special_tokens=True
+                    self.answers[number, sample, answered].tokens, skip_special_tokens=True
                 )
                 message = {"role": "assistant", "content": spoken}
                 answered += 1
@@ -174,14 +192,23 @@ class Rewriter:
             return 1
         return Counter(message["role"] for message in conversation.messages)["assistant"]
 
-    @property
-    def _eos(self) -> int | None:
-        return self.renderer.tokenizer.eos_token_id
+    def _keep(self, slot: Slot, answer: Answer) -> None:
+        if answer.failure is None:
+            self.answers[slot] = answer
+        else:
+            self.failures[slot] = answer.failure
 
-    def _keep(self, slot: Slot, answer: list[int], ended: bool) -> None:
-        self.answers[slot] = answer
-        if ended:
-            self.ended.add(slot)
+    def _check_failures(self) -> None:
+        """Refuse to go on without many of the rows. Raises DataError."""
+        failed = self.failures.keys() - self.answers.keys()
+        rows = len(self.conversations) * self.data.samples
+        if len(failed) > USELESS_SHARE * rows:
+            first = min(failed)
+            raise DataError(
+                f"{len(failed)} of {rows} rows got no answer, more than {USELESS_SHARE:.0%}; "
+                f"first: {self.conversations[first[0]].origin}: {self.failures[first]}; "
+                "the same command asks for them again"
+            )
 
     def _load(self) -> None:
         """Read the answers that are on disk, of every rank, of this run and of those before it."""
@@ -189,7 +216,7 @@ class Rewriter:
             for line in path.read_bytes().splitlines(keepends=True):
                 if line.endswith(b"\n"):  # else it is torn, or just being written by its rank
                     row = json.loads(line)
-                    self._keep(tuple(row["slot"]), row["tokens"], row["ended"])
+                    self._keep(tuple(row.pop("slot")), Answer(**row))
 
 
 def _seed(*parts: int) -> int:

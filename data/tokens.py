@@ -131,6 +131,8 @@ def token_settings(
             raise ValueError("data.answers=target: pass identity=target.identity()")
         settings["target"] = identity["weights"]
         settings["target_dtype"] = recipe.target.dtype
+        if data.server is not None:  # who else than our decoder; where it listens is no matter
+            settings["server_model"] = data.server_model
     return settings
 
 

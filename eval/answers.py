@@ -8,15 +8,16 @@ from accelerate import Accelerator
 
 from specdraft.data.features import Announce, build_features, unannounced
 from specdraft.data.online_features import Features, OnlineFeatures
-from specdraft.data.regenerate import Ask
+from specdraft.data.regenerate import Answer, Ask
+from specdraft.data.server import Server
 from specdraft.data.tokens import TokenCache, build_tokens
 from specdraft.eval.decoder import Decoder, Request
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 
 
-def answer(target: Target, rows: int, asks: Sequence[Ask]) -> Iterator[tuple[int, list[int]]]:
-    """Decode all asks, `rows` at a time; yield (index, new tokens) as each is finished."""
+def answer(target: Target, rows: int, asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
+    """Decode all asks, `rows` at a time; yield (index, answer) as each is finished."""
     requests = [
         Request(ask.prompt_ids, ask.max_new_tokens, ask.temperature, seed=ask.seed) for ask in asks
     ]
@@ -24,7 +25,7 @@ def answer(target: Target, rows: int, asks: Sequence[Ask]) -> Iterator[tuple[int
     for completion in Decoder(target, rows=rows, capacity=capacity).run(requests):
         if completion.error:
             raise completion.error
-        yield completion.index, completion.tokens
+        yield completion.index, Answer(completion.tokens, ended=completion.reason == "eos")
 
 
 def build_caches(
@@ -44,7 +45,10 @@ def build_caches(
 
 def build_token_cache(recipe: Recipe, target: Target, accelerator: Accelerator) -> TokenCache:
     """Build, or open, a recipe's token cache; every rank has the target write its own share."""
-    generate = partial(answer, target, recipe.data.batch_rows)
+    if recipe.data.server is None:
+        generate = partial(answer, target, recipe.data.batch_rows)
+    else:
+        generate = Server(recipe, target)
     return build_tokens(recipe, target.tokenizer, generate, target.identity(), **ranks(accelerator))
 
 

@@ -30,7 +30,9 @@ def of_data(data: schema.DataSection) -> list[str]:
             f"must be below data.max_length ({data.max_length})"
         )
     if data.answers == "target":
-        return problems + _rewriting(data)
+        return problems + _rewriting(data) + _serving(data)
+    if data.server is not None:
+        problems.append(f"data.server = {data.server!r}: needs data.answers=target")
     if data.samples > 1:
         problems.append(f"data.samples = {data.samples}: needs data.answers=target")
     return problems
@@ -54,6 +56,14 @@ def _rewriting(data: schema.DataSection) -> list[str]:
             "tokens of each text are the prompt, e.g. 16"
         )
     return problems
+
+
+def _serving(data: schema.DataSection) -> list[str]:
+    if data.server is None and data.server_model is not None:
+        return [f"data.server_model = {data.server_model!r}: needs data.server"]
+    if data.server is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", data.server):
+        return [f"data.server = {data.server!r}: must be a URL, e.g. http://127.0.0.1:8000/v1"]
+    return []
 
 
 def of_head(head: schema.HeadSection) -> list[str]:

@@ -81,12 +81,16 @@ class DataSection(Section):
     limit: Count | None = None  # conversations read at most
     holdout: Natural = 0  # last rows of the sources, never trained on
     prompt_tokens: Count | None = None  # format text: prompt length; null: all is supervised
-    # The next five matter for `answers: target` only.
+    # The rest matters for `answers: target` only.
     samples: Count = 1  # continuations per conversation
     temperature: NonNegative = 0.0  # of the samples after the first, which is greedy
     max_new_tokens: Count | None = 256
-    batch_rows: Count = 32  # conversations decoded at once
+    batch_rows: Count = 32  # conversations decoded, or requests of a process to the server, at once
     seed: Natural = 0
+    server: str | None = None  # OpenAI-compatible, http://HOST:PORT/v1; null: our decoder
+    server_model: str | None = None  # the name the server has for the target; null: target.model
+    retries: Natural = 5  # of a request, after 0.5 s, 1 s, 2 s, ..
+    timeout: Positive = 600.0  # seconds for an answer of the server
 
     def combinations(self) -> list[str]:
         return combinations.of_data(self)

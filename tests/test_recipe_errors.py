@@ -145,6 +145,15 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
         ),
         (["data.samples=2"], "data.samples = 2: needs data.answers=target"),
         (["data.samples=2", "data.answers=target"], "set data.temperature above 0"),
+        (["data.server=http://a/v1"], "data.server = 'http://a/v1': needs data.answers=target"),
+        (
+            ["data.server=localhost:8000", "data.answers=target"],
+            "data.server = 'localhost:8000': must be a URL, e.g. http://127.0.0.1:8000/v1",
+        ),
+        (
+            ["data.server_model=mine", "data.answers=target"],
+            "data.server_model = 'mine': needs data.server",
+        ),
         (
             ["data.format=text", "data.answers=target"],
             "data.prompt_tokens = None: data.answers=target continues a prompt",

@@ -6,7 +6,7 @@ import pytest
 import small_tokenizer as st
 from test_tokens import chats, recipe, write
 
-from specdraft.data.regenerate import Ask
+from specdraft.data.regenerate import Answer, Ask
 from specdraft.data.tokens import TokenCache, build_tokens
 from specdraft.recipes.errors import DataError
 
@@ -32,7 +32,8 @@ class Parrot:
             if self.stop_after is not None and len(self.asks) == self.stop_after:
                 raise KeyboardInterrupt
             self.asks.append(asks[index])
-            yield index, self.says(asks[index])
+            tokens = self.says(asks[index])
+            yield index, Answer(tokens, ended=len(tokens) < asks[index].max_new_tokens)
 
 
 def rewriting(folder: Path, rows: list | None = None, **data):

@@ -45,8 +45,8 @@ class OnPolicy:
         numbers = list(asks)
         if asks:
             asked = list(asks.values())
-            for index, tokens in answer(self.writer, len(asked), asked):
-                rows[numbers[index]] = _row(asked[index].prompt_ids, tokens)
+            for index, said in answer(self.writer, len(asked), asked):
+                rows[numbers[index]] = _row(asked[index].prompt_ids, said.tokens)
         return collate_text(rows, batch.keys, written=len(asks)).to(batch.tokens.device)
 
     def _ask(self, row: dict[str, Tensor], key: Key) -> Ask | None:

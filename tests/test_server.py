@@ -1,0 +1,380 @@
+"""Answers by a server are the target's own, whatever fails on the way, and none is asked twice."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+import small_tokenizer as st
+from commands import ROOT, SURROUNDINGS, run_here
+from local_server import DROP, HANG, LocalServer
+from test_tokens import chats, recipe, write
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdraft.data import server as server_module
+from specdraft.data.fingerprint import of_settings
+from specdraft.data.regenerate import Ask
+from specdraft.data.server import Server
+from specdraft.data.tokens import TokenCache, build_tokens, token_settings
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError
+from specdraft.recipes.schema import Recipe
+
+CHATS = 12
+TINY = ROOT / "models" / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_module, "FIRST_WAIT", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.load("tiny")
+
+
+@pytest.fixture
+def server(target: Target) -> Iterator[LocalServer]:
+    with LocalServer(target.tokenizer) as server:
+        yield server
+
+
+@pytest.fixture(params=[True, False], ids=["ids", "text"])
+def either(target: Target, request: pytest.FixtureRequest) -> Iterator[LocalServer]:
+    with LocalServer(target.tokenizer, takes_ids=request.param) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list:
+    """All rows, when nothing goes wrong."""
+    with LocalServer(target.tokenizer) as server:
+        return contents(build(rewriting(tmp_path_factory.mktemp("whole"), server), target))
+
+
+def rewriting(folder: Path, local: LocalServer, **data) -> Recipe:
+    source = write(folder / "a.jsonl", chats(CHATS))
+    served = {"answers": "target", "server": local.url, "server_model": "parrot"}
+    quick = {"max_new_tokens": 60, "batch_rows": 4, "retries": 2}
+    return recipe(folder, source, **{**served, **quick, **data})
+
+
+def build(settings: Recipe, target: Target) -> TokenCache:
+    return build_tokens(settings, target.tokenizer, Server(settings, target), target.identity())
+
+
+def contents(cache: TokenCache) -> list[tuple[list[int], list[bool]]]:
+    rows = (cache[n] for n in range(len(cache)))
+    return [(row["input_ids"].tolist(), row["loss_mask"].tolist()) for row in rows]
+
+
+def rejects(cache: TokenCache) -> list[dict]:
+    return [json.loads(line) for line in (cache.directory / "rejects.jsonl").open()]
+
+
+# A real server
+
+
+@pytest.fixture
+def transformers_serve(tmp_path: Path) -> Iterator[str]:
+    """The bundled target behind `transformers serve`; the address of its API."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    home = tmp_path / "home"
+    home.mkdir()
+    command = [Path(sys.executable).with_name("transformers"), "serve", TINY, "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
+    env = os.environ | SURROUNDINGS | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    with (home / "log").open("w") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    try:
+        for _ in range(900):
+            try:
+                httpx2.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+                break
+            except httpx2.TransportError:
+                assert process.poll() is None, (home / "log").read_text()
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
+
+
+# One test, for the server takes seconds to start.
+def test_transformers_serve_answers_as_our_decoder_does(transformers_serve, tmp_path, target):
+    def rows(*overrides: str) -> list[tuple[list[int], list[bool]]]:
+        folder = tmp_path / str(len(overrides))
+        done = run_here(
+            "data/cache.py", "recipes/tiny.yaml", "data.answers=target", "data.limit=6",
+            "data.max_new_tokens=40", f"data.cache_dir={folder}", *overrides,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        (directory,) = folder.glob("tokens-*")
+        return contents(TokenCache.open(directory))
+
+    ours = rows()
+    theirs = rows(f"data.server={transformers_serve}", f"data.server_model={TINY}")
+    assert theirs == ours
+    assert len(ours) == 6
+    assert len({len(ids) for ids, _ in ours}) > 1
+    # It samples, and not from the best 50 alone: the model's generation config says greedy, and
+    # without its word generate() draws from so many.
+    settings = recipe(
+        tmp_path, "tiny", answers="target", server=transformers_serve, server_model=str(TINY)
+    )
+    prompt = target.tokenizer("<|user|>What is new?<|end|><|assistant|>")["input_ids"]
+    asks = [Ask(prompt, max_new_tokens=1, temperature=1000.0, seed=seed) for seed in range(40)]
+    said = {tuple(answer.tokens) for _, answer in Server(settings, target)(asks)}
+    assert len(said) > 33  # 40 draws of 50 equally likely tokens give 28 different ones
+
+
+# A server in trouble
+
+
+@pytest.mark.parametrize(
+    "trouble", [[500, 500], [429], [503, 429], [DROP], [DROP, 500], [HANG]], ids=str
+)
+def test_what_passes_is_asked_again(server, target, tmp_path, whole, trouble):
+    server.trouble["number 3"] = list(trouble)
+    cache = build(rewriting(tmp_path, server, timeout=1.0 if HANG in trouble else 600.0), target)
+    assert contents(cache) == whole
+    assert len(server.prompts()) == 2 * CHATS + len(trouble)
+    assert rejects(cache) == []
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        ([400], "status 400"),
+        ([500] * 3, 'status 500: {"error": "told to fail"}, after 2 retries'),
+        ([DROP] * 3, "RemoteProtocolError"),
+        ([HANG] * 3, "ReadTimeout, after 2 retries"),
+    ],
+    ids=str,
+)
+def test_what_does_not_pass_costs_its_row_alone(server, target, tmp_path, whole, trouble, reason):
+    server.trouble["number 3"] = list(trouble)
+    cache = build(rewriting(tmp_path, server, timeout=1.0 if HANG in trouble else 600.0), target)
+    assert contents(cache) == whole[:3] + whole[4:]
+    (reject,) = rejects(cache)
+    assert (reject["file"], reject["line"]) == (str(tmp_path / "a.jsonl"), 4)
+    assert reject["reason"].startswith("no answer: ")
+    assert reason in reject["reason"]
+    assert sum("number 3" in prompt for prompt in server.prompts()) == len(trouble)
+
+
+def test_a_row_that_fails_at_its_second_answer_is_rejected_whole(server, target, tmp_path, whole):
+    server.trouble["Sure?"] = [400]
+    cache = build(rewriting(tmp_path, server, batch_rows=1), target)
+    assert contents(cache) == whole[1:]
+    assert [reject["line"] for reject in rejects(cache)] == [1]
+
+
+def test_many_failures_are_an_error_and_are_asked_about_again(server, target, tmp_path):
+    server.trouble |= {"number 3": [400], "number 7": [400]}
+    settings = rewriting(tmp_path, server)
+    with pytest.raises(DataError, match=r"2 of 12 rows got no answer, more than 10%.*:4: status"):
+        build(settings, target)
+    before = len(server.prompts())
+    assert len(build(settings, target)) == CHATS
+    assert len(server.prompts()) == before + 4  # two rows, two answers
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ({"finish_reason": "abort"}, "finish_reason 'abort'"),
+        ({"text": "", "token_ids": [], "finish_reason": "length"}, "the answer is empty"),
+        ({"text": None, "token_ids": None}, "is no completion"),
+    ],
+)
+def test_answers_that_are_none_cost_their_row(either, target, tmp_path, odd, reason):
+    either.odd["number 3"] = odd
+    (reject,) = rejects(build(rewriting(tmp_path, either), target))
+    assert reject["line"] == 4
+    assert reason in reject["reason"]
+
+
+def test_a_server_that_dies_ends_the_run_at_once_and_loses_nothing(server, target, tmp_path):
+    server.dies_after = 7
+    with pytest.raises(DataError, match=rf"{server.url}: no server answers .*answers are kept"):
+        build(rewriting(tmp_path, server), target)
+    (answers,) = (tmp_path / "cache").glob("tokens-*.partial/answers-0.jsonl")
+    kept = sum(json.loads(line)["failure"] is None for line in answers.open())
+    assert kept > 3
+    with LocalServer(target.tokenizer) as other:
+        cache = build(rewriting(tmp_path, other), target)
+        assert len(other.prompts()) == 2 * CHATS - kept
+    assert len(cache) == CHATS
+
+
+def test_no_server_is_said_before_anything_starts(target, tmp_path):
+    with LocalServer(target.tokenizer) as gone:
+        settings = rewriting(tmp_path, gone, retries=9)
+    with pytest.raises(DataError, match=rf"{gone.url}: no server answers \(.*vllm serve parrot"):
+        build(settings, target)
+
+
+# What is asked, and what is taken for an answer
+
+
+def test_both_kinds_of_servers_give_the_same_rows(either, target, tmp_path, whole):
+    assert contents(build(rewriting(tmp_path, either), target)) == whole
+    assert {isinstance(ask["prompt"], str) for ask in either.asks} == {not either.takes_ids}
+
+
+def test_our_distribution_is_asked_for(either, target, tmp_path):
+    build(rewriting(tmp_path, either, samples=2, temperature=0.8), target)
+    greedy, sampled = (
+        [ask for ask in either.asks[1:] if ask["temperature"] == warmth] for warmth in (0.0, 0.8)
+    )
+    assert len(greedy) == len(sampled) == 2 * CHATS
+    assert len({ask["seed"] for ask in sampled}) == 2 * CHATS
+    for ask in greedy + sampled:
+        assert ask["top_p"] == 1.0
+        if either.takes_ids:
+            assert (ask["top_k"], ask["min_p"], ask["repetition_penalty"]) == (-1, 0.0, 1.0)
+        else:
+            config = json.loads(ask["generation_config"])
+            sampling = {"do_sample": ask in sampled, "top_k": 0, "repetition_penalty": 1.0}
+            assert config == {**sampling, "eos_token_id": [3]}
+
+
+def test_ids_are_taken_as_they_are(server, target, tmp_path):
+    spelled = [target.tokenizer.encode(letter)[0] for letter in "water"]
+    assert target.tokenizer.encode("water") != spelled
+    server.odd["number"] = {"text": "water", "token_ids": [*spelled, 3]}
+    cache = build(rewriting(tmp_path, server), target)
+    (ids, mask), *_ = contents(cache)
+    said = [token for token, own in zip(ids, mask, strict=True) if own]
+    assert said[-6:] == [*spelled, 3]
+
+
+@pytest.mark.parametrize("ids", [[1, 2048, 3], [-1, 3]])
+def test_ids_outside_the_vocabulary_are_refused(server, target, tmp_path, ids):
+    server.odd["number 3"] = {"token_ids": ids}
+    (reject,) = rejects(build(rewriting(tmp_path, server), target))
+    assert "the server serves another model" in reject["reason"]
+
+
+@pytest.mark.parametrize("template", [st.LLAMA2, st.CHATML], ids=["with bos", "without"])
+def test_as_text_a_prompt_keeps_its_ids_or_is_not_sent(tmp_path, template):
+    tokenizer = st.small_tokenizer(template)
+    bos = ("<s>", tokenizer.bos_token_id)
+    adds_bos = TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    tokenizer.backend_tokenizer.post_processor = adds_bos
+    size = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=1, eos_token_id=1, **size)
+    target = Target(LlamaForCausalLM(config), tokenizer, "small")
+    with LocalServer(tokenizer, takes_ids=False) as server:
+        if template == st.LLAMA2:
+            assert len(build(rewriting(tmp_path, server), target)) == CHATS
+            assert server.asks[1]["prompt"].startswith("[INST] Question")
+        else:
+            with pytest.raises(DataError, match=r"12 of 12 rows .* as text this prompt has other"):
+                build(rewriting(tmp_path, server), target)
+
+
+def test_a_cut_answer_ends_its_row_though_its_text_has_fewer_tokens(target, tmp_path):
+    with LocalServer(target.tokenizer, takes_ids=False) as server:
+        server.odd["number 3"] = {"text": "I heard", "finish_reason": "length"}
+        cache = build(rewriting(tmp_path, server), target)
+    ids, mask = contents(cache)[3]
+    assert ids[-sum(mask) :] == target.tokenizer.encode("I heard")
+    assert sum("number 3" in prompt for prompt in server.prompts()) == 1
+
+
+def test_another_tokenizer_behind_the_server_is_noticed(either, target, tmp_path):
+    either.misread = 1
+    with pytest.raises(DataError, match=r"read 2 prompt tokens, .* made 1: it serves another"):
+        build(rewriting(tmp_path, either), target)
+
+
+@pytest.mark.parametrize("data", [{"server_model": "crow"}, {"server": "{url}/v1"}], ids=str)
+def test_a_server_that_refuses_is_an_error_at_once(server, target, tmp_path, data):
+    data = {key: value.format(url=server.url) for key, value in data.items()}
+    with pytest.raises(DataError, match=r"does not complete a prompt as .*status 404: .*there is"):
+        build(rewriting(tmp_path, server, **data), target)
+    assert server.asks == []
+
+
+def test_the_key_comes_from_the_environment(target, tmp_path, monkeypatch):
+    with LocalServer(target.tokenizer, key="sk-1") as server:
+        settings = rewriting(tmp_path, server)
+        with pytest.raises(DataError, match=r"status 401.*OPENAI_API_KEY"):
+            build(settings, target)
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+        assert len(build(settings, target)) == CHATS
+
+
+def test_batch_rows_requests_are_under_way_at_once_and_no_more(server, target, tmp_path):
+    server.everybody = threading.Barrier(4, timeout=30)
+    build(rewriting(tmp_path, server, batch_rows=4), target)
+    assert server.most == 4
+
+
+def test_the_cache_is_another_for_another_model_and_not_for_another_port(target, tmp_path):
+    with LocalServer(target.tokenizer) as server, LocalServer(target.tokenizer) as moved:
+        first = build(rewriting(tmp_path, server), target)
+        assert build(rewriting(tmp_path, moved), target).directory == first.directory
+        assert moved.asks == []
+        for other in ({"server_model": None}, {"server": None, "server_model": None}):
+            other = rewriting(tmp_path, server, **other)
+            settings = token_settings(other, target.tokenizer, target.identity())
+            assert of_settings(settings) != first.key
+
+
+# Stopped and killed
+
+
+def test_ctrl_c_ends_even_a_run_that_hangs(server, target, tmp_path, whole, monkeypatch):
+    def press() -> None:
+        while server.trouble["number 4"]:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    server.trouble["number 4"] = [HANG]
+    settings, before = rewriting(tmp_path, server), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    try:
+        threading.Thread(target=press).start()
+        with pytest.raises(KeyboardInterrupt, match=r"answers are kept"):
+            build(settings, target)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert contents(build(settings, target)) == whole
+
+
+def test_a_run_that_was_killed_asks_for_the_rest_only(server, tmp_path):
+    source = write(tmp_path / "a.jsonl", chats(CHATS))
+    command = [
+        "data/cache.py", "recipes/tiny.yaml", f"data.sources=[{source}]", "data.answers=target",
+        f"data.server={server.url}", "data.server_model=parrot", "data.holdout=0",
+        f"data.cache_dir={tmp_path / 'cache'}", "data.batch_rows=2",
+    ]  # fmt: skip
+    server.trouble["number 9"] = [HANG]
+    env = os.environ | SURROUNDINGS
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env) as process:
+        while server.trouble["number 9"]:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    before = len(server.prompts())
+    assert run_here(*command).returncode == 0
+    assert len(set(server.prompts())) == 2 * CHATS
+    assert 2 * CHATS <= len(server.prompts()) <= 2 * CHATS + 2  # those under way are asked again
+    assert before > 8
