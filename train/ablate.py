@@ -35,6 +35,7 @@ VARIANTS: dict[str, list[str]] = {
     "rollout1": ["train.rollout=1"],
     "rollout1_no_csgd": ["train.rollout=1", GLANCE_OFF],
     "rollout3": ["train.rollout=3"],
+    "no_noise": ["loss.feature_noise=0"],
     "bfloat16": ["data.feature_dtype=bfloat16"],
     "float8": ["data.feature_dtype=float8"],
     "int8": ["data.feature_dtype=int8"],
