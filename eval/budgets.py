@@ -82,7 +82,11 @@ def _shapes(
 
 def factorings(nodes: int, level: int = 1) -> list[tuple[int, ...]]:
     """All branching factors, none larger than the one before, that make a number of nodes below
-    `level` nodes: (3, 1), (2, 2) and (2, 1, 1) make 6. A chain and a single level are left out."""
+    `level` nodes. A chain and a single level are left out.
+
+    >>> factorings(6)
+    [(3, 1), (2, 2), (2, 1, 1)]
+    """
     found = []
     for first in range(nodes // level, 0, -1):
         rest = nodes - level * first

@@ -6,9 +6,10 @@ ended earlier: the longest match is known at no cost, and adding a token is amor
 et al. 1985). An earlier occurrence may overlap the suffix. A position is the index of the last
 token of an occurrence.
 
-    suffixes = FirstSuffixes()
-    suffixes.extend([5, 6, 7, 5, 6])
-    next(suffixes.continuations(2))  # [7, 5], what followed 5 6 the first time
+    >>> suffixes = FirstSuffixes()
+    >>> suffixes.extend([5, 6, 7, 5, 6])
+    >>> next(suffixes.continuations(2))  # what followed 5 6 the first time
+    [7, 5]
 
 `continuations` goes on with the next shorter suffixes that occur elsewhere, too, the longest first.
 Tokens that are drafted and not committed can be put `ahead` of the sequence: suffixes then end with

@@ -20,6 +20,9 @@ class Topology:
     """The shape of a tree: parent of every node, parents before children, siblings in draft order.
 
     `parents[0]` is -1. Raises ValueError when a parent does not come before its child.
+
+    >>> Topology([-1, 0, 0, 1]).depths, Topology([-1, 0, 0, 1]).children[0]
+    ((0, 1, 1, 2), (1, 2))
     """
 
     def __init__(self, parents: Sequence[int]):
