@@ -122,6 +122,7 @@ def test_an_override_that_is_no_yaml_is_refused():
         ("drafting.sibling_pruning=no", "must be one of leaf, drop"),
         ("eval.methods=[rsd_s]", "eval.methods: rsd_s drafts with a student"),
         ("eval.methods=[falcon_three]", "entry 0 ('falcon_three') must be one of plain, generate"),
+        ("eval.methods=[ssd:pad]", "(most with :padded, :pad_kv, :pad_inputs, :dynamic, too)"),
         ("eval.methods=[falcon_three]", "nearest is falcon_tree"),
         ("optim=3", "optim = 3: must be a mapping of keys to values (lr, betas,"),
         ("name=a/b", "name = 'a/b': must be text that can name a folder"),
