@@ -64,15 +64,16 @@ def sar_head(method: str) -> Kind:
 def _new_sar_head(recipe: Recipe, target: Target, cache: FeatureCache) -> FalconHead:
     """Make the recipe's head, with the scales its cache was measured to have."""
     torch.manual_seed(recipe.train.seed)
-    return FalconHead(
-        head_config(
-            recipe,
-            TargetShape.of(target.config),
-            embed_scale=cache.manifest["embed_scale"],
-            feature_scale=cache.manifest["feature_scale"],
-            identity=target.identity(),
-        )
+    config = head_config(
+        recipe,
+        TargetShape.of(target.config),
+        embed_scale=cache.manifest["embed_scale"],
+        feature_scale=cache.manifest["feature_scale"],
+        identity=target.identity(),
     )
+    head = FalconHead(config)
+    head.checkpointing = recipe.train.checkpointing
+    return head
 
 
 def train_head(
