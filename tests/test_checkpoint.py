@@ -150,7 +150,7 @@ def test_another_number_of_processes_goes_on_as_if_it_had_been_there_from_the_st
     with pytest.raises(CrashError):
         train(tmp_path / "cut", evaluate=crash_at(4), **changes)
     steps = [f"{key}={value}" for key, value in changes.items()]
-    two = two_processes(tmp_path / "cut", *steps, "pace=0.02")
+    two = two_processes(tmp_path / "cut", *steps, "pace=0.05")
     try:
         wait_for((tmp_path / "cut" / "checkpoints" / "step-6").exists, two)
     finally:

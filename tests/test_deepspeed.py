@@ -40,7 +40,7 @@ def launch(out, *arguments):
 
 
 def test_a_run_under_zero2_that_is_stopped_and_resumed_equals_plain_training(tmp_path, monkeypatch):
-    first = launch(tmp_path / "zero", "pace=0.02")  # slow rows leave time to stop it
+    first = launch(tmp_path / "zero", "pace=0.05")  # slow rows leave time to stop it
     try:
         wait_for((tmp_path / "zero" / "log.jsonl").exists, first)
         wait_for(lambda: len(log_lines(tmp_path / "zero")) > 2, first)
