@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from specdraft.models.hub import fetch
 from specdraft.models.lstm import LSTM, State
@@ -38,6 +39,8 @@ FUSIONS = ("lstm", "linear")
 
 # attend(layer, query [S, heads, T, D], key, value [S, kv_heads, T, D]) -> [S, heads, T, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# Of every layer, keys and values [B, kv_heads, T, D] of the passes so far.
+Seen = list[tuple[tuple[Tensor, Tensor], ...]]
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ class FalconHead(
 ):
     """Draft k features per pass from the target's features and the tokens one ahead."""
 
+    checkpointing = False  # whether backward runs the decoder layers again, to keep less for it
+
     def __init__(self, config: FalconConfig):
         super().__init__()
         self.config = config
@@ -193,22 +198,34 @@ class FalconHead(
         rope = self.rope(torch.arange(ahead.shape[1], device=ahead.device)[None])
         again = passes > 1 or revised is not None
         layout = BlockLayout(blocks, self.config.block_size) if again else None
-        cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        seen: Seen = [() for _ in self.layers]
         outputs: list[Tensor] = []
         state: State | None = None
         for number in range(passes):
             if number > 0:
                 features = layout.predicted(outputs[-1], features, keep)
             fused, state = self._fuse(self.inputs(ahead, features), state, layout)
-            mask = _rollout_mask(blocks, valid, number)
-            outputs.append(self.decode(fused, rope, _cached_attention(cached, mask)))
+            output, seen = self._decode(fused, rope, seen, _rollout_mask(blocks, valid, number))
+            outputs.append(output)
             if number == 0 and revised is not None:
                 fused, _ = self._fuse(self.inputs(*revised), state, layout)
-                aside = [list(parts) for parts in cached]  # no other block sees the revision
-                attend = _cached_attention(aside, _rollout_mask(blocks, valid, 1))
-                glanced = self.decode(fused, rope, attend)
+                # No other block sees the revision: what it adds to `seen` is forgotten.
+                glanced, _ = self._decode(fused, rope, seen, _rollout_mask(blocks, valid, 1))
         first = outputs[:1] if revised is None else [glanced]
         return torch.stack(first + outputs[1:])
+
+    def _decode(self, fused: Tensor, rope: tuple, seen: Seen, mask: Tensor) -> tuple[Tensor, Seen]:
+        """Run one pass behind what was `seen`; return its output and what is seen after it."""
+        if self.checkpointing and torch.is_grad_enabled():
+            # Nothing in there is random.
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(self._attended, fused, rope, seen, mask, **options)
+        return self._attended(fused, rope, seen, mask)
+
+    def _attended(self, fused: Tensor, rope: tuple, seen: Seen, mask: Tensor):
+        after: Seen = []
+        output = self.decode(fused, rope, _attention_behind(seen, after, mask))
+        return output, after
 
     def _fuse(self, inputs: Tensor, state: State | None, layout: "BlockLayout | None"):
         if self.config.fusion == "linear":
@@ -295,10 +312,10 @@ def _rollout_mask(blocks: Tensor, valid: Tensor | None, number: int) -> Tensor:
     return mask[:, None]
 
 
-def _cached_attention(cached: list[list[tuple[Tensor, Tensor]]], mask: Tensor) -> Attend:
+def _attention_behind(seen: Seen, after: Seen, mask: Tensor) -> Attend:
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        cached[layer].append((key, value))
-        keys, values = (torch.cat(parts, 2) for parts in zip(*cached[layer], strict=True))
+        after.append((*seen[layer], (key, value)))
+        keys, values = (torch.cat(parts, 2) for parts in zip(*after[layer], strict=True))
         gqa = query.shape[1] != keys.shape[1]
         return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=gqa)
 

@@ -51,6 +51,16 @@ class Student(nn.Module):
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return loss(hidden[positions], self.model.get_output_embeddings().weight)
 
+    def checkpoint_layers(self) -> None:
+        """Let backward run each decoder layer again, to keep less for it.
+
+        Raises RecipeError where transformers cannot do that for the model.
+        """
+        try:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise RecipeError(f"train.checkpointing = True: {error}; set it to false") from error
+
     def as_target(self) -> Target:
         """The student as the decoder wants a model: frozen, every tensor shared with this one.
 

@@ -240,6 +240,7 @@ class TrainSection(Section):
     seed: Natural = 0
     precision: Dtype = "float32"  # of the head's forward; master weights are float32
     rollout: Count = 1  # passes over the head's own features in training
+    checkpointing: bool = False  # backward runs a student's layers, a head's passes again
     eval_every: Count | None = None  # steps between evaluations; null: at the end only
     save_every: Count | None = None  # steps between checkpoints; null: at the end only
     keep: Count = 2  # checkpoints kept

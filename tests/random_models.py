@@ -1,6 +1,7 @@
 """Tiny random targets and heads: every claim about exactness holds for any weights."""
 
 import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdraft.models.falcon import FalconConfig, FalconHead
@@ -45,3 +46,19 @@ def random_head(target: Target, block_size: int = 2, seed: int = 1, **changes) -
         **changes,
     )
     return FalconHead(config).eval()
+
+
+def kept_for_backward(module: nn.Module, *inputs, **options) -> tuple[Tensor, int]:
+    """Run a module; return its output and the bytes kept for backward, its weights left out."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = module(*inputs, **options)
+    for weight in module.parameters():
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    return output, sum(kept.values())

@@ -1,5 +1,6 @@
 """Checkpoints: continued bit for bit, complete or absent, and only by the recipe that made them."""
 
+import json
 import random
 import signal
 import subprocess
@@ -12,12 +13,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from test_loop import ToyRows, command, log_lines, train
+from test_loop import ToyRows, assert_close, command, end, log_lines, train, two_processes
 
 from specdraft.models.falcon import FalconHead
 from specdraft.recipes.errors import CacheError, RecipeError
 from specdraft.train.checkpoint import (
     Checkpoints,
+    Launch,
     TrainState,
     differences,
     read_state,
@@ -131,6 +133,42 @@ def test_more_steps_prolong_a_run(tmp_path):
     assert state.step == 9
 
 
+def test_a_run_may_be_cut_into_other_micro_batches_half_way(tmp_path):
+    changes = {"train.save_every": 3, "train.eval_every": 1}
+    _, whole = train(tmp_path / "whole", **changes)
+    with pytest.raises(CrashError):
+        train(tmp_path / "cut", evaluate=crash_at(4), **changes)
+    _, cut = train(tmp_path / "cut", **changes, **{"train.accumulation": 2})
+    assert_close(whole, cut)
+
+
+def test_another_number_of_processes_goes_on_as_if_it_had_been_there_from_the_start(tmp_path):
+    """One process, then two, then one again."""
+    changes = {"train.steps": 12, "train.save_every": 3, "train.eval_every": 1}
+    changes["train.log_every"] = 1
+    _, whole = train(tmp_path / "whole", **changes)
+    with pytest.raises(CrashError):
+        train(tmp_path / "cut", evaluate=crash_at(4), **changes)
+    steps = [f"{key}={value}" for key, value in changes.items()]
+    two = two_processes(tmp_path / "cut", *steps, "pace=0.05")
+    try:
+        wait_for((tmp_path / "cut" / "checkpoints" / "step-6").exists, two)
+    finally:
+        two.terminate()
+        end(two)
+    newest = max(
+        (tmp_path / "cut" / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime
+    )
+    assert read_state(newest)["processes"] == 2
+    assert 6 <= read_state(newest)["state"]["step"] < 12
+    _, cut = train(tmp_path / "cut", **changes)
+    assert_close(whole, cut)
+    once, twice = log_lines(tmp_path / "whole"), log_lines(tmp_path / "cut")
+    assert [record["loss"] for record in once] == pytest.approx(
+        [r["loss"] for r in twice], rel=1e-4
+    )
+
+
 # -- whose checkpoint ------------------------------------------------------------------------------
 
 
@@ -152,6 +190,30 @@ def test_other_data_is_refused(tmp_path):
     train(tmp_path, **{"train.steps": 1})
     with pytest.raises(RecipeError, match="rows of training data = 24, now it is 20"):
         train(tmp_path, data=ToyRows(count=20), **{"train.steps": 1})
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        (Launch(2, "DEEPSPEED"), Launch(1, "DEEPSPEED")),
+        (Launch(2, "DEEPSPEED"), Launch(2, None)),
+        (Launch(2, "FSDP"), Launch(2, "DEEPSPEED")),
+    ],
+)
+def test_processes_that_cannot_read_its_files_are_refused_naming_both(there, here, tmp_path):
+    with pytest.raises(RecipeError) as refused:
+        there.check_continued_by(here, tmp_path / "step-3")
+    assert f"step-3 was written by {there}, and {here} cannot read its files" in str(refused.value)
+    there.check_continued_by(there, tmp_path / "step-3")
+
+
+def test_plain_training_refuses_the_files_of_deepspeed(tmp_path):
+    train(tmp_path, **{"train.steps": 1})
+    state = tmp_path / "checkpoints" / "step-1" / "state.json"
+    content = json.loads(state.read_text())
+    state.write_text(json.dumps(content | {"processes": 2, "engine": "DEEPSPEED"}))
+    with pytest.raises(RecipeError, match=r"written by 2 processes under DEEPSPEED, and 1 process"):
+        train(tmp_path, **{"train.steps": 2})
 
 
 def test_what_does_not_alter_a_step_may_change():

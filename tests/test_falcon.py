@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from random_models import VOCAB, random_head, random_target
+from random_models import VOCAB, kept_for_backward, random_head, random_target
 
 from specdraft.eval.decoder import Decoder, Request
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -118,6 +118,24 @@ def test_a_revised_block_is_read_by_itself_alone(target, fusion):
         alone = head(*one, blocks)[0]
         torch.testing.assert_close(together[0][here[..., 0]], alone[here[..., 0]])
     torch.testing.assert_close(together[1], head(ahead, features, blocks, passes=2)[1])
+
+
+@pytest.mark.parametrize("revise", [False, True])
+def test_checkpointing_keeps_less_and_changes_no_bit(target, revise):
+    ahead, features = pairs(2, 12)
+    blocks = block_index(12, 2, 1).expand(2, -1)
+    revised = (features, ahead) if revise else None
+    outcomes = []
+    for checkpointing in (False, True):
+        head = random_head(target, layers=2)
+        head.checkpointing = checkpointing
+        inputs = (ahead, features, blocks)
+        predicted, kept = kept_for_backward(head, *inputs, passes=3, revised=revised)
+        predicted.square().sum().backward()
+        outcomes.append((kept, predicted, *(weight.grad for weight in head.parameters())))
+    (whole, *expected), (less, *got) = outcomes
+    assert less < 0.6 * whole
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 @pytest.mark.parametrize("fusion", ["lstm", "linear"])

@@ -105,6 +105,28 @@ def command(out, *arguments):
     return [sys.executable, __file__, str(out), *arguments]
 
 
+def two_processes(out, *arguments):
+    """Start the job on two processes, joined by gloo."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc_per_node", "2", __file__, str(out), "train.accumulation=2"]
+    return subprocess.Popen(
+        [*launcher, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(launched):
+    """Wait for a launcher and return what it said; ended where it does not end by itself."""
+    try:
+        return launched.communicate(timeout=300)[1]
+    finally:
+        launched.terminate()  # asked, not killed: it ends its workers, which would outlive it
+        launched.wait()
+
+
 def log_lines(out, kind="train"):
     records = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
     return [record for record in records if record["kind"] == kind]
@@ -136,20 +158,9 @@ def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path):
 
 def test_two_processes_equal_one(tmp_path):
     _, one = train(tmp_path / "one")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc_per_node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    job = [__file__, str(tmp_path / "two"), "train.accumulation=2"]
-    launched = subprocess.Popen(
-        [*launcher, *job], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    try:
-        _, errors = launched.communicate(timeout=300)
-    finally:
-        # Asked, not killed: the launcher ends its workers, which would outlive it otherwise.
-        launched.terminate()
-        launched.wait()
-    assert launched.returncode == 0, errors.decode()
+    launched = two_processes(tmp_path / "two")
+    errors = end(launched)
+    assert launched.returncode == 0, errors
     assert_close(one, load_file(tmp_path / "two" / "head" / "model.safetensors"))
     (a, b), (c, d) = log_lines(tmp_path / "one"), log_lines(tmp_path / "two")
     for single, double in ((a, c), (b, d)):

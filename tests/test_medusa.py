@@ -399,6 +399,7 @@ def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
     [
         (["recipes/tiny.yaml"], "tiny: no Medusa heads; set medusa.heads"),
         (["recipes/tiny_medusa.yaml", "eval.methods=[falcon_tree]"], "falcon_tree needs a trained"),
+        (["recipes/tiny_medusa.yaml", "train.checkpointing=true"], "no decoder layers; set it to"),
     ],
 )
 def test_bad_input_is_one_clear_message_before_any_training(arguments, message):

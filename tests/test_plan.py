@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import load_recipe
 from specdraft.train.csgd import CoupledGlancing
+from specdraft.train.heads import sar_head
 from specdraft.train.loop import fit
 from specdraft.train.plan import duration, lines, make_plan, measured_flops, size
 from specdraft.train.ranks import make_accelerator
@@ -87,6 +89,21 @@ def test_a_student_that_cannot_be_is_refused_by_the_plan():
         make_plan(load("llama2_70b_draft", "student.model=Qwen/Qwen2.5-7B-Instruct"))
     with pytest.raises(RecipeError, match=r"student.heads = 7.*student.hidden \(768\)"):
         make_plan(load("vicuna7b_distill", "student.heads=7"))
+
+
+@pytest.mark.parametrize("name", ["vicuna7b", "vicuna7b_distill"])
+def test_checkpointing_is_planned_with_less_memory(name):
+    rollout = "train.rollout=3"  # a single pass of a head is whole in backward either way
+    plain, less = load(name, rollout), load(name, rollout, "train.checkpointing=true")
+    assert make_plan(less).memory_per_gpu < 0.9 * make_plan(plain).memory_per_gpu
+
+
+def test_the_recipe_says_whether_a_head_is_checkpointed():
+    target = Target.load("tiny")
+    cache = SimpleNamespace(manifest={"embed_scale": 1.0, "feature_scale": 1.0})
+    for told in (False, True):
+        recipe = load("tiny", f"train.checkpointing={str(told).lower()}")
+        assert sar_head("falcon_tree").make(recipe, target, cache).checkpointing == told
 
 
 def test_counted_rows_replace_the_bound():

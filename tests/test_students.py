@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from random_models import HIDDEN, VOCAB, random_target
+from random_models import HIDDEN, VOCAB, kept_for_backward, random_target
 from small_tokenizer import small_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -194,6 +194,28 @@ def test_merged_adapters_compute_what_the_adapted_model_computes(target, tmp_pat
     torch.testing.assert_close(logits(saved, ids), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(logits(student.model, ids), expected)  # saving has merged a copy
     assert not torch.allclose(logits(pruned(target, (0, 1), False), ids), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{"keep_layers": [0, 1]}, {"keep_layers": [0, 1], "training": "lora", "lora_rank": 2}],
+    ids=["whole", "lora"],
+)
+def test_checkpointing_keeps_less_and_changes_no_bit(target, section):
+    ids, positions = torch.arange(22).view(2, 11), (torch.arange(2), torch.tensor([3, 9]))
+    outcomes = []
+    for checkpointing in (False, True):
+        student = disturbed(student_of(target, **section)).train()
+        if checkpointing:
+            student.checkpoint_layers()
+        take = lambda hidden, head: (hidden @ head.T).square().sum()  # noqa: E731
+        loss, kept = kept_for_backward(student, ids, positions, take)
+        loss.backward()
+        slopes = [weight.grad for weight in student.parameters() if weight.requires_grad]
+        outcomes.append((kept, loss, *slopes))
+    (whole, *expected), (less, *got) = outcomes
+    assert less < 0.6 * whole
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 def test_a_layer_that_lora_cannot_find_is_named_with_those_there_are(target):

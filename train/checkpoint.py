@@ -3,7 +3,8 @@
 `checkpoints/step-N/` is written under a temporary name by every rank, fsynced and renamed; only a
 renamed folder counts. It holds what accelerate saves (weights, optimiser, random states of every
 rank; the engine's own files under DeepSpeed) and `state.json`. The learning rate, the glancing
-ratio and the order of the data are pure functions of the step, so the step is their state.
+ratio and the order of the data are pure functions of the step, so the step is their state. Files
+of plain processes are whole and serve any number of them; an engine's serve its like only.
 """
 
 import json
@@ -13,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
 
 from specdraft.recipes.errors import CacheError, RecipeError
 
@@ -22,9 +25,10 @@ from specdraft.recipes.errors import CacheError, RecipeError
 FREE = {
     "name", "output", "hub", "eval", "data.cache_dir",
     "train.steps", "train.epochs", "train.accumulation", "train.eval_every", "train.save_every",
-    "train.keep", "train.log_every", "train.max_minutes",
+    "train.keep", "train.log_every", "train.max_minutes", "train.checkpointing",
 }  # fmt: skip
 STATE = "state.json"
+SHARDING = (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 @dataclass
@@ -38,12 +42,45 @@ class TrainState:
     best: dict[str, float] = field(default_factory=dict)  # metrics of the best drafter
 
 
+@dataclass(frozen=True)
+class Launch:
+    """Which processes write a checkpoint."""
+
+    processes: int
+    engine: str | None  # DEEPSPEED or FSDP; None: plain processes, joined by DDP where many
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> "Launch":
+        """Describe this process and its like."""
+        kind = accelerator.distributed_type
+        return cls(accelerator.num_processes, kind.value if kind in SHARDING else None)
+
+    def check_continued_by(self, other: "Launch", checkpoint: Path) -> None:
+        """Raise RecipeError where another launch cannot read what this one wrote."""
+        # DeepSpeed cuts the optimiser's state into one file per process, and never cuts it anew.
+        cut = self.engine == DistributedType.DEEPSPEED and self.processes != other.processes
+        if cut or self.engine != other.engine:
+            raise RecipeError(
+                f"{checkpoint} was written by {self}, and {other} cannot read its files; launch "
+                "as before, give another output.dir, or delete "
+                f"{checkpoint.parent} to start over"
+            )
+
+    def __str__(self) -> str:
+        processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        return processes if self.engine is None else f"{processes} under {self.engine}"
+
+
 class Checkpoints:
     """The checkpoints of one run, below `<out>/checkpoints`."""
 
     def __init__(self, out: Path, recipe: dict, rows: int, accelerator: Accelerator, keep: int):
         self.folder = out / "checkpoints"
         self.recipe, self.rows, self.accelerator, self.keep = recipe, rows, accelerator, keep
+        self.launch = Launch.of(accelerator)
+        if self.launch.engine is None:
+            accelerator.register_save_state_pre_hook(self._give_whole_weights)
+            accelerator.register_load_state_pre_hook(self._take_whole_weights)
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of the prepared model and optimiser; called by every rank."""
@@ -60,7 +97,7 @@ class Checkpoints:
                 "state": asdict(state),
                 "recipe": self.recipe,
                 "rows": self.rows,
-                "processes": self.accelerator.num_processes,
+                **asdict(self.launch),
             }
             (writing / STATE).write_text(json.dumps(content, indent=1))
             sync_tree(writing)
@@ -78,14 +115,20 @@ class Checkpoints:
     def resume(self) -> TrainState | None:
         """Load the newest checkpoint into the prepared objects; None when there is none.
 
-        Raises RecipeError when it was made by a recipe that would have run differently.
+        Raises RecipeError when it was made by a recipe that would have run differently, or by
+        processes whose files these cannot read.
         """
         newest = self.newest()
         if newest is None:
             return None
         content = read_state(newest)
         self._check(newest, content)
+        there = Launch(content["processes"], content.get("engine"))
+        there.check_continued_by(self.launch, newest)
         self.accelerator.load_state(str(newest))
+        # Micro-batches of the next step: what it counted were those of another train.accumulation
+        # perhaps, and a rank that was not there has not counted at all.
+        self.accelerator.step = 0
         return TrainState(**content["state"])
 
     def _check(self, checkpoint: Path, content: dict) -> None:
@@ -99,6 +142,16 @@ class Checkpoints:
                 f"{checkpoint} was made with {key} = {there}, now it is {here}{more}; "
                 f"give another output.dir, or delete {self.folder} to start over"
             )
+
+    # Without DDP's wrapper, which is there or not with the number of processes.
+
+    def _give_whole_weights(
+        self, models: list[nn.Module], weights: list[dict[str, Tensor]], _: str
+    ) -> None:
+        weights[:] = [self.accelerator.unwrap_model(model).state_dict() for model in models]
+
+    def _take_whole_weights(self, models: list[nn.Module], _: str) -> None:
+        models[:] = [self.accelerator.unwrap_model(model) for model in models]
 
     def _prune(self) -> None:
         for old in sorted(self.folder.glob("step-*"), key=_step_of)[: -self.keep]:

@@ -26,12 +26,12 @@ from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.schema import Recipe
 from specdraft.train.batches import Rows
+from specdraft.train.checkpoint import SHARDING
 from specdraft.train.command import run
 from specdraft.train.distillation import Distillation
 from specdraft.train.loop import fit
 from specdraft.train.on_policy import check_prompts
 from specdraft.train.publish import publish
-from specdraft.train.run import SHARDING
 
 
 @entry
@@ -70,6 +70,8 @@ def train(recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Ta
     validation = validation_prompts(recipe, target.tokenizer)
     if recipe.student.training != "none":
         student = make_student(recipe.student, target, recipe.train.seed)
+        if recipe.train.checkpointing:
+            student.checkpoint_layers()
         data = rows(recipe, accelerator, target)
         measuring, objective = None, Distillation(recipe, student, target)
         if recipe.train.eval_every is not None and validation:

@@ -67,14 +67,12 @@ def sar_head(method: str) -> Kind:
 def _new_sar_head(recipe: Recipe, target: Target, data: Features) -> FalconHead:
     """Make the recipe's head, with the scales its features were measured to have."""
     torch.manual_seed(recipe.train.seed)
-    return FalconHead(
-        head_config(
-            recipe,
-            TargetShape.of(target.config),
-            **data.scales,
-            identity=target.identity(),
-        )
+    config = head_config(
+        recipe, TargetShape.of(target.config), **data.scales, identity=target.identity()
     )
+    head = FalconHead(config)
+    head.checkpointing = recipe.train.checkpointing
+    return head
 
 
 def medusa_heads() -> Kind:

@@ -242,7 +242,9 @@ def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> i
     # Kept for backward per position: inputs 2H, per LSTM layer gates 4H and states 2H, per decoder
     # layer about 12H and the MLP's 4I.
     fused = 2 * width + (12 * width if recipe.head.fusion == "lstm" else width)
-    floats = fused + recipe.head.layers * (12 * width + 4 * inner)
-    positions = rows * recipe.data.max_length * recipe.train.rollout
-    activations = positions * floats * BYTES[recipe.train.precision]
+    layers, passes = recipe.head.layers * (12 * width + 4 * inner), recipe.train.rollout
+    floats = passes * (fused + layers)
+    if recipe.train.checkpointing:  # one pass at a time, and keys and values of all
+        floats = passes * (fused + recipe.head.layers * 2 * width) + layers
+    activations = rows * recipe.data.max_length * floats * BYTES[recipe.train.precision]
     return held + activations

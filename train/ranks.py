@@ -14,8 +14,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     accelerator = Accelerator(
         mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
         gradient_accumulation_steps=recipe.train.accumulation,
-        # Ranks wait for the slowest one, which may write answers or decode prompts for hours.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],
+        kwargs_handlers=[_process_group()],
     )
     if accelerator.device.type == "cpu":
         # Launchers set one thread per process where nobody told them better.
@@ -30,6 +29,15 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             "gradient_clipping": recipe.optim.clip_norm,
         }
     return accelerator
+
+
+def _process_group() -> InitProcessGroupKwargs:
+    # Ranks wait for the slowest one, which may write answers or decode prompts for hours.
+    group = InitProcessGroupKwargs(timeout=timedelta(days=1))
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    if deepspeed and not torch.cuda.is_available():
+        group.backend = "gloo"  # unnamed, accelerate would take every CPU process for the only one
+    return group
 
 
 def _usable_cores() -> int:

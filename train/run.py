@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import dump
 from specdraft.recipes.schema import Recipe
 from specdraft.train.batches import Batch, Key, Loader, Rows, SamplingPlan
-from specdraft.train.checkpoint import Checkpoints, TrainState, save_drafter
+from specdraft.train.checkpoint import SHARDING, Checkpoints, TrainState, save_drafter
 from specdraft.train.journal import Journal, StepTimer
 from specdraft.train.schedules import learning_rate, total_steps
 
@@ -32,7 +32,6 @@ Evaluate = Callable[[nn.Module, int], dict[str, float]]
 Sums = dict[str, Tensor]
 
 STOP_TIME, STOP_ASKED = 1, 2
-SHARDING = (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 class Objective(Protocol):
@@ -90,7 +89,11 @@ class Run:
         )
         trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(
-            trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+            trained,
+            lr=optim.lr,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
+            fused=accelerator.device.type == "cuda",
         )
         sharding = accelerator.distributed_type in SHARDING and accelerator.is_main_process
         whole = copy.deepcopy(drafter) if sharding else None

@@ -62,7 +62,10 @@ class StudentPlan:
         recipe, shape, dtype = self.recipe, self.shape, BYTES[self.recipe.target.dtype]
         held = self.target.parameters if self.runs_target else self.target.ends
         # Kept for backward per position: per decoder layer about 12H and the MLP's 4I.
-        floats = shape.layers * (12 * shape.hidden_size + 4 * shape.intermediate_size)
+        layer = 12 * shape.hidden_size + 4 * shape.intermediate_size
+        floats = shape.layers * layer
+        if recipe.train.checkpointing:  # one layer at a time, and the input of each
+            floats = shape.layers * shape.hidden_size + layer
         activations = rows * recipe.data.max_length * floats * BYTES[recipe.train.precision]
         slopes = 4 * shape.vocab_size * shape.hidden_size  # of lm_head, taken with the loss
         weights = BYTES_PER_PARAMETER * self.trained + self.frozen_bytes + dtype * held
