@@ -18,8 +18,6 @@ from specdraft.data import shards
 from specdraft.eval import drafter_checkup
 from specdraft.models.target import bundled_target_dir
 
-pytestmark = pytest.mark.xdist_group("doctor")  # one small run for all tests
-
 SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=24"]
 SMALL += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
 SMALL += ["eval.methods=[plain,prompt_lookup,falcon_tree]"]

@@ -19,7 +19,6 @@ from specdraft.train.curve import curve
 from specdraft.train.publish import contents
 
 # Three small runs are made once for all tests: keep them in one worker.
-pytestmark = pytest.mark.xdist_group("hub")
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["data.limit=24", "eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]

@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 FLOORS = ("recipes", "models", "data", "eval", "train")
 
 # Both tests use one wheel: keep them in one worker.
-pytestmark = pytest.mark.xdist_group("wheel")
 
 IMPORT_ALL = """
 import importlib, sys
