@@ -100,7 +100,7 @@ def test_checkpointing_is_planned_with_less_memory(name):
 
 def test_the_recipe_says_whether_a_head_is_checkpointed():
     target = Target.load("tiny")
-    cache = SimpleNamespace(manifest={"embed_scale": 1.0, "feature_scale": 1.0})
+    cache = SimpleNamespace(scales={"embed_scale": 1.0, "feature_scale": 1.0})
     for told in (False, True):
         recipe = load("tiny", f"train.checkpointing={str(told).lower()}")
         assert sar_head("falcon_tree").make(recipe, target, cache).checkpointing == told
