@@ -12,7 +12,6 @@ Every prompt is decoded with every seed. Errors are standard errors over all of 
 of sums.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -24,12 +23,12 @@ from rich.table import Table
 
 from specdraft.data.prompts import Prompt, load_prompts
 from specdraft.eval.methods import Outcome
-from specdraft.eval.report import cpu_threads, decode_all, summarise
+from specdraft.eval.report import cpu_threads, decode_all, summarise, write_json
 from specdraft.eval.trained import Trained
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser
-from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.arguments import recipe_parser, whole_numbers
+from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import DraftingSection, Recipe
 
@@ -105,22 +104,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: budgets.json of output.dir")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
-    shapes = {f"length {n}": at_length(n) for n in _numbers("--lengths", options.lengths)}
-    shapes |= {f"budget {n}": at_budget(n) for n in _numbers("--budgets", options.budgets)}
-    seeds = _numbers("--seeds", options.seeds, least=0)
+    shapes = {f"length {n}": at_length(n) for n in whole_numbers("--lengths", options.lengths, 2)}
+    shapes |= {f"budget {n}": at_budget(n) for n in whole_numbers("--budgets", options.budgets, 2)}
+    seeds = whole_numbers("--seeds", options.seeds)
     rows = compare(recipe, shapes, seeds)
     out = options.out or Path(recipe.output.dir) / "budgets.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"recipe": recipe.to_dict(), "seeds": seeds, "rows": rows}, indent=1))
+    write_json({"recipe": recipe.to_dict(), "seeds": seeds, "rows": rows}, out)
     show(rows, recipe)
     print(f"wrote {out}")  # noqa: T201
-
-
-def _numbers(option: str, text: str, least: int = 2) -> list[int]:
-    numbers = [int(part) for part in text.split(",") if part.strip().isdecimal()]
-    if len(numbers) < len(text.split(",")) or min(numbers) < least:
-        raise RecipeError(f"{option} {text}: give numbers of at least {least}, e.g. 6,10")
-    return numbers
 
 
 def compare(

@@ -11,7 +11,6 @@ figures per category: SWI with measured costs, and wall-clock speedup over plain
 The last line is the best cascade with a student over the best SD, category by category.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,9 +21,9 @@ from rich.table import Table
 from specdraft.data.prompts import load_prompts, tuning_prompts
 from specdraft.eval.contenders import contenders, measured, tuned
 from specdraft.eval.questions import play_turns
-from specdraft.eval.report import agreement, cpu_threads, environment
+from specdraft.eval.report import agreement, cpu_threads, environment, write_json
 from specdraft.eval.trained import Trained, load_trained
-from specdraft.eval.tuning import MEASURES, fragment, overrides
+from specdraft.eval.tuning import fragment, overrides, parse_tuning
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
@@ -41,13 +40,8 @@ GAIN, CATEGORIES = 1.1, 2  # what is claimed: so much in so many categories, and
 def main() -> None:
     """Parse, load, tune and measure, write and show."""
     parser = recipe_parser(__doc__, "tiny_cascades")
-    parser.add_argument("--by", choices=MEASURES, default="wall", help="what is tuned for")
-    parser.add_argument("--candidates", type=int, default=16, help="settings tried of every row")
-    parser.add_argument("--prompts", type=int, default=16, help="of the last rung of tuning")
     parser.add_argument("--out", type=Path, help="default: cascades.json of output.dir")
-    options = parser.parse_intermixed_args()
-    if min(options.candidates, options.prompts) < 1:
-        raise RecipeError("--candidates and --prompts must be at least 1")
+    options = parse_tuning(parser, candidates=16)
     chosen = [*options.overrides, "eval.methods=[plain, maxgram, cascade]"]
     recipe = load_recipe(options.recipe, chosen)
     if recipe.eval.batch_size > 1:
@@ -57,11 +51,8 @@ def main() -> None:
     target = Target.of_recipe(recipe.target)
     trained = load_trained(recipe, target)
     out = options.out or Path(recipe.output.dir) / "cascades.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
     report = compare(recipe, target, trained, options.candidates, options.prompts, options.by)
-    partial = out.with_name(f"{out.name}.partial")
-    partial.write_text(json.dumps(report, indent=1))
-    partial.replace(out)
+    write_json(report, out)
     show(report, trained)
     print(f"wrote {out}")  # noqa: T201
 

@@ -13,12 +13,11 @@ from specdraft.eval.methods import make_method
 from specdraft.eval.questions import make_requests
 from specdraft.eval.report import REFERENCE, cpu_threads, summarise
 from specdraft.eval.trained import Trained
-from specdraft.eval.tuning import Measured, Setting, applied, fragment, halve, settings
+from specdraft.eval.tuning import FIRST, Measured, Setting, applied, fragment, halve, settings
 from specdraft.eval.turns import Outcomes, capacity_for, take_turns
 from specdraft.models.target import Target
 from specdraft.recipes.schema import CascadeSection, Recipe
 
-FIRST = 2  # prompts of the first rung of tuning
 OF_A_CATEGORY = ("swi_params", "swi_measured", "speedup", "identical", "near_ties")
 
 

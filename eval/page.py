@@ -17,6 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from specdraft.data.shards import write_whole
 from specdraft.eval.failure import reasons, told
 from specdraft.eval.page_plots import (
     Plot,
@@ -50,9 +51,7 @@ def write_page(report: dict, folder: Path) -> Path:
     sections = [_section(runs, report["runs"]) for runs in _settings(report["runs"])]
     across = _batch_curves(report["runs"])
     page = folder / "report.html"
-    temporary = page.with_suffix(".html.partial")
-    temporary.write_text(render(report, sections, across), encoding="utf-8")
-    temporary.replace(page)
+    write_whole(page, render(report, sections, across).encode())
     if importlib.util.find_spec("matplotlib"):
         for plot in (*across, *(plot for section in sections for plot in section["plots"])):
             write_png(plot, folder)

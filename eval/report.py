@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdraft.data.prompts import Prompt
+from specdraft.data.shards import write_whole
 from specdraft.eval.categories import add_speedups, by_category, macro
 from specdraft.eval.decoder import GUMBEL, Request
 from specdraft.eval.failure import Tolerant, reasons, told, trouble
@@ -312,13 +313,16 @@ def _commit() -> str | None:
 
 def write_report(report: dict, folder: Path) -> Path:
     """Write report.json into a folder, whole or not at all, and report.html of it beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.json"
-    temporary = path.with_suffix(".json.partial")
-    temporary.write_text(json.dumps(report, indent=1))
-    temporary.replace(path)
+    write_json(report, path)
     write_page(report, folder)
     return path
+
+
+def write_json(content: dict, path: Path) -> None:
+    """Write figures as JSON, whole or not at all; missing folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, f"{json.dumps(content, indent=1)}\n".encode())
 
 
 def print_report(report: dict, console: Console | None = None) -> None:

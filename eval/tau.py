@@ -11,7 +11,6 @@ gain. The longer tau, the closer the two and the rarer the merges.
 Shapes: N paths, T tokens of the longest, V vocabulary.
 """
 
-import json
 import statistics
 from pathlib import Path
 
@@ -28,12 +27,12 @@ from specdraft.eval.drafters.graph import GSD, GraphGrowth
 from specdraft.eval.drafters.strategies import pruned
 from specdraft.eval.methods import Engine
 from specdraft.eval.metrics import Costs, counts
-from specdraft.eval.report import cpu_threads, make_requests
+from specdraft.eval.report import cpu_threads, make_requests, write_json
 from specdraft.eval.tree import Tree
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser
-from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.arguments import recipe_parser, whole_numbers
+from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 
@@ -77,13 +76,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: tau.json of output.dir")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
-    taus = options.taus.split(",")
-    if not all(tau.strip().isdecimal() for tau in taus):
-        raise RecipeError(f"--taus {options.taus}: give whole numbers from 0, e.g. 0,1,2")
-    rows = sweep(recipe, [int(tau) for tau in taus])
+    rows = sweep(recipe, whole_numbers("--taus", options.taus))
     out = options.out or Path(recipe.output.dir) / "tau.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"recipe": recipe.to_dict(), "rows": rows}, indent=1))
+    write_json({"recipe": recipe.to_dict(), "rows": rows}, out)
     show(rows)
     print(f"wrote {out}")  # noqa: T201
 

@@ -17,13 +17,20 @@ from rich.console import Console
 
 from specdraft.data.prompts import tuning_prompts
 from specdraft.eval.trained import load_trained
-from specdraft.eval.tuning import MEASURES, SPACES, Measured, fragment, halve, overrides, settings
+from specdraft.eval.tuning import (
+    FIRST,
+    SPACES,
+    Measured,
+    fragment,
+    halve,
+    overrides,
+    parse_tuning,
+    settings,
+)
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
-from specdraft.recipes.errors import DataError, entry
+from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
-
-FIRST = 2  # prompts of the first rung
 
 
 @entry
@@ -31,13 +38,8 @@ def main() -> None:
     """Parse, load, search, write the best setting."""
     parser = recipe_parser(__doc__, "tiny_cascade")
     parser.add_argument("--method", default="cascade", help=f"one of {', '.join(SPACES)}")
-    parser.add_argument("--by", choices=MEASURES, default="wall")
-    parser.add_argument("--candidates", type=int, default=24, help="settings of the first rung")
-    parser.add_argument("--prompts", type=int, default=16, help="of the last rung")
     parser.add_argument("--out", type=Path, help="default: output.dir/tuned_METHOD.yaml")
-    options = parser.parse_intermixed_args()
-    if min(options.candidates, options.prompts) < 1:
-        raise DataError("--candidates and --prompts must be at least 1")
+    options = parse_tuning(parser, candidates=24)
     chosen = [*options.overrides, f"eval.methods=[{options.method}]"]
     recipe = load_recipe(options.recipe, chosen)
     candidates = settings(recipe, options.method, options.candidates, recipe.eval.seed)

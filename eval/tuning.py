@@ -9,6 +9,7 @@ k.0.1 and k.1.1 of a K for one student; more students have more of them.
 
 import json
 import random
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -29,6 +30,7 @@ from specdraft.recipes.schema import Recipe
 Setting = dict[str, Any]  # recipe paths (section.key, section.key.row.column) and their values
 T = TypeVar("T")
 MEASURES = ("wall", "swi")
+FIRST = 2  # prompts of the first rung
 LENIENCIES = (1.0, 2.0, 3.0, 5.0)
 SPACES: dict[str, dict[str, tuple]] = {
     "cascade": {  # of one student, who has nobody to be lenient with; of more: `space_of`
@@ -49,6 +51,17 @@ SPACES: dict[str, dict[str, tuple]] = {
     },
     "maxgram": {"maxgram.n": (1, 2, 3, 4, 5, 7, 10)},
 }
+
+
+def parse_tuning(parser: ArgumentParser, candidates: int) -> Namespace:
+    """Parse the command line of a script that tunes; RecipeError where there is nothing to try."""
+    parser.add_argument("--by", choices=MEASURES, default="wall", help="what is tuned for")
+    parser.add_argument("--candidates", type=int, default=candidates, help="of the first rung")
+    parser.add_argument("--prompts", type=int, default=16, help="of the last rung")
+    options = parser.parse_intermixed_args()
+    if min(options.candidates, options.prompts) < 1:
+        raise RecipeError("--candidates and --prompts must be at least 1")
+    return options
 
 
 def settings(recipe: Recipe, method: str, limit: int, seed: int = 0) -> list[Setting]:

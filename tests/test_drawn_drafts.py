@@ -89,7 +89,7 @@ def plackett_luce(law: torch.Tensor, width: int) -> dict[tuple[int, ...], float]
     return found
 
 
-def check(samples: torch.Tensor, law: dict[tuple, float]) -> None:
+def assert_drawn_from(samples: torch.Tensor, law: dict[tuple, float]) -> None:
     """Chi-square of samples [N, W] against a law of tuples."""
     cells = {key: n for n, key in enumerate(law)}
     seen = torch.zeros(len(law))
@@ -103,7 +103,7 @@ def test_gumbel_top_k_draws_siblings_without_replacement():
     request = Request([1], 1, temperature=1.0, seed=5, rule="recursive")
     tokens, law = draw(logits.expand(COUNT, -1), request, torch.zeros(COUNT), (7, 1), 3)
     torch.testing.assert_close(law[0], logits.double().softmax(-1))
-    check(tokens, plackett_luce(law[0], 3))
+    assert_drawn_from(tokens, plackett_luce(law[0], 3))
 
 
 def test_iid_siblings_are_independent():
@@ -111,7 +111,7 @@ def test_iid_siblings_are_independent():
     request = Request([1], 1, temperature=1.0, seed=5, rule="kseq")
     tokens, law = draw(logits.expand(COUNT, -1), request, torch.zeros(COUNT), (7, 1), 3)
     triples = itertools.product(range(4), repeat=3)
-    check(tokens, {t: float(law[0][list(t)].prod()) for t in triples})
+    assert_drawn_from(tokens, {t: float(law[0][list(t)].prod()) for t in triples})
 
 
 def searched(laws, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,7 +131,7 @@ def test_a_beam_is_a_sample_of_sequences_without_replacement():
     _, laws = random_laws("alike", 4, 2)
     _, parents, tokens = searched(laws, 3, seed=11)
     pairs = torch.cat([laws[()][token] * laws[(token,)] for token in range(4)])
-    check(parents * 4 + tokens, plackett_luce(pairs, 3))
+    assert_drawn_from(parents * 4 + tokens, plackett_luce(pairs, 3))
 
 
 def test_the_siblings_of_a_beam_are_a_sample_without_replacement_as_far_as_they_stay():
@@ -208,7 +208,7 @@ def test_the_beam_that_is_drawn_from_above_has_this_law():
         law[(*first, *second)] += weight
     assert sum(law.values()) == pytest.approx(1)
     one, parents, tokens = searched(q, 2, seed=31)
-    check(torch.cat((one, parents * 3 + tokens), 1), dict(law))
+    assert_drawn_from(torch.cat((one, parents * 3 + tokens), 1), dict(law))
 
 
 # -- SSD -------------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from commands import run
 
+from specdraft.recipes.arguments import whole_numbers
 from specdraft.recipes.errors import RecipeError
 from specdraft.train import rivals as module
 from specdraft.train.rivals import AGAINST, line_up
-from specdraft.train.seeded import Job, over_seeds, seeds_of, told, train_all
+from specdraft.train.seeded import Job, over_seeds, told, train_all
 
 SMALL = (
     "data.limit=24",
@@ -69,9 +70,9 @@ def test_figures_over_seeds():
     figure = over_seeds([1.0, 3.0])
     assert (figure["mean"], figure["standard_error"]) == (2.0, 1.0)
     assert told(figure) == "2.00 +- 1.00"
-    assert seeds_of("0,2") == [0, 2]
+    assert whole_numbers("--seeds", "0,2") == [0, 2]
     with pytest.raises(RecipeError, match="--seeds 0,x"):
-        seeds_of("0,x")
+        whole_numbers("--seeds", "0,x")
 
 
 def test_heads_are_trained_and_take_turns(tmp_path):

@@ -14,9 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from specdraft.recipes.arguments import recipe_parser
+from specdraft.eval.report import write_json
+from specdraft.recipes.arguments import recipe_parser, whole_numbers
 from specdraft.recipes.errors import RecipeError, entry
-from specdraft.train.seeded import Job, over_seeds, seeds_of, told, train_all
+from specdraft.train.seeded import Job, over_seeds, told, train_all
 
 GLANCE_OFF = "glance.enabled=false"
 LITERAL = "glance.isolated=false"  # a revision reaches later states and blocks, as in the paper
@@ -57,7 +58,7 @@ def main() -> None:
     names = options.variants.split(",")
     if unknown := set(names) - VARIANTS.keys():
         raise RecipeError(f"unknown variant {sorted(unknown)[0]!r}; known: {', '.join(VARIANTS)}")
-    seeds = seeds_of(options.seeds)
+    seeds = whole_numbers("--seeds", options.seeds)
     common = [*options.overrides, f"train.steps={options.steps}"]
     common += ["eval.methods=[plain,falcon_chain,falcon_tree]"]
     jobs = [
@@ -80,8 +81,7 @@ def main() -> None:
         "environment": reports[names[0]][0]["environment"],
         "variants": {name: _summary(name, reports[name]) for name in names},
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(table, indent=1) + "\n")
+    write_json(table, options.out)
     show(table)
 
 

@@ -13,7 +13,6 @@ The last two columns are Falcon's tree over a row, mean and standard error over 
 tree.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,14 +24,14 @@ from rich.table import Table
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.contenders import Contender, measured
 from specdraft.eval.questions import play_turns
-from specdraft.eval.report import REFERENCE, agreement, cpu_threads, environment
+from specdraft.eval.report import REFERENCE, agreement, cpu_threads, environment, write_json
 from specdraft.eval.trained import Trained, load_trained
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser
+from specdraft.recipes.arguments import recipe_parser, whole_numbers
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
-from specdraft.train.seeded import Job, over_seeds, seeds_of, told, train_all
+from specdraft.train.seeded import Job, over_seeds, told, train_all
 
 TREE, CHAIN = "falcon_tree", "falcon_chain"
 AGAINST = ("recipes/tiny_eagle.yaml", "recipes/tiny_medusa.yaml")
@@ -78,15 +77,14 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/rivals"))
     parser.add_argument("--out", type=Path, help="default: rivals.json of --runs")
     options = parser.parse_intermixed_args()
-    seeds = seeds_of(options.seeds)
+    seeds = whole_numbers("--seeds", options.seeds)
     common = (*options.overrides, f"train.steps={options.steps}")
     rivals = line_up(options.recipe, options.against, common)
     jobs = {job.folder: job for rival in rivals for job in jobs_of(rival, options.runs, seeds)}
     train_all([*jobs.values()], options.jobs, "training")
     report = compare(rivals, options.runs, seeds)
     out = options.out or options.runs / "rivals.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(report, out)
     show(report)
     print(f"wrote {out}")  # noqa: T201
 

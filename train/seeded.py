@@ -63,10 +63,3 @@ def told(figure: dict) -> str:
     """Mean +- standard error, as it is printed."""
     error = figure["standard_error"]
     return f"{figure['mean']:.2f}" + ("" if error is None else f" +- {error:.2f}")
-
-
-def seeds_of(text: str) -> list[int]:
-    """Parse "0,1,2"; RecipeError for anything else."""
-    if not all(part.strip().isdecimal() for part in text.split(",")):
-        raise RecipeError(f"--seeds {text}: give whole numbers, e.g. 0,1,2")
-    return [int(part) for part in text.split(",")]
