@@ -369,7 +369,7 @@ class Decoder:
         self.packed.pool.keep(slot, kept)
         fresh = [*(verdict.tokens[node] for node in path[1:]), bonus]
         if len(kept) < len(features):
-            features = features[upload(kept, features.device)]
+            features = features.index_select(0, upload(kept, features.device))
         self._tell(slot, row.unread[1:] + fresh, features, prompt=before)
         row.unread = [bonus]
         return self._commit(row, fresh, part.tree, verdict.tokens, path)

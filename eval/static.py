@@ -28,7 +28,8 @@ class Pass:
     """
 
     parents: Tensor  # [E], which path of the pass before each path continues
-    blocks: Tensor  # [E * K], nodes whose tokens are this pass's input; empty in the first pass
+    # [E * K], which of the nodes that the pass before filled are this pass's input; first: none
+    blocks: Tensor
     visible: Tensor  # [E * K, scratch + E * K], which drafted inputs each input attends to
     first: int  # the first of the M nodes filled, which are numbered in a row
     choices: Tensor  # [M], place of each node's token among the top ranks, [E * K * width]
@@ -88,14 +89,17 @@ class StaticTree:
         keys = [*scratch, *expanded]
         sees = [[path[: len(key)] == key for key in keys] for path in expanded]
         visible = torch.tensor(sees).repeat_interleave(size, 0).repeat_interleave(size, 1)
-        inputs = [path[: depth - size + n + 1] for path in expanded for n in range(size)]
+        # A pass fills whole depths, and nodes are numbered depth by depth.
+        first = {len(path): self.index[path] for path in reversed(self.paths)}
+        inputs = [path[: depth - size + n + 1] for path in expanded for n in range(size) if depth]
+        blocks = [self.index[path] - first[depth - size + 1] for path in inputs]
         return Pass(
             parents=torch.tensor([before.index(path[: depth - size]) for path in expanded])
             if depth
             else torch.zeros(1, dtype=torch.long),
-            blocks=torch.tensor([self.index[path] for path in inputs] if depth else []).long(),
+            blocks=torch.tensor(blocks).long(),
             visible=visible,
-            first=self.index[filled[0]],
+            first=first[depth + 1],
             choices=torch.tensor(
                 [source * width + path[-1] for source, path in zip(sources, filled, strict=True)]
             ),

@@ -15,27 +15,34 @@ from torch import Tensor, nn
 State = tuple[Tensor, Tensor]  # hidden and cell, each [L, S, H]
 
 
+def recur(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor) -> tuple[list, list, list]:
+    """h_t, c_t and what backward needs, of every t, from the input's share of the gates
+    [T, S, 4H], the recurrent weight [4H, H] and the state [S, H] before t = 0."""
+    size, weight_t = h.shape[-1], weight.t()
+    hidden, cell, saved = [], [], []
+    for step in gates.unbind():
+        raw = torch.addmm(step, h, weight_t)
+        i, f, o, g = raw.split(size, 1)
+        raw[:, : 3 * size].sigmoid_()
+        g.tanh_()
+        c = torch.addcmul(f * c, i, g)
+        squashed = c.tanh()
+        h = o * squashed
+        hidden.append(h)
+        cell.append(c)
+        saved.append((i, f, o, g, squashed))
+    return hidden, cell, saved
+
+
 class Recurrence(torch.autograd.Function):
-    """h_t, c_t from the input's share of the gates, [T, S, 4H], and the state before t = 0."""
+    """`recur` with its backward; hidden and cell come as [T, S, H]."""
 
     @staticmethod
-    def forward(ctx, gates: Tensor, weight: Tensor, h: Tensor, c: Tensor):  # weight [4H, H]
-        size, weight_t = h.shape[-1], weight.t()
-        hidden, cell, saved = [h], [c], []
-        for step in gates:
-            raw = torch.addmm(step, h, weight_t)
-            i, f, o = raw[:, : 3 * size].sigmoid().chunk(3, 1)
-            g = raw[:, 3 * size :].tanh()
-            c = torch.addcmul(f * c, i, g)
-            squashed = c.tanh()
-            h = o * squashed
-            hidden.append(h)
-            cell.append(c)
-            saved.append((i, f, o, g, squashed))
-        if any(ctx.needs_input_grad):
-            ctx.steps = saved
-            ctx.save_for_backward(weight, torch.stack(hidden[:-1]), torch.stack(cell[:-1]))
-        return torch.stack(hidden[1:]), torch.stack(cell[1:])
+    def forward(ctx, gates: Tensor, weight: Tensor, h: Tensor, c: Tensor):
+        hidden, cell, ctx.steps = recur(gates, weight, h, c)
+        before = (torch.stack([h, *hidden[:-1]]), torch.stack([c, *cell[:-1]]))
+        ctx.save_for_backward(weight, *before)
+        return torch.stack(hidden), torch.stack(cell)
 
     @staticmethod
     def backward(ctx, d_hidden: Tensor, d_cell: Tensor):
@@ -84,8 +91,12 @@ class LSTM(nn.Module):
         hidden, cell = [], []
         for n, (project, weight) in enumerate(zip(self.input, self.recurrent, strict=True)):
             gates = project(inputs).transpose(0, 1).to(weight.dtype)  # [T, S, 4H]
-            h, c = Recurrence.apply(gates, weight, before_h[n], before_c[n])
-            inputs = h.transpose(0, 1)
+            if torch.is_grad_enabled():
+                h, c = Recurrence.apply(gates, weight, before_h[n], before_c[n])
+                inputs, c = h.transpose(0, 1), c.transpose(0, 1)
+            else:
+                h, c, _ = recur(gates, weight, before_h[n], before_c[n])
+                inputs, c = torch.stack(h, 1), torch.stack(c, 1)
             hidden.append(inputs)
-            cell.append(c.transpose(0, 1))
+            cell.append(c)
         return torch.stack(hidden), torch.stack(cell)

@@ -43,7 +43,8 @@ def test_passes_fill_every_node_once_from_its_own_path(name, k):
     filled, keys = [], []
     for number, plan in enumerate(tree.passes):
         blocks = plan.blocks.view(-1, k).tolist()
-        own = [names[block[-1]] for block in blocks] if number else [()]
+        before = tree.passes[number - 1].first
+        own = [names[before + block[-1]] for block in blocks] if number else [()]
         assert len(plan.parents) == len(own)
         nodes = range(plan.first, plan.first + len(plan.choices))
         for node, choice in zip(nodes, plan.choices.tolist(), strict=True):
@@ -55,7 +56,7 @@ def test_passes_fill_every_node_once_from_its_own_path(name, k):
         filled += nodes
         if number:
             for block, path in zip(blocks, own, strict=True):
-                assert [names[node] for node in block] == [
+                assert [names[before + node] for node in block] == [
                     path[: len(path) - k + n + 1] for n in range(k)
                 ]
             keys += own

@@ -104,23 +104,19 @@ class FalconDrafter:
     # -- drafting --------------------------------------------------------------------------------
 
     def _draft(self, rows: list[int]) -> list[Tree]:
-        nodes = torch.zeros(
-            len(rows), len(self.tree.topology), dtype=torch.long, device=self.target.device
-        )
         laws: list[list[Tensor]] = [[] for _ in rows]
         predicted, state = self._timed(self._read, rows)  # [R, 1, K, H], [L, R, H] each
-        self._fill(nodes, laws, rows, self.passes[0], predicted, depth=0)
-        scratch = 0
+        nodes, scratch = [self._choose(rows, self.passes[0], predicted, 0, laws)], 0
         for number, plan in enumerate(self.passes[1:], start=1):
             depth = number * self.k
-            inputs = (rows, plan, nodes, predicted, state, depth, scratch)
+            inputs = (rows, plan, nodes[-1], predicted, state, depth, scratch)
             predicted, state = self._timed(self._extend, *inputs)
             scratch += len(plan.blocks)
-            self._fill(nodes, laws, rows, plan, predicted, depth)
+            nodes.append(self._choose(rows, plan, predicted, depth, laws))
         self.forwards += len(self.passes) * len(rows)
         return [
-            Tree(self.tree.topology, tokens[1:], self._draws(row, law))
-            for row, tokens, law in zip(rows, nodes, laws, strict=True)
+            Tree(self.tree.topology, tokens, self._draws(row, law))
+            for row, tokens, law in zip(rows, torch.cat(nodes, 1), laws, strict=True)
         ]
 
     def _draws(self, row: int, laws: list[Tensor]) -> Draws | None:
@@ -130,17 +126,16 @@ class FalconDrafter:
         how = RULES[self.memory[row].request.rule].drafts
         return Draws(how, torch.cat(laws), self.tree.sources)
 
-    def _fill(
+    def _choose(
         self,
-        nodes: Tensor,
-        laws: list[list[Tensor]],
         rows: list[int],
         plan: Pass,
-        predicted: Tensor,
+        predicted: Tensor,  # [R, E, K, H]
         depth: int,
-    ) -> None:
-        """Choose tokens from each path's K distributions, and put those the tree wants into its
-        nodes; remember the distributions of what was drawn."""
+        laws: list[list[Tensor]],
+    ) -> Tensor:
+        """Choose tokens from each path's K distributions; return those of the nodes that a pass
+        fills, [R, M]. The distributions of what was drawn are added to `laws`."""
         scores = self._timed(self.target.logits, predicted.to(self.target.dtype))  # [R, E, K, V]
         best = most_probable(scores) if plan.width == 1 else scores.topk(plan.width).indices
         ranked = best.flatten(1)  # [R, E * K * width]
@@ -148,21 +143,19 @@ class FalconDrafter:
             request, read = self.memory[row].request, self.pool.lengths[row]
             if is_ranked(request):
                 continue
-            depths = torch.arange(depth + 1, depth + self.k + 1, device=nodes.device)
+            depths = torch.arange(depth + 1, depth + self.k + 1, device=ranked.device)
             positions = (read + depths).repeat(len(plan.parents))
             step = (read, depth)
             tokens, law = draw(scores[number].flatten(0, 1), request, positions, step, plan.width)
             ranked[number] = tokens.flatten()
             laws[number] += [] if law is None else [law]
-        # A pass fills whole depths, and nodes are numbered depth by depth.
-        first, count = plan.first, len(plan.choices)
-        nodes[:, first : first + count] = ranked.index_select(1, plan.choices)
+        return ranked.index_select(1, plan.choices)
 
     def _extend(
         self,
         rows: list[int],
         plan: Pass,
-        nodes: Tensor,
+        nodes: Tensor,  # [R, M], tokens of the nodes that the pass before filled
         predicted: Tensor,
         state: State,
         depth: int,
