@@ -330,9 +330,9 @@ class Decoder:
         nodes = [read[-len(part.tree.topology) :] for part, read in asked]
         nodes_of_all = nodes[0] if len(nodes) == 1 else torch.cat(nodes)
         logits = self._timed(self.target.logits, nodes_of_all)
-        by_part = logits.split([len(part) for part in nodes])
         sampled = [n for n, (part, _) in enumerate(asked) if part.row.request.temperature > 0]
         drawn = [n for n in sampled if asked[n][0].tree.draws]
+        by_part = logits.split([len(part) for part in nodes]) if sampled else ()
         # The one synchronisation of the step: drafts, choices and what is sampled from.
         choices = torch.cat((most_probable(logits), *(part.tree.tokens for part, _ in asked)))
         host = self._timed(  # on CUDA the host waits here for the forward

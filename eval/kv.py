@@ -60,7 +60,7 @@ class KVPool:
         start = self.lengths[row]
         moved = next((j for j, node in enumerate(path) if node != j), len(path))
         if moved < len(path):
-            source = upload(path[moved:], self.data.device) + start
-            kept = self.data[:, :, row].index_select(3, source)
-            self.data[:, :, row, :, start + moved : start + len(path)] = kept
+            source = upload([start + node for node in path[moved:]], self.data.device)
+            cache = self.data.select(2, row)  # [L, 2, kv_heads, C, D]
+            cache.narrow(3, start + moved, len(source)).copy_(cache.index_select(3, source))
         self.lengths[row] = start + len(path)

@@ -20,7 +20,6 @@ from specdraft.eval.decoder import Request
 from specdraft.eval.drafters.drawing import DRAWN, draw, is_ranked
 from specdraft.eval.kv import KVPool
 from specdraft.eval.packed import CAUSAL, LONG, Plan, Segment, TreeBias
-from specdraft.eval.sampling import most_probable
 from specdraft.eval.static import Pass, StaticTree
 from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Draws, Tree, chain
@@ -105,14 +104,14 @@ class FalconDrafter:
 
     def _draft(self, rows: list[int]) -> list[Tree]:
         laws: list[list[Tensor]] = [[] for _ in rows]
-        predicted, state = self._timed(self._read, rows)  # [R, 1, K, H], [L, R, H] each
-        nodes, scratch = [self._choose(rows, self.passes[0], predicted, 0, laws)], 0
+        scores, predicted, state = self._timed(self._read, rows)
+        nodes, scratch = [self._choose(rows, self.passes[0], scores, 0, laws)], 0
         for number, plan in enumerate(self.passes[1:], start=1):
             depth = number * self.k
             inputs = (rows, plan, nodes[-1], predicted, state, depth, scratch)
-            predicted, state = self._timed(self._extend, *inputs)
+            scores, predicted, state = self._timed(self._extend, *inputs)
             scratch += len(plan.blocks)
-            nodes.append(self._choose(rows, plan, predicted, depth, laws))
+            nodes.append(self._choose(rows, plan, scores, depth, laws))
         self.forwards += len(self.passes) * len(rows)
         return [
             Tree(self.tree.topology, tokens, self._draws(row, law))
@@ -130,15 +129,13 @@ class FalconDrafter:
         self,
         rows: list[int],
         plan: Pass,
-        predicted: Tensor,  # [R, E, K, H]
+        scores: Tensor,  # [R, E, K, V]
         depth: int,
         laws: list[list[Tensor]],
     ) -> Tensor:
         """Choose tokens from each path's K distributions; return those of the nodes that a pass
         fills, [R, M]. The distributions of what was drawn are added to `laws`."""
-        scores = self._timed(self.target.logits, predicted.to(self.target.dtype))  # [R, E, K, V]
-        best = most_probable(scores) if plan.width == 1 else scores.topk(plan.width).indices
-        ranked = best.flatten(1)  # [R, E * K * width]
+        ranked = scores.topk(plan.width).indices.flatten(1)  # [R, E * K * width]
         for number, row in enumerate(rows):
             request, read = self.memory[row].request, self.pool.lengths[row]
             if is_ranked(request):
@@ -285,12 +282,14 @@ class FalconDrafter:
             lambda layer, query, key, value: plan.attend(layer, query, key, value, None),
         )
 
-    def _timed(self, part, *inputs):
-        """A part of a pass of the head, from committed or drafted tokens to logits."""
+    def _timed(self, part, *inputs) -> tuple[Tensor, Tensor, State | None]:
+        """One pass of the head over committed or drafted tokens: logits [R, E, K, V], predicted
+        features [R, E, K, H] and the LSTM's end states, [L, R * E, H] each."""
         began = time.perf_counter()
-        output = part(*inputs)
+        predicted, state = part(*inputs)
+        scores = self.target.logits(predicted.to(self.target.dtype))
         self.seconds += time.perf_counter() - began
-        return output
+        return scores, predicted, state
 
     def _zeros(self) -> State | None:
         if self.head.config.fusion == "linear":
