@@ -60,6 +60,7 @@ class Step:
     parents: tuple[int, ...] = ()  # of the verified tree's nodes; none where it is not ours
     tokens: Sequence[int] = ()  # of its nodes after the root
     path: Sequence[int] = ()  # the accepted nodes, the root first
+    copies: int = 0  # nodes of the tree that no drafter drafted: copied from elsewhere in it
 
 
 @dataclass
@@ -423,7 +424,7 @@ class Decoder:
         copied = sum(node > size - tree.copies for node in path)
         draft = array("q", drafted[1:])  # kept for every step of a run: eight bytes a token
         depth, accepted = max(topology.depths), len(path) - 1
-        shape = (topology.parents, draft, tuple(path))
+        shape = (topology.parents, draft, tuple(path), tree.copies)
         step = Step(len(fresh), size, depth, accepted, copied, *shape)
         row.tokens += fresh
         row.steps.append(step)

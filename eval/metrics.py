@@ -57,7 +57,8 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
         if drafted_depth
         else None,
         "graph_success": sum(step.copied > 0 for step in steps) / len(steps),
-        "drafted_per_step": sum(step.drafted for step in steps) / len(steps),
+        "drafted_per_step": sum(step.drafted - step.copies for step in steps) / len(steps),
+        "verified_per_step": sum(step.drafted for step in steps) / len(steps),
         "drafter_forwards_per_step": per_step,
         "swi_params": swi(costs.by_parameters),
         "swi_measured": swi(costs.measured),

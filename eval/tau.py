@@ -36,7 +36,13 @@ from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 
-FIGURES = ("tokens_per_step", "drafted_per_step", "drafter_forwards_per_step", "graph_success")
+FIGURES = (
+    "tokens_per_step",
+    "drafted_per_step",
+    "verified_per_step",
+    "drafter_forwards_per_step",
+    "graph_success",
+)
 
 
 class ComparingGSD(GSD):

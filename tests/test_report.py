@@ -27,7 +27,7 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import METHODS, StudentSection
 
-STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3, 2), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
+STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3, 2, copies=3), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,8 @@ def test_figures_are_those_counted_by_hand():
     assert figures["tokens_per_step"] == 8 / 4
     assert figures["accepted_per_step"] == 1.0
     assert figures["acceptance_rate"] == 4 / 8
-    assert figures["drafted_per_step"] == 30 / 4
+    assert figures["drafted_per_step"] == 27 / 4
+    assert figures["verified_per_step"] == 30 / 4
     assert figures["drafter_forwards_per_step"] == 9 / 4
     assert figures["matchness"] == 4 / 12
     assert figures["graph_success"] == 1 / 4

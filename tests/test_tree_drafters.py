@@ -230,9 +230,10 @@ def test_accepted_copies_are_counted(target):
     assert any(step.copied for step in steps)
     assert any(step.accepted > 3 for step in steps)
     assert all(step.copied >= step.accepted - 3 for step in steps)
+    assert all(step.copied <= step.copies < step.drafted for step in steps if step.drafted)
     plain = TSD(target, 1, 128, depth=3, **LOW)
     steps = [s for done in Decoder(target, plain, 1, 512).run(requests) for s in done.steps]
-    assert not any(step.copied for step in steps)
+    assert not any(step.copied or step.copies for step in steps)
 
 
 def test_trees_end_at_their_largest_size():
