@@ -21,24 +21,33 @@ class BlockLayout:
     def __init__(self, blocks: Tensor, block_size: int, touched: Tensor | None = None):
         """Lay out the blocks [B, T] of every row; with `touched` [B, T], those touched.
 
-        Rows with fewer such blocks than another are filled up with some that nobody asked for.
+        Where a row has fewer of these than another, it is filled up with some that are not.
         """
-        rows, time = blocks.shape
-        count, slots = int(blocks.max()) + 1, torch.arange(block_size, device=blocks.device)
-        numbers = torch.arange(count, device=blocks.device).expand(rows, -1)
+        slots, time, rows, numbers = (
+            torch.arange(size, device=blocks.device)
+            for size in (block_size, blocks.shape[1], len(blocks), int(blocks.max()) + 1)
+        )
+        numbers = numbers.expand(len(rows), -1)
         none = torch.zeros_like(numbers)
         sizes = none.scatter_add(1, blocks, torch.ones_like(blocks))
         if touched is not None:
             asked = (none.scatter_add(1, blocks, touched.long()) > 0).byte()
             most = int(asked.sum(1).max())
             numbers = asked.argsort(dim=1, descending=True, stable=True)[:, :most]
-        self.size, self.rows = block_size, torch.arange(rows, device=blocks.device)[:, None]
+        self.size, self.rows = block_size, rows[:, None]
+        self.has_parent = (blocks > 0) & (time >= block_size)  # [B, T]
         self.first = (sizes.cumsum(1) - sizes).gather(1, numbers)  # [B, C]
         self.numbers = numbers.repeat_interleave(block_size, 1)  # [B, S]
         # A row's first block, and its last, may leave slots empty.
         self.filled = (slots < sizes.gather(1, numbers)[..., None]).flatten(1)  # [B, S]
         self.row, self.slot = self.filled.nonzero(as_tuple=True)  # in the order of positions
-        self.at = (self.first[..., None] + slots).flatten(1).clamp(max=time - 1)  # [B, S]
+        self.at = (self.first[..., None] + slots).flatten(1).clamp(max=len(time) - 1)  # [B, S]
+
+    def inherited(self, output: Tensor, features: Tensor, keep: Tensor | None) -> Tensor:
+        """Features of the next pass: the prediction made K positions before, if any."""
+        shifted = F.pad(output, (0, 0, self.size, 0))[:, : features.shape[1]]
+        use = self.has_parent if keep is None else self.has_parent & ~keep
+        return torch.where(use[..., None], shifted, features)
 
     def lay(self, x: Tensor) -> Tensor:
         """Take from x [B, T, H] what the slots hold: [B, S, H]."""
@@ -74,15 +83,6 @@ class BlockLayout:
         # An empty slot still sees itself: a row of the mask without a True is NaN.
         own = torch.eye(filled.shape[1], dtype=torch.bool, device=filled.device)
         return torch.cat((before, itself & filled[:, None] | own), -1)[:, None]
-
-
-def predicted_inputs(
-    output: Tensor, features: Tensor, blocks: Tensor, block_size: int, keep: Tensor | None
-) -> Tensor:
-    """Features of the next pass: the prediction made K positions before, if any."""
-    shifted = F.pad(output, (0, 0, block_size, 0))[:, : features.shape[1]]
-    use = (blocks > 0) & (torch.arange(blocks.shape[1], device=blocks.device) >= block_size)
-    return torch.where((use if keep is None else use & ~keep)[..., None], shifted, features)
 
 
 def rollout_mask(blocks: Tensor, valid: Tensor | None, number: int) -> Tensor:

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specdraft.models.blocks import BlockLayout, predicted_inputs, rollout_mask
+from specdraft.models.blocks import BlockLayout, rollout_mask
 from specdraft.models.hub import fetch
 from specdraft.models.lstm import LSTM, State
 from specdraft.models.target import check_trained_for
@@ -196,26 +196,23 @@ class FalconHead(
         With `revised`, the first prediction is that of blocks which read these inputs in place of
         their own, each for itself: what precedes a block, LSTM state included, stays as given.
         """
-        k, rope = (
-            self.config.block_size,
-            self.rope(torch.arange(ahead.shape[1], device=ahead.device)[None]),
-        )
-        layout = BlockLayout(blocks, k) if passes > 1 else None
+        rope = self.rope(torch.arange(ahead.shape[1], device=ahead.device)[None])
+        layout = BlockLayout(blocks, self.config.block_size) if passes > 1 else None
         seen: Seen = [() for _ in self.layers]
         outputs: list[Tensor] = []
         state: State | None = None
         for number in range(passes):
             if number > 0:
-                features = predicted_inputs(outputs[-1], features, blocks, k, keep)
+                features = layout.inherited(outputs[-1], features, keep)
             fused, state = self._fuse(self.inputs(ahead, features), state, layout)
             output, seen = self._decode(fused, rope, seen, rollout_mask(blocks, valid, number))
             outputs.append(output)
             if number == 0 and revised is not None:
-                revision = self._apart(output, revised, blocks, valid, state, seen)
+                revision = self._revise(output, revised, blocks, valid, state, seen)
         first = outputs[:1] if revised is None else [revision]
         return torch.stack(first + outputs[1:])
 
-    def _apart(
+    def _revise(
         self,
         first: Tensor,  # [B, T, H], the first prediction
         revised: tuple[Tensor, Tensor, Tensor],
@@ -224,9 +221,9 @@ class FalconHead(
         state: State | None,
         seen: Seen,
     ) -> Tensor:
-        """Predict the revised blocks anew, each for itself; return them among the others.
+        """Return the first prediction with that of the revised blocks, each read for itself.
 
-        Read for itself, a block without a revised position predicts what it did: it is left out.
+        A block without a revised position would predict what it did, and is not read again.
         """
         ahead, features, where = revised
         layout = BlockLayout(blocks, self.config.block_size, where)
