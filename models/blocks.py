@@ -77,8 +77,7 @@ class BlockLayout:
         """Let a block see its row before it, and itself as it is laid out: [B, 1, S, T + S]."""
         number, filled = self.numbers[..., None], self.filled
         before, itself = blocks[:, None] < number, self.numbers[:, None] == number
-        if valid is not None:
-            before = before & valid[:, None]
+        if valid is not None:  # before a block there is no padding, at its end there may be
             filled = filled & valid[self.rows, self.at]
         # An empty slot still sees itself: a row of the mask without a True is NaN.
         own = torch.eye(filled.shape[1], dtype=torch.bool, device=filled.device)
