@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from specdraft.models.blocks import BlockLayout, rollout_mask
 from specdraft.models.hub import fetch
 from specdraft.models.lstm import LSTM, State
 from specdraft.models.target import check_trained_for
@@ -184,7 +185,7 @@ class FalconHead(
         valid: Tensor | None = None,  # [B, T], False at padding
         keep: Tensor | None = None,  # [B, T], positions whose given feature stays in later passes
         passes: int = 1,
-        revised: tuple[Tensor, Tensor] | None = None,  # ahead and features, [B, T, H] each
+        revised: tuple[Tensor, Tensor, Tensor] | None = None,  # ahead, features; [B, T], where
     ) -> Tensor:
         """Predict f_{i+k} at every i; returns [R, B, T, H], one prediction per pass.
 
@@ -196,23 +197,41 @@ class FalconHead(
         their own, each for itself: what precedes a block, LSTM state included, stays as given.
         """
         rope = self.rope(torch.arange(ahead.shape[1], device=ahead.device)[None])
-        again = passes > 1 or revised is not None
-        layout = BlockLayout(blocks, self.config.block_size) if again else None
+        layout = BlockLayout(blocks, self.config.block_size) if passes > 1 else None
         seen: Seen = [() for _ in self.layers]
         outputs: list[Tensor] = []
         state: State | None = None
         for number in range(passes):
             if number > 0:
-                features = layout.predicted(outputs[-1], features, keep)
+                features = layout.inherited(outputs[-1], features, keep)
             fused, state = self._fuse(self.inputs(ahead, features), state, layout)
-            output, seen = self._decode(fused, rope, seen, _rollout_mask(blocks, valid, number))
+            output, seen = self._decode(fused, rope, seen, rollout_mask(blocks, valid, number))
             outputs.append(output)
             if number == 0 and revised is not None:
-                fused, _ = self._fuse(self.inputs(*revised), state, layout)
-                # No other block sees the revision: what it adds to `seen` is forgotten.
-                glanced, _ = self._decode(fused, rope, seen, _rollout_mask(blocks, valid, 1))
-        first = outputs[:1] if revised is None else [glanced]
+                revision = self._revise(output, revised, blocks, valid, state, seen)
+        first = outputs[:1] if revised is None else [revision]
         return torch.stack(first + outputs[1:])
+
+    def _revise(
+        self,
+        first: Tensor,  # [B, T, H], the first prediction
+        revised: tuple[Tensor, Tensor, Tensor],
+        blocks: Tensor,
+        valid: Tensor | None,
+        state: State | None,
+        seen: Seen,
+    ) -> Tensor:
+        """Return the first prediction with that of the revised blocks, each read for itself.
+
+        A block without a revised position would predict what it did, and is not read again.
+        """
+        ahead, features, where = revised
+        layout = BlockLayout(blocks, self.config.block_size, where)
+        laid = self.inputs(layout.lay(ahead), layout.lay(features))
+        fused = self.fuse(laid) if state is None else layout.read(self.fuse, laid, state)[0][-1]
+        # No other block sees the revision: what it adds to `seen` is forgotten.
+        output, _ = self._decode(fused, self.rope(layout.at), seen, layout.mask(blocks, valid))
+        return layout.put(output, first)
 
     def _decode(self, fused: Tensor, rope: tuple, seen: Seen, mask: Tensor) -> tuple[Tensor, Seen]:
         """Run one pass behind what was `seen`; return its output and what is seen after it."""
@@ -227,11 +246,13 @@ class FalconHead(
         output = self.decode(fused, rope, _attention_behind(seen, after, mask))
         return output, after
 
-    def _fuse(self, inputs: Tensor, state: State | None, layout: "BlockLayout | None"):
+    def _fuse(self, inputs: Tensor, state: State | None, layout: BlockLayout | None):
         if self.config.fusion == "linear":
             return self.fuse(inputs), None
-        first = state is None
-        after = self.fuse(inputs) if first else layout.read_blocks(self.fuse, inputs, state)
+        if state is None:
+            after = self.fuse(inputs)
+        else:
+            after = layout.whole(*layout.read(self.fuse, layout.lay(inputs), state))
         return after[0][-1], after
 
 
@@ -255,61 +276,6 @@ def load_head(source: str | Path, target_identity: dict, revision: str | None = 
         raise HeadError(f"{folder} holds no whole Falcon head: {error}") from error
     head.check_target(target_identity)
     return head
-
-
-class BlockLayout:
-    """Where the blocks of each row start, to run all of them at once as short sequences."""
-
-    def __init__(self, blocks: Tensor, block_size: int):
-        self.size = block_size
-        self.count = int(blocks.max()) + 1
-        time = torch.arange(blocks.shape[1], device=blocks.device).expand_as(blocks)
-        first = torch.full((len(blocks), self.count), blocks.shape[1], device=blocks.device)
-        self.first = first.scatter_reduce(1, blocks, time, "amin")  # [B, count]
-        offset = time - self.first.gather(1, blocks)
-        self.slot = blocks * block_size + offset  # [B, T], place among count * K
-        self.has_parent = (blocks > 0) & (time >= block_size)
-
-    def predicted(self, output: Tensor, features: Tensor, keep: Tensor | None) -> Tensor:
-        """Features of the next pass: the prediction made k positions before, if any."""
-        shifted = F.pad(output, (0, 0, self.size, 0))[:, : features.shape[1]]
-        use = self.has_parent if keep is None else self.has_parent & ~keep
-        return torch.where(use[..., None], shifted, features)
-
-    def read_blocks(self, lstm: LSTM, inputs: Tensor, state: State) -> State:
-        """Read every block from the state its parent block ended in; states [L, B, T, H]."""
-        rows, width = len(inputs), inputs.shape[-1]
-        before = (self.first - 1).clamp(min=0)  # [B, count]
-        alive = (self.first[None, ..., None] > 0).to(state[0].dtype)
-        start = [
-            (
-                s.gather(2, before[None, ..., None].expand(len(s), -1, -1, s.shape[-1])) * alive
-            ).flatten(1, 2)
-            for s in state
-        ]  # 2 x [L, B * count, H]
-        laid = inputs.new_zeros(rows, self.count * self.size, width)
-        laid = laid.scatter(1, self.slot[..., None].expand(-1, -1, width), inputs)
-        ends = lstm(laid.view(rows * self.count, self.size, width), (start[0], start[1]))
-        hidden, cell = (s.reshape(len(s), rows, -1, s.shape[-1]) for s in ends)
-        index = self.slot[None, ..., None].expand(len(hidden), -1, -1, hidden.shape[-1])
-        return hidden.gather(2, index), cell.gather(2, index)
-
-
-def _rollout_mask(blocks: Tensor, valid: Tensor | None, number: int) -> Tensor:
-    """Who sees whom in pass `number` (from 0), over the keys of all passes so far: [B, 1, T, nT].
-
-    A block sees itself in this pass, its j-th ancestor in the j-th pass before, and everything
-    older as pass 0 read it.
-    """
-    behind = blocks[:, :, None] - blocks[:, None, :]  # [B, query, key], in blocks
-    parts = [behind >= number] + [behind == number - n for n in range(1, number + 1)]
-    mask = torch.cat(parts, -1)
-    if valid is not None:
-        # A padded query still sees itself: a row of the mask without a True is NaN.
-        itself = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
-        itself = F.pad(itself, (number * blocks.shape[1], 0))
-        mask = mask & valid.repeat(1, number + 1)[:, None, :] | itself
-    return mask[:, None]
 
 
 def _attention_behind(seen: Seen, after: Seen, mask: Tensor) -> Attend:

@@ -102,29 +102,84 @@ def test_rollout_equals_feeding_each_block_by_hand(target, fusion, k, layers):
             )
 
 
+def read_block_by_block(head, given, revised, blocks, valid, passes):
+    """What `revised` asks for, the slow way: every block, touched or not, at the end of a row of
+    its own, revised there and nowhere before; later passes as if nothing was ever revised."""
+    together = head(*given, blocks, valid, passes=passes)
+    for row, length in enumerate(valid.sum(1).tolist()):
+        for b in blocks[row, :length].unique():
+            here = torch.arange(blocks.shape[1])[blocks[row] == b].clamp(max=length - 1).unique()
+            stop = int(here.max()) + 1
+            one = [x[row : row + 1, :stop].clone() for x in given]
+            for x, other in zip(one, revised[:2], strict=True):
+                x[0, here] = torch.where(revised[2][row, here, None], other[row, here], x[0, here])
+            alone = head(*one, blocks[row : row + 1, :stop])[0, 0]
+            together = together.index_put(
+                (torch.tensor([0]), torch.tensor([row]), here), alone[here]
+            )
+    return together
+
+
+def outcome(predicted, valid, head):
+    """Predictions and the gradient of every weight, for a loss on what is no padding."""
+    cotangent = torch.randn(predicted.shape, generator=torch.Generator().manual_seed(5))
+    head.zero_grad()
+    (predicted * cotangent)[:, valid].sum().backward()
+    return [predicted[:, valid], *(weight.grad for weight in head.parameters())]
+
+
 @pytest.mark.parametrize("fusion", ["lstm", "linear"])
-def test_a_revised_block_is_read_by_itself_alone(target, fusion):
-    """With `revised`, block b's output is that of a sequence revised at block b and nowhere else,
-    and later passes do not know of any revision."""
-    head = random_head(target, 2, fusion=fusion, layers=2)
-    ahead, features = pairs(1, 9)
-    other_ahead, other_features = pairs(2, 9)
-    revised = (other_ahead[1:], other_features[1:])
-    blocks = block_index(9, 2, 1)[None]
-    together = head(ahead, features, blocks, passes=2, revised=revised)
-    for b in range(int(blocks.max()) + 1):
-        here = (blocks == b)[..., None]
-        one = (torch.where(here, revised[0], ahead), torch.where(here, revised[1], features))
-        alone = head(*one, blocks)[0]
-        torch.testing.assert_close(together[0][here[..., 0]], alone[here[..., 0]])
-    torch.testing.assert_close(together[1], head(ahead, features, blocks, passes=2)[1])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("k", "layers", "share"), [(1, 1, 0.5), (2, 1, 0.2), (2, 2, 1.0), (3, 2, 0.3), (4, 1, 0.15)]
+)
+def test_a_revised_block_is_read_by_itself_alone(target, fusion, checkpointing, k, layers, share):
+    """Rows of other lengths and phases, one without any revision; also what is not revised, and so
+    is not read again, predicts what it would if it were."""
+    head = random_head(target, k, fusion=fusion, layers=layers)
+    head.checkpointing = checkpointing
+    given, other = pairs(4, 14), [x.flip(0) for x in pairs(4, 14)]
+    blocks = torch.stack([block_index(14, k, 1 + row % k) for row in range(4)])
+    valid = torch.arange(14) < torch.tensor([[14], [13], [9], [4]])
+    drawn = torch.rand(4, 14, generator=torch.Generator().manual_seed(k)) < share
+    touched = drawn & valid & (torch.arange(4) != 1)[:, None]
+    revised = [torch.where(touched[..., None], x, y) for x, y in zip(other, given, strict=True)]
+    revised = (*revised, touched)
+    expected = outcome(read_block_by_block(head, given, revised, blocks, valid, 2), valid, head)
+    together = head(*given, blocks, valid, passes=2, revised=revised)
+    for ours, theirs in zip(outcome(together, valid, head), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    assert not torch.allclose(together[0], head(*given, blocks, valid)[0])
+
+
+@pytest.mark.parametrize("fusion", ["lstm", "linear"])
+def test_revising_nothing_changes_nothing(target, fusion):
+    head = random_head(target, 2, fusion=fusion)
+    given, blocks = pairs(2, 9), block_index(9, 2, 1).expand(2, -1)
+    nowhere = torch.zeros(2, 9, dtype=torch.bool)
+    expected = head(*given, blocks, passes=2)
+    assert torch.equal(head(*given, blocks, passes=2, revised=(*given, nowhere)), expected)
+
+
+@pytest.mark.parametrize("touched", [1, 3])
+def test_only_what_is_revised_is_read_again(target, touched):
+    """The decoder layer meets every position once, and then the blocks of the fullest row."""
+    head = random_head(target, 3)
+    given, blocks = pairs(2, 12), block_index(12, 3, 3).expand(2, -1)
+    where = torch.zeros(2, 12, dtype=torch.bool)
+    where[0, : 3 * touched : 3] = where[1, 4] = True
+    read = []
+    head.layers[0].register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
+    head(*given, blocks, revised=(*given, where))
+    assert read == [12, 3 * touched]
 
 
 @pytest.mark.parametrize("revise", [False, True])
 def test_checkpointing_keeps_less_and_changes_no_bit(target, revise):
     ahead, features = pairs(2, 12)
     blocks = block_index(12, 2, 1).expand(2, -1)
-    revised = (features, ahead) if revise else None
+    touched = torch.rand(2, 12, generator=torch.Generator().manual_seed(0)) < 0.3
+    revised = (features, ahead, touched) if revise else None
     outcomes = []
     for checkpointing in (False, True):
         head = random_head(target, layers=2)

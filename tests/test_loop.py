@@ -145,9 +145,11 @@ def _on_cpu(monkeypatch):
 # -- the same update however the batch is cut ------------------------------------------------------
 
 
-def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path):
-    _, whole = train(tmp_path / "whole")
-    _, cut = train(tmp_path / "cut", **{"train.accumulation": 8})
+@pytest.mark.parametrize("isolated", [False, True])
+def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path, isolated):
+    changes = {"glance.isolated": isolated}
+    _, whole = train(tmp_path / "whole", **changes)
+    _, cut = train(tmp_path / "cut", **changes, **{"train.accumulation": 8})
     assert_close(whole, cut)
     for a, b in zip(log_lines(tmp_path / "whole"), log_lines(tmp_path / "cut"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -157,8 +159,8 @@ def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path):
 
 
 def test_two_processes_equal_one(tmp_path):
-    _, one = train(tmp_path / "one")
-    launched = two_processes(tmp_path / "two")
+    _, one = train(tmp_path / "one", **{"glance.isolated": True})
+    launched = two_processes(tmp_path / "two", "glance.isolated=true")
     errors = end(launched)
     assert launched.returncode == 0, errors
     assert_close(one, load_file(tmp_path / "two" / "head" / "model.safetensors"))

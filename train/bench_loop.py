@@ -6,7 +6,7 @@ loop     tokens/s of `fit` over those of bare optimiser steps: the same batches,
          through the objective's passes, backward and AdamW
 wait     share of the loop's time that passes until the next batch is there
 CSGD     seconds of bare steps with glancing, two passes, over those of the same without, one;
-         glance.isolated has a third, over revised blocks apart from the others
+         glance.isolated reads the revised blocks, and only these, once more
 cache    tokens/s of building the feature cache, from reading tokens to opening what was flushed
          and hashed, over those of the target alone on the same padded batches
 

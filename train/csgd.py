@@ -84,7 +84,7 @@ class CoupledGlancing:
             batch.valid,
             keep=None if isolated else revealed,
             passes=self.recipe.train.rollout,
-            revised=revised if isolated and revealed.any() else None,
+            revised=(*revised, revealed) if isolated and revealed.any() else None,
         )  # [R, B, L, H]
         rows, positions = counted.nonzero(as_tuple=True)  # N positions
         sums = head_loss(

@@ -1,0 +1,101 @@
+"""The blocks of training rows as short sequences: how they are read, and what they see.
+
+A head in training runs over whole rows, and then over their blocks again, each going on from what
+its row was before it. For that, `BlockLayout` lays blocks of K slots side by side: all of a row's,
+or the few that are asked for.
+
+Shapes: B rows, T time, H hidden, K block size, C blocks laid out of each row, S = C * K slots,
+L layers of the LSTM.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdraft.models.lstm import LSTM, State
+
+
+class BlockLayout:
+    """Where blocks of each row are, to run all of them at once as short sequences."""
+
+    def __init__(self, blocks: Tensor, block_size: int, touched: Tensor | None = None):
+        """Lay out the blocks [B, T] of every row; with `touched` [B, T], those touched.
+
+        Where a row has fewer of these than another, it is filled up with some that are not.
+        """
+        slots, time, rows, numbers = (
+            torch.arange(size, device=blocks.device)
+            for size in (block_size, blocks.shape[1], len(blocks), int(blocks.max()) + 1)
+        )
+        numbers = numbers.expand(len(rows), -1)
+        none = torch.zeros_like(numbers)
+        sizes = none.scatter_add(1, blocks, torch.ones_like(blocks))
+        if touched is not None:
+            asked = (none.scatter_add(1, blocks, touched.long()) > 0).byte()
+            most = int(asked.sum(1).max())
+            numbers = asked.argsort(dim=1, descending=True, stable=True)[:, :most]
+        self.size, self.rows = block_size, rows[:, None]
+        self.has_parent = (blocks > 0) & (time >= block_size)  # [B, T]
+        self.first = (sizes.cumsum(1) - sizes).gather(1, numbers)  # [B, C]
+        self.numbers = numbers.repeat_interleave(block_size, 1)  # [B, S]
+        # A row's first block, and its last, may leave slots empty.
+        self.filled = (slots < sizes.gather(1, numbers)[..., None]).flatten(1)  # [B, S]
+        self.row, self.slot = self.filled.nonzero(as_tuple=True)  # in the order of positions
+        self.at = (self.first[..., None] + slots).flatten(1).clamp(max=len(time) - 1)  # [B, S]
+
+    def inherited(self, output: Tensor, features: Tensor, keep: Tensor | None) -> Tensor:
+        """Features of the next pass: the prediction made K positions before, if any."""
+        shifted = F.pad(output, (0, 0, self.size, 0))[:, : features.shape[1]]
+        use = self.has_parent if keep is None else self.has_parent & ~keep
+        return torch.where(use[..., None], shifted, features)
+
+    def lay(self, x: Tensor) -> Tensor:
+        """Take from x [B, T, H] what the slots hold: [B, S, H]."""
+        return x[self.rows, self.at]
+
+    def put(self, laid: Tensor, x: Tensor) -> Tensor:
+        """Return x [B, T, H] with the blocks that are laid out as in [B, S, H]."""
+        return x.index_put((self.row, self.at[self.row, self.slot]), laid[self.row, self.slot])
+
+    def whole(self, *laid: Tensor) -> tuple[Tensor, ...]:
+        """Bring what is laid out of all blocks, each [L, B, S, H], to its place: [L, B, T, H]."""
+        return tuple(x[:, self.row, self.slot].unflatten(1, (len(x[0]), -1)) for x in laid)
+
+    def read(self, lstm: LSTM, laid: Tensor, state: State) -> State:
+        """Read every block from the state its parent block ended in.
+
+        Inputs [B, S, 2H] and the states at every position, [L, B, T, H]; returns [L, B, S, H].
+        """
+        alive = (self.first > 0)[..., None]
+        parent = (self.first - 1).clamp(min=0)
+        start = ((s[:, self.rows, parent] * alive).flatten(1, 2) for s in state)
+        ends = lstm(laid.reshape(-1, self.size, laid.shape[-1]), tuple(start))
+        hidden, cell = (s.unflatten(1, self.first.shape).flatten(2, 3) for s in ends)
+        return hidden, cell
+
+    def mask(self, blocks: Tensor, valid: Tensor | None) -> Tensor:
+        """Let a block see its row before it, and itself as it is laid out: [B, 1, S, T + S]."""
+        number, filled = self.numbers[..., None], self.filled
+        before, itself = blocks[:, None] < number, self.numbers[:, None] == number
+        if valid is not None:  # before a block there is no padding, at its end there may be
+            filled = filled & valid[self.rows, self.at]
+        # An empty slot still sees itself: a row of the mask without a True is NaN.
+        own = torch.eye(filled.shape[1], dtype=torch.bool, device=filled.device)
+        return torch.cat((before, itself & filled[:, None] | own), -1)[:, None]
+
+
+def rollout_mask(blocks: Tensor, valid: Tensor | None, number: int) -> Tensor:
+    """Who sees whom in pass `number` (from 0), over the keys of all passes so far: [B, 1, T, nT].
+
+    A block sees itself in this pass, its j-th ancestor in the j-th pass before, and everything
+    older as pass 0 read it.
+    """
+    behind = blocks[:, :, None] - blocks[:, None, :]  # [B, query, key], in blocks
+    parts = [behind >= number] + [behind == number - n for n in range(1, number + 1)]
+    mask = torch.cat(parts, -1)
+    if valid is not None:
+        # A padded query still sees itself: a row of the mask without a True is NaN.
+        itself = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
+        itself = F.pad(itself, (number * blocks.shape[1], 0))
+        mask = mask & valid.repeat(1, number + 1)[:, None, :] | itself
+    return mask[:, None]
