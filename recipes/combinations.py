@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 LARGEST_TREE = 4096  # nodes drafted by branching factors
 
 
+def of_target(target: schema.TargetSection) -> list[str]:
+    """Memory is limited where somebody chooses what goes where."""
+    if target.max_memory is not None and not isinstance(target.device_map, str):
+        return [
+            f"target.max_memory = {target.max_memory}: needs target.device_map=auto, balanced or "
+            "sequential"
+        ]
+    return []
+
+
 def of_data(data: schema.DataSection) -> list[str]:
     """Sources there are, and answers that can be made."""
     problems = []

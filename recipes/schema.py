@@ -64,6 +64,13 @@ class TargetSection(Section):
     dtype: Dtype = "float32"  # of the frozen weights and of decoding
     trust_remote_code: bool = False
     chat_template: str | None = None  # a Jinja file, or "vicuna" (bundled); null: the tokenizer's
+    # Of a target that does not fit one device, as transformers' from_pretrained takes them: a way
+    # to spread it, or the devices of its modules (a GPU's number, cpu, disk). null: one device.
+    device_map: Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None = None
+    max_memory: dict[str, str] | None = None  # of a device at most, e.g. {0: 40GiB, cpu: 100GiB}
+
+    def combinations(self) -> list[str]:
+        return combinations.of_target(self)
 
 
 @dataclass(frozen=True, kw_only=True)
