@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -24,7 +23,7 @@ from transformers import (
 )
 
 from specdraft.models.placement import is_kept_elsewhere
-from specdraft.models.target import Target, load_tokenizer, resolve
+from specdraft.models.target import UNREADABLE, Target, load_tokenizer, resolve
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.schema import StudentSection
 
@@ -205,7 +204,7 @@ def load_student(
         folder = resolve(str(name), revision)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
         tokenizer = load_tokenizer(folder)
-    except (TargetError, ValueError, OSError, SafetensorError) as error:
+    except (TargetError, *UNREADABLE) as error:
         reason = str(error).strip().splitlines()[0].removeprefix("target.model: ")
         raise TargetError(f"{key}: cannot load {name}: {reason}") from error
     student = Target(model.to(target.device), tokenizer, str(name))

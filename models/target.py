@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,6 +45,8 @@ _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_mod
 # Where families write the size of what lm_head consumes; OPT-350m's differs from its hidden size.
 _FEATURE_SIZES = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+# What reading weights raises; a pickle may hold tensors, and anything else in it is refused.
+UNREADABLE = (ValueError, OSError, SafetensorError, UnpicklingError)
 
 
 def bundled_target_dir() -> Path:
@@ -213,7 +216,7 @@ class Target:
         options = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, **options, **placing)
-        except (ValueError, OSError, SafetensorError) as error:
+        except UNREADABLE as error:
             raise TargetError(f"cannot load {name}: {_first_line(error)}") from error
         model = model if placing else model.to(device)
         try:
@@ -465,14 +468,20 @@ def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
 def _read_tensors(folder: Path, names: set[str], rename: Callable[[str], str]) -> dict[str, Tensor]:
     found = {}
     for path in _weight_files(folder):
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                keys = {rename(key): key for key in file.keys()}  # noqa: SIM118
-                found |= {n: file.get_tensor(keys[n]) for n in names & keys.keys()}
-        else:
-            state = torch.load(path, weights_only=True, mmap=True)
-            found |= {n: t for key, t in state.items() if (n := rename(key)) in names}
+        try:
+            found |= _read_file(path, names, rename)
+        except (*UNREADABLE, RuntimeError) as error:
+            raise TargetError(f"cannot read {path}: {_first_line(error)}") from error
     return found
+
+
+def _read_file(path: Path, names: set[str], rename: Callable[[str], str]) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            keys = {rename(key): key for key in file.keys()}  # noqa: SIM118
+            return {n: file.get_tensor(keys[n]) for n in names & keys.keys()}
+    state = torch.load(path, weights_only=True, mmap=True)
+    return {n: t for key, t in state.items() if (n := rename(key)) in names}
 
 
 def _first_line(error: Exception) -> str:
