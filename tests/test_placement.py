@@ -1,6 +1,7 @@
 """A target spread over devices, some of its weights on disk, is the target: bit for bit."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +123,21 @@ def test_a_packed_copy_shares_the_weights_that_are_kept_elsewhere(folder):
         for ours, their in hooks:
             assert ours is not their  # what a forward leaves there is its own
             assert ours.weights_map is their.weights_map
+
+
+def test_threads_do_not_take_the_weights_from_each_other(folder):
+    whole, target = Target.load(str(folder)), placed(folder, MAPS["everything"])
+    ids = torch.tensor([prompts()[4]])
+    expected = whole.features(ids)
+    scores = whole.logits(expected)
+
+    def work(number: int) -> bool:
+        if number % 2:
+            return torch.equal(target.logits(expected), scores)
+        return torch.equal(target.features(ids), expected)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(60)))
 
 
 def test_memory_is_kept_to_what_is_given(folder):
