@@ -26,6 +26,7 @@ from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.train.plan import counted, duration, lines, make_plan, measured_flops
+from specdraft.train.ranks import load_target
 
 
 @entry
@@ -43,7 +44,7 @@ def main() -> None:
     # Ranks wait for the slowest one, which may write answers for hours.
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
     accelerator = Accelerator(kwargs_handlers=[patience])
-    target = Target.of_recipe(recipe.target, accelerator.device)
+    target = load_target(recipe, accelerator)
     announce = partial(show_costs, recipe, target, accelerator.num_processes, console)
     tokens, features = build_caches(recipe, target, accelerator, announce)
     if accelerator.is_main_process:

@@ -6,8 +6,9 @@
     text       {"text": ".."}      for base models: no chat, the target just goes on
 
 A rejected row is one that is broken (no JSON, no known shape or role) or useless (no answer, an
-empty turn, turns that do not alternate). Broken rows mean a wrong file or a wrong format: more than
-1% of them is an error. Useless rows are common in scraped chats: more than 10% is an error.
+empty or an endless turn, turns that do not alternate). Broken rows mean a wrong file or a wrong
+format: more than 1% of them is an error. Useless rows are common in scraped chats: more than 10% is
+an error.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from specdraft.recipes.schema import DataSection, Recipe
 
 FORMATS = ("sharegpt", "messages", "alpaca", "text")
 BROKEN_SHARE, USELESS_SHARE = 0.01, 0.10
+LONGEST_TURN = 1_000_000  # characters; what is longer is a file somebody pasted
 _KEYS = {  # the keys that tell a format
     "sharegpt": ("conversations",),
     "messages": ("messages",),
@@ -208,6 +210,10 @@ def check_rejects(conversations: int, rejects: Sequence[Reject], sources: Sequen
 def _string(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise BrokenRowError(f"{name} is {type(value).__name__}, not text")
+    try:
+        value.encode()  # JSON can escape half a character, which no tokenizer takes
+    except UnicodeEncodeError as error:
+        raise BrokenRowError(f"{name} is no Unicode text ({error.reason})") from None
     return value
 
 
@@ -244,6 +250,9 @@ def _usable(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
     for role, content in rest:
         if not content.strip():
             raise UselessRowError(f"an empty {role} turn")
+        if len(content) > LONGEST_TURN:
+            told = f"a {role} turn of {len(content):,} characters"
+            raise UselessRowError(f"{told}, more than {LONGEST_TURN:,}")
         if role not in _FOLLOWS[before]:
             raise UselessRowError(
                 f"a {role} turn after {before}, where {_FOLLOWS[before][0]} belongs"

@@ -17,12 +17,11 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from specdraft.data import shards
+from specdraft.data import shards, whole
 from specdraft.data.storage import Storage, decode
 from specdraft.recipes.errors import CacheError
 
 VERSION = 1  # of the layout; another one is another cache
-_HASHED_AT_OPEN = 2 << 30  # bytes whose checksums are verified unasked: seconds, not minutes
 
 
 class FeatureCache:
@@ -65,9 +64,9 @@ class FeatureCache:
             )
         entries = manifest["shards"].values()
         if verify is None:
-            verify = sum(entry["bytes"] for entry in entries) <= _HASHED_AT_OPEN
+            verify = sum(entry["bytes"] for entry in entries) <= whole.HASHED_AT_OPEN
         for entry in entries:
-            if problem := shards.damage(directory, entry, verify):
+            if problem := whole.damage(directory, entry, verify):
                 raise CacheError(
                     f"the shard {directory / entry['file']} {problem}; "
                     "delete that file and run again: only it is made anew"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from specdraft.data import fingerprint, shards
+from specdraft.data import fingerprint, shards, whole
 from specdraft.data.feature_cache import VERSION, FeatureCache, check_settings
 from specdraft.data.storage import LARGEST, Storage, decode
 from specdraft.data.tokens import TokenCache
@@ -80,6 +80,7 @@ def build_features(
     finished = _is_complete(directory) and len(done) == len(plan)
     barrier()  # nobody writes before everybody has looked
     if not finished:
+        target.check_runs()
         manifest = {
             "version": VERSION,
             "complete": False,
@@ -118,7 +119,7 @@ def _shards_on_disk(
         check_settings(directory, manifest, settings)
         for number, entry in manifest["shards"].items():
             missing = not (directory / entry["file"]).exists()
-            torn = not manifest["complete"] and shards.damage(directory, entry, checksum=False)
+            torn = not manifest["complete"] and whole.damage(directory, entry, checksum=False)
             if entry["rows"] == plan.get(number) and not missing and not torn:
                 found[number] = entry
     return found

@@ -30,6 +30,7 @@ class OnlineFeatures:
     """
 
     def __init__(self, recipe: Recipe, tokens: TokenCache, target: Target):
+        target.check_runs()
         check_context(tokens, target)
         self.tokens, self.target, self.lengths = tokens, target, tokens.lengths
         self.storage = Storage.of(recipe.data)

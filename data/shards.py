@@ -9,7 +9,6 @@ whatever the folder holds after a crash.
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import safetensors.torch
 from torch import Tensor
 
 from specdraft.data.storage import Storage
+from specdraft.data.whole import write_whole
 from specdraft.recipes.errors import CacheError
 
 MANIFEST = "manifest.json"
@@ -50,21 +50,6 @@ def plan(
     return {str(number): rows for number, rows in enumerate(cut)}
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that its name never stands for a part of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
-
-
 def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Write one shard and return its manifest entry: file, bytes, sha256."""
     content = safetensors.torch.save(tensors)
@@ -94,28 +79,3 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CacheError(
             f"{path} is damaged ({error}); delete {path.parent} and run again"
         ) from error
-
-
-def damage(directory: Path, entry: dict[str, Any], checksum: bool) -> str | None:
-    """Say what is wrong with a shard on disk: missing, size or (if asked) checksum; else None."""
-    path = directory / entry["file"]
-    if not path.is_file():
-        return "is missing"
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        return f"has {size} bytes and should have {entry['bytes']}"
-    if checksum:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != entry["sha256"]:
-            return f"has the sha256 {found[:12]}.. and should have {entry['sha256'][:12]}.."
-    return None
-
-
-def _sync_directory(directory: Path) -> None:
-    if os.name == "posix":  # else the new name may be lost with the power, and Windows cannot
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

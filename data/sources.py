@@ -79,7 +79,7 @@ class Source:
     def _array(self) -> list:
         try:
             return json.loads(self._path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{self.name} starts as a JSON array and does not parse: {error}"
             ) from error
@@ -92,7 +92,7 @@ class Source:
                     continue
                 try:
                     yield Row(self.name, line, json.loads(text))
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:  # thousands of brackets nest too deep
                     yield Row(self.name, line, problem=f"does not parse as JSON ({error})")
 
 

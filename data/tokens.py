@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from specdraft.data import fingerprint
+from specdraft.data import fingerprint, whole
 from specdraft.data.chat import Conversation, Reject, split_holdout
 from specdraft.data.examples import MIN_TOKENS, Example, Renderer, admit, check_mask
 from specdraft.data.regenerate import Generate, Rewriter
@@ -62,7 +62,10 @@ class TokenCache:
             )
         try:
             meta = json.loads((directory / "meta.json").read_text())
+            _check_files(directory, meta.get("files", []))  # earlier versions list none
             dataset = datasets.load_from_disk(str(directory))
+        except CacheError:
+            raise
         except Exception as error:
             raise CacheError(
                 f"the token cache at {directory} is damaged ({error}); delete it and run again"
@@ -107,6 +110,16 @@ class TokenCache:
     def origin(self, index: int) -> str:
         """Return source:line of a row."""
         return self.dataset[index]["origin"]
+
+
+def _check_files(directory: Path, files: list[dict[str, Any]]) -> None:
+    """Compare the rows on disk with what was written. Raises CacheError that names the file."""
+    verify = sum(file["bytes"] for file in files) <= whole.HASHED_AT_OPEN
+    for file in files:
+        if problem := whole.damage(directory, file, verify):
+            raise CacheError(
+                f"{directory / file['file']} {problem}; delete {directory} and run again"
+            )
 
 
 def token_settings(
@@ -193,6 +206,7 @@ def _build(
             "settings": settings,
             "stats": _stats(counts, rejects, len(conversations), started),
             "lengths": lengths,
+            "files": [whole.describe(path) for path in sorted(partial.glob("*.arrow"))],
         }
         _finish(partial, directory, meta, rejects)
     barrier()

@@ -46,7 +46,7 @@ MEANING = {
 class Geometry:
     """The shape of a target's KV cache."""
 
-    layers: int
+    devices: tuple[torch.device, ...]  # that each layer runs on
     kv_heads: int
     head_dim: int
 
@@ -56,6 +56,7 @@ class Call:
     """What one layer handed to its attention: shapes [1, heads, T, D], options that were set."""
 
     layer: int | None
+    device: torch.device
     key: torch.Size
     value: torch.Size
     options: tuple[str, ...]
@@ -105,7 +106,8 @@ def measure(target: Target, view: nn.Module) -> Geometry:
     view.config._attn_implementation = PROBE
     ids = torch.tensor([[0, 1]], device=target.device)
     with torch.inference_mode(), _refusing(target, "its layers cannot be looked at"):
-        view.base_model(input_ids=ids, use_cache=False, probe=calls)
+        # A bound method, for accelerate would hand a list on as a copy.
+        view.base_model(input_ids=ids, use_cache=False, probe=calls.append)
     if not calls:
         raise _refusal(target, "its layers pass no keyword arguments on to their attention")
     options = sorted({name for call in calls for name in call.options})
@@ -119,7 +121,7 @@ def measure(target: Target, view: nn.Module) -> Geometry:
     if len(shapes) > 1 or value != [kv_heads, key_dim]:
         found = "; ".join(f"{k} x {d} and {v} x {e}" for k, d, v, e in sorted(shapes))
         raise _refusal(target, f"keys and values must be alike in all layers, found {found}")
-    return Geometry(len(calls), kv_heads, key_dim)
+    return Geometry(tuple(call.device for call in calls), kv_heads, key_dim)
 
 
 def _probe(module, query, key, value, attention_mask, scaling=None, probe=None, **options):
@@ -127,7 +129,7 @@ def _probe(module, query, key, value, attention_mask, scaling=None, probe=None, 
         options["attention_mask"] = attention_mask
         used = tuple(n for n, value in options.items() if n not in HARMLESS and value is not None)
         layer = getattr(module, "layer_idx", None)
-        probe.append(Call(layer, key.shape, value.shape, used))
+        probe(Call(layer, key.device, key.shape, value.shape, used))
     return _placeholder(query, value), None
 
 

@@ -3,8 +3,10 @@
 EMS-SD (arXiv 2405.07542), "unpad KV": every row writes at its own offset into its own region, so
 rows that accepted different numbers of tokens need no padding between them.
 
-Shapes: L layers, R rows, C capacity, D head dimension.
+Shapes: R rows, C capacity, D head dimension, L layers of one device.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,28 +15,36 @@ from specdraft.eval.transfer import upload
 
 
 class KVPool:
-    """Keys and values of R rows in one tensor [L, 2, R, kv_heads, C, D]; `lengths[r]` are valid."""
+    """Keys and values of R rows, [2, R, kv_heads, C, D] per entry of `layers`; `lengths[r]` valid.
+
+    devices: one per layer, where it runs. The layers of one device lie in one tensor.
+    """
 
     def __init__(
         self,
-        layers: int,
+        devices: Sequence[torch.device],
         rows: int,
         kv_heads: int,
         capacity: int,
         head_dim: int,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
     ):
-        shape = (layers, 2, rows, kv_heads, capacity, head_dim)
+        shape = (2, rows, kv_heads, capacity, head_dim)
         # Zeros, not empty: a masked slot still multiplies its value, and 0 * NaN is NaN.
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        blocks = {
+            device: torch.zeros((devices.count(device), *shape), dtype=dtype, device=device)
+            for device in dict.fromkeys(devices)
+        }
+        self.blocks = [*blocks.values()]  # [L, 2, R, kv_heads, C, D] each
+        unbound = {device: iter(block) for device, block in blocks.items()}
+        self.layers = [next(unbound[device]) for device in devices]
         self.capacity = capacity
         self.lengths = [0] * rows
         # Every row's keys and values, [1, kv_heads, C, D] each: making a view costs as much as
         # the work on it where a target is small.
         self._views = [
             [(layer[0, row, None], layer[1, row, None]) for row in range(rows)]
-            for layer in self.data
+            for layer in self.layers
         ]
 
     def write(self, layer: int, row: int, start: int, key: Tensor, value: Tensor) -> None:
@@ -50,7 +60,8 @@ class KVPool:
     def region(self, layer: int, row: int, size: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of the first `stop` slots of neighbouring rows, each [size, kv_heads, stop, D]."""
         rows = slice(row, row + size)
-        return self.data[layer, 0, rows, :, :stop], self.data[layer, 1, rows, :, :stop]
+        keys, values = self.layers[layer]
+        return keys[rows, :, :stop], values[rows, :, :stop]
 
     def keep(self, row: int, path: list[int]) -> None:
         """Commit an accepted path: slots length + path[j] move to length + j, in all layers.
@@ -59,8 +70,8 @@ class KVPool:
         """
         start = self.lengths[row]
         moved = next((j for j, node in enumerate(path) if node != j), len(path))
-        if moved < len(path):
-            source = upload([start + node for node in path[moved:]], self.data.device)
-            cache = self.data.select(2, row)  # [L, 2, kv_heads, C, D]
+        for block in self.blocks if moved < len(path) else ():
+            source = upload([start + node for node in path[moved:]], block.device)
+            cache = block.select(2, row)  # [L, 2, kv_heads, C, D]
             cache.narrow(3, start + moved, len(source)).copy_(cache.index_select(3, source))
         self.lengths[row] = start + len(path)

@@ -11,7 +11,7 @@ Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dime
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 import torch
@@ -23,6 +23,7 @@ from specdraft.eval.families import check_forward, check_positions, check_suppor
 from specdraft.eval.kv import KVPool
 from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Topology, chain
+from specdraft.models.placement import shared
 from specdraft.models.target import Target
 
 ATTENTION = "specdraft_packed"
@@ -50,6 +51,10 @@ class Segment:
     def is_causal(self) -> bool:
         return self.bias is CAUSAL and self.start == 0 and self.count > 1
 
+    def on(self, device: torch.device) -> "Segment":
+        """The same segment with its bias on another device."""
+        return self if self.bias is None else replace(self, bias=self.bias.to(device))
+
 
 class Plan:
     """Which token of a packed forward belongs to which row, and what it may attend to.
@@ -58,18 +63,28 @@ class Plan:
     several neighbouring rows in one call over their regions of the pool, cut at the longest row.
     """
 
-    def __init__(self, pool: KVPool, segments: Sequence[Segment]):
-        self.pool = pool
+    def __init__(self, pool: KVPool, segments: Sequence[Segment], device: torch.device):
+        self.pool, self.segments, self.device = pool, segments, device
+        self._elsewhere: dict[torch.device, Plan] = {}
         firsts = accumulate((segment.count for segment in segments), initial=0)
         self.placed = list(zip(firsts, segments, strict=False))
         self.alone = len(segments) == 1
         if self.alone:
             return
-        device = pool.data.device
         rows = [s.row for s in segments for _ in range(s.count)]
         slots = [slot for s in segments for slot in range(s.start, s.stop)]
         self.rows, self.slots = upload(rows, device), upload(slots, device)
-        self.groups = [Group(pool, part) for part in _neighbours(self.placed, device)]
+        parts = _neighbours(self.placed, device)
+        self.groups = [Group(pool, part, device) for part in parts]
+
+    def on(self, device: torch.device) -> "Plan":
+        """The plan of the same forward for layers on this device, made when the first one asks."""
+        if device == self.device:
+            return self
+        if device not in self._elsewhere:
+            segments = [segment.on(device) for segment in self.segments]
+            self._elsewhere[device] = Plan(self.pool, segments, device)
+        return self._elsewhere[device]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None):
         """Write keys and values to the pool and attend; query and result are [1, heads, N, D]."""
@@ -77,7 +92,7 @@ class Plan:
         if self.alone:
             return self._attend_alone(layer, query, key, value, options)
         for kind, fresh in enumerate((key, value)):
-            self.pool.data[layer, kind, self.rows, :, self.slots] = fresh[0].transpose(0, 1)
+            self.pool.layers[layer][kind, self.rows, :, self.slots] = fresh[0].transpose(0, 1)
         output = torch.empty_like(query)
         for group in self.groups:
             group.attend(layer, query, output, options)
@@ -100,7 +115,7 @@ class Group:
     call costs more than a pad inside it, all short segments are one group.
     """
 
-    def __init__(self, pool: KVPool, placed: Sequence[tuple[int, Segment]]):
+    def __init__(self, pool: KVPool, placed: Sequence[tuple[int, Segment]], device: torch.device):
         segments = [segment for _, segment in placed]
         self.pool, self.segments = pool, segments
         self.first, self.row = placed[0][0], segments[0].row
@@ -111,17 +126,15 @@ class Group:
         self.mask, self.cells = segments[0].bias, None
         self.is_causal = len(segments) == 1 and segments[0].is_causal
         if len(segments) > 1:
-            self.mask = self._mask(segments)
+            self.mask = self._mask(segments, device)
         if self.size * self.count != self.total:
-            device = pool.data.device
             cells = [(s.row - self.row) * self.count + n for s in segments for n in range(s.count)]
             self.cells = upload(cells, device)
 
-    def _mask(self, segments: Sequence[Segment]) -> Tensor:
+    def _mask(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
         """[S, 1, T, longest]; what no token asks for stays visible, so that nothing is NaN."""
-        dtype = self.pool.data.dtype
         shape = (self.size, 1, self.count, self.longest)
-        mask = torch.zeros(shape, dtype=dtype, device=self.pool.data.device)
+        mask = torch.zeros(shape, dtype=self.pool.layers[0].dtype, device=device)
         for segment in segments:
             place = mask[segment.row - self.row, 0, : segment.count]
             place[:, segment.stop :] = float("-inf")
@@ -196,20 +209,21 @@ class TreeBias:
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, plan=None, **_):
-    return plan.attend(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
+    attended = plan.on(query.device).attend(module.layer_idx, query, key, value, scaling)
+    return attended.transpose(1, 2), None
 
 
 class PackedTarget:
     """A target ready for packed forwards: its own KV pool, the target's tensors, shared."""
 
     def __init__(self, target: Target, rows: int, capacity: int):
+        target.check_runs()
         check_supported(target)
         check_positions(target, capacity)
         AttentionInterface.register(ATTENTION, _attention)
         # A structural copy that shares every tensor, so that the caller's model keeps its own
         # attention function.
-        tensors = [*target.model.parameters(), *target.model.buffers()]
-        view = copy.deepcopy(target.model, {id(tensor): tensor for tensor in tensors})
+        view = copy.deepcopy(target.model, shared(target.model))
         geometry = measure(target, view)
         view.config._attn_implementation = ATTENTION
         self.base = view.base_model
@@ -219,7 +233,6 @@ class PackedTarget:
             rows=rows,
             capacity=capacity,
             dtype=target.dtype,
-            device=target.device,
         )
         self.inputs = 0  # tokens that the linear layers saw in the last forward, pads included
         self._biases: OrderedDict[Topology, TreeBias] = OrderedDict()
@@ -246,13 +259,13 @@ class PackedTarget:
     def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Run packed ids [N] at absolute positions [N]; return features [N, H]."""
         self.inputs = len(ids)
-        return self._run(ids, positions, Plan(self.pool, segments))
+        return self._run(ids, positions, Plan(self.pool, segments, ids.device))
 
     def _run(self, ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         hidden = self.base(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan
         )
-        return hidden.last_hidden_state[0]
+        return hidden.last_hidden_state[0].to(ids.device)
 
     @torch.inference_mode()
     def _read_in_two(self, ids: Tensor) -> Tensor:

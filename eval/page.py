@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from specdraft.data.shards import write_whole
+from specdraft.data.whole import write_whole
 from specdraft.eval.failure import reasons, told
 from specdraft.eval.page_plots import (
     Plot,

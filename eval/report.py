@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdraft.data.prompts import Prompt
-from specdraft.data.shards import write_whole
+from specdraft.data.whole import write_whole
 from specdraft.eval.categories import add_speedups, by_category, macro
 from specdraft.eval.decoder import GUMBEL, Request
 from specdraft.eval.failure import Tolerant, reasons, told, trouble

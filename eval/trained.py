@@ -77,8 +77,15 @@ def load_trained(recipe: Recipe, target: Target) -> Trained:
 
     Raises HeadError, TargetError.
     """
-    out = Path(recipe.output.dir)
-    needed = {need for method in recipe.eval.methods for need in needs(method)}
+    return load_drafters(recipe.eval.methods, recipe, target, Path(recipe.output.dir))
+
+
+def load_drafters(methods: Sequence[str], recipe: Recipe, target: Target, out: Path) -> Trained:
+    """Load what these methods need from the folder of a run, or from where the recipe says.
+
+    Raises HeadError, TargetError.
+    """
+    needed = {need for method in methods for need in needs(method)}
     own = recipe.cascade.students is None
     head = table = student = medusa = None
     cascade: tuple[Target, ...] = ()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -23,7 +22,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from specdraft.models.target import Target, load_tokenizer, resolve
+from specdraft.models.placement import is_kept_elsewhere
+from specdraft.models.target import UNREADABLE, Target, load_tokenizer, resolve
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.schema import StudentSection
 
@@ -155,6 +155,13 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
     """
     count = target.config.num_hidden_layers
     check_layers(keep, count, target.name)
+    target.check_runs()
+    if is_kept_elsewhere(target.model):
+        raise TargetError(
+            f"student.keep_layers = {list(keep)}: copies layers of {target.name}, and target."
+            "device_map keeps some on the CPU or on disk; load it where it fits, or set "
+            "student.layers"
+        )
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = len(keep)
     if getattr(config, "layer_types", None):
@@ -168,7 +175,7 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
         ours.load_state_dict(theirs[layer].state_dict())
     if shared:
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        ends[0].weight = nn.Parameter(target.embedding.weight.detach().float(), False)
+        ends[0].weight = nn.Parameter(target.embedding_weight.detach().float(), False)
         ends[1].weight = nn.Parameter(target.lm_head_weight.detach().float(), False)
         if getattr(config, "tie_word_embeddings", False):
             ends[1].weight = ends[0].weight
@@ -197,7 +204,7 @@ def load_student(
         folder = resolve(str(name), revision)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
         tokenizer = load_tokenizer(folder)
-    except (TargetError, ValueError, OSError, SafetensorError) as error:
+    except (TargetError, *UNREADABLE) as error:
         reason = str(error).strip().splitlines()[0].removeprefix("target.model: ")
         raise TargetError(f"{key}: cannot load {name}: {reason}") from error
     student = Target(model.to(target.device), tokenizer, str(name))

@@ -10,8 +10,12 @@ final norm, exactly what lm_head consumes: `p(. | t_<=i) = softmax(lm_head(f_i))
 import copy
 import hashlib
 import json
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,12 +24,19 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from specdraft.models.placement import (
+    is_kept_elsewhere,
+    loading_options,
+    runs_on,
+    shared,
+)
 from specdraft.recipes.errors import TargetError
 from specdraft.recipes.schema import BUNDLED, TargetSection
 
@@ -34,6 +45,8 @@ _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_mod
 # Where families write the size of what lm_head consumes; OPT-350m's differs from its hidden size.
 _FEATURE_SIZES = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+# What reading weights raises; a pickle may hold tensors, and anything else in it is refused.
+UNREADABLE = (ValueError, OSError, SafetensorError, UnpicklingError)
 
 
 def bundled_target_dir() -> Path:
@@ -160,17 +173,30 @@ def read_chat_template(name: str) -> str:
 
 
 class Target:
-    """A frozen causal LM with its tokenizer. Never modified; no parameter has a gradient."""
+    """A frozen causal LM with its tokenizer. Never modified; no parameter has a gradient.
 
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, name: str):
+    However its layers are placed, ids, features and logits are on `device`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None,
+        name: str,
+        absent: str | None = None,  # why its layers are not loaded (see `of_files`)
+    ):
         self.model = model.eval().requires_grad_(False)
+        self.absent = absent
         self.tokenizer = tokenizer
         self.name = name
         self.config = model.config
         self.embedding = model.get_input_embeddings()
         self.lm_head = model.get_output_embeddings()
         self._identity: dict | None = None
-        self._check_lm_head()
+        # Weights come and go with a module's forward: two threads must not be in the same module.
+        self._turn = threading.Lock() if is_kept_elsewhere(model) else nullcontext()
+        if not absent:
+            self._check_lm_head()
 
     @classmethod
     def load(
@@ -180,17 +206,40 @@ class Target:
         dtype: str = "float32",
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
+        **placing,
     ) -> "Target":
-        """Load a target by folder, Hub id or "tiny"; raises TargetError with the reason."""
+        """Load a target by folder, Hub id or "tiny"; raises TargetError with the reason.
+
+        placing: `from_pretrained`'s own device_map and max_memory, instead of `device`.
+        """
         folder = resolve(name, revision)
+        options = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
-            )
-        except (ValueError, OSError, SafetensorError) as error:
+            model = AutoModelForCausalLM.from_pretrained(folder, **options, **placing)
+        except UNREADABLE as error:
             raise TargetError(f"cannot load {name}: {_first_line(error)}") from error
-        target = cls(model.to(device), load_tokenizer(folder, trust_remote_code), name)
+        model = model if placing else model.to(device)
+        try:
+            target = cls(model, load_tokenizer(folder, trust_remote_code), name)
+        except KeyError as error:  # a weight that accelerate keeps under another name only
+            raise TargetError(
+                f"{name}: target.device_map parts {error} from a matrix that it is one with; give "
+                "tied embeddings one place"
+            ) from error
         target._identity = identity(name, revision, folder)
+        return target
+
+    @classmethod
+    def of_files(cls, section: TargetSection, device: str | torch.device, absent: str) -> "Target":
+        """What there is to a recipe's target without loading its layers: tokenizer, config,
+        identity and two ends. What needs its forward raises TargetError, for the reason `absent`.
+        """
+        folder, trusted = resolve(section.model, section.revision), section.trust_remote_code
+        model = _shell(folder, DTYPES[section.dtype], trusted)
+        target = cls(model, load_tokenizer(folder, trusted), section.model, absent)
+        target.device = torch.device(device)
+        target._identity = identity(section.model, section.revision, folder)
+        target._use_template(section)
         return target
 
     @classmethod
@@ -200,13 +249,13 @@ class Target:
         Its structure is copied, its tensors are shared. Its identity is that of the files it was
         loaded from, as far as they can be found on this machine.
         """
-        shared = {id(b): b for b in model.buffers()}
+        memo = shared(model)
         for tensor in model.parameters():
             # A detached twin: freezing must not freeze the caller's.
             frozen = nn.Parameter(tensor.detach(), False) if tensor.requires_grad else tensor
-            shared[id(tensor)] = frozen
+            memo[id(tensor)] = frozen
         name = model.name_or_path or type(model).__name__
-        target = cls(copy.deepcopy(model, shared), None, name)
+        target = cls(copy.deepcopy(model, memo), None, name)
         if folder := _local_folder(model.name_or_path):
             target._identity = identity(name, None, folder)
         return target
@@ -214,12 +263,14 @@ class Target:
     @classmethod
     def of_recipe(cls, section: TargetSection, device: str | torch.device = "cpu") -> "Target":
         """Load the target that a recipe names, with the chat template it names."""
-        target = cls.load(
-            section.model, section.revision, section.dtype, device, section.trust_remote_code
-        )
-        if section.chat_template is not None:
-            target.tokenizer.chat_template = read_chat_template(section.chat_template)
+        source = (section.model, section.revision, section.dtype, device)
+        target = cls.load(*source, section.trust_remote_code, **loading_options(section))
+        target._use_template(section)
         return target
+
+    def _use_template(self, section: TargetSection) -> None:
+        if section.chat_template is not None:
+            self.tokenizer.chat_template = read_chat_template(section.chat_template)
 
     @property
     def hidden_size(self) -> int:
@@ -229,18 +280,37 @@ class Target:
     def vocab_size(self) -> int:
         return self.lm_head.weight.shape[0]
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
-        return self.embedding.weight.device
+        return runs_on(self.embedding)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype
 
     @property
+    def embedding_weight(self) -> Tensor:
+        """The input embedding's matrix, [V, H]."""
+        return self._at_hand(self.embedding.weight, 0)
+
+    @property
     def lm_head_weight(self) -> Tensor:
         """lm_head's matrix, [V, H]."""
-        return self.lm_head.weight
+        return self._at_hand(self.lm_head.weight, 1)
+
+    def _at_hand(self, weight: Tensor, end: int) -> Tensor:
+        """One of the two ends on `device`, where the model may not have it."""
+        return weight if weight.device == self.device else self._ends[end]
+
+    @cached_property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        """Copies of embedding and lm_head on `device`; from the weight files, where need be."""
+        weights = (self.embedding.weight, self.lm_head.weight)
+        if any(weight.is_meta for weight in weights):
+            dtype = str(self.dtype).removeprefix("torch.")
+            ends = TargetEnds.load(self.name, self.identity()["revision"], dtype, self.device)
+            weights = (ends.embedding, ends.lm_head_weight)
+        return tuple(weight.to(self.device) for weight in weights)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -251,18 +321,27 @@ class Target:
     @torch.inference_mode()
     def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Run ids [B, T] and return the features [B, T, H] after the final norm."""
-        hidden = self.model.base_model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        )
-        return hidden.last_hidden_state
+        self.check_runs()
+        with self._turn:
+            hidden = self.model.base_model(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            )
+        return hidden.last_hidden_state.to(self.device)
 
     def logits(self, features: Tensor) -> Tensor:
         """lm_head: features [.., H] to logits [.., V]."""
-        return self.lm_head(features)
+        with self._turn:
+            return self.lm_head(features).to(self.device)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embedding: ids [..] to vectors [.., H]."""
-        return self.embedding(ids)
+        with self._turn:
+            return self.embedding(ids)
+
+    def check_runs(self) -> None:
+        """Raise TargetError where the layers are not loaded, with the reason."""
+        if self.absent:
+            raise TargetError(f"{self.name}: {self.absent}")
 
     def identity(self) -> dict:
         """Which weights these are (see `identity`)."""
@@ -281,8 +360,6 @@ class Target:
         """Refuse models whose logits are not lm_head(feature): scaled or capped ones, mostly."""
         if self.lm_head is None or getattr(self.config, "is_encoder_decoder", False):
             raise TargetError(f"{self.name}: only decoder-only models with lm_head work")
-        if self.device.type == "meta":
-            return
         ids = torch.tensor([[0, 1]], device=self.device)
         expected = self.model(input_ids=ids, use_cache=False).logits
         error = (self.logits(self.features(ids)) - expected).abs().max()
@@ -312,16 +389,14 @@ class TargetEnds(nn.Module):
     ) -> "TargetEnds":
         """Read two tensors from the target's weight files and nothing else."""
         folder = resolve(name, revision)
-        config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            shell = AutoModelForCausalLM.from_config(config)
+        shell = _shell(folder, DTYPES[dtype])
         _check_no_bias(shell.get_output_embeddings(), name)
         ends = (shell.get_input_embeddings().weight, shell.get_output_embeddings().weight)
         # A tied tensor has two names, and a file may hold it under either.
         named = [*shell.named_parameters(remove_duplicate=False)]
         names = [{n for n, p in named if p is end} for end in ends]
         tensors = _read_tensors(folder, set.union(*names), _renaming(shell))
-        if getattr(config, "tie_word_embeddings", False):
+        if getattr(shell.config, "tie_word_embeddings", False):
             names = [set.union(*names)] * 2
         found = [next((tensors[n] for n in alias if n in tensors), None) for alias in names]
         for alias, tensor in zip(names, found, strict=True):
@@ -335,8 +410,8 @@ class TargetEnds(nn.Module):
     def of(cls, target: Target) -> "TargetEnds":
         """The ends of a target that is already in memory (shares its tensors)."""
         _check_no_bias(target.lm_head, target.name)
-        weight = target.embedding.weight.detach()
-        return cls(weight, target.lm_head_weight.detach(), target.name, target.identity())
+        ends = (target.embedding_weight.detach(), target.lm_head_weight.detach())
+        return cls(*ends, target.name, target.identity())
 
     @property
     def hidden_size(self) -> int:
@@ -356,6 +431,17 @@ class TargetEnds(nn.Module):
 
     def identity(self) -> dict:
         return self._identity
+
+
+def _shell(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The structure of the model in a folder, its tensors on the meta device."""
+    trust = {"trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(folder, **trust)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **trust)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def _check_no_bias(lm_head: nn.Module, name: str) -> None:
@@ -382,14 +468,20 @@ def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
 def _read_tensors(folder: Path, names: set[str], rename: Callable[[str], str]) -> dict[str, Tensor]:
     found = {}
     for path in _weight_files(folder):
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                keys = {rename(key): key for key in file.keys()}  # noqa: SIM118
-                found |= {n: file.get_tensor(keys[n]) for n in names & keys.keys()}
-        else:
-            state = torch.load(path, weights_only=True, mmap=True)
-            found |= {n: t for key, t in state.items() if (n := rename(key)) in names}
+        try:
+            found |= _read_file(path, names, rename)
+        except (*UNREADABLE, RuntimeError) as error:
+            raise TargetError(f"cannot read {path}: {_first_line(error)}") from error
     return found
+
+
+def _read_file(path: Path, names: set[str], rename: Callable[[str], str]) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            keys = {rename(key): key for key in file.keys()}  # noqa: SIM118
+            return {n: file.get_tensor(keys[n]) for n in names & keys.keys()}
+    state = torch.load(path, weights_only=True, mmap=True)
+    return {n: t for key, t in state.items() if (n := rename(key)) in names}
 
 
 def _first_line(error: Exception) -> str:

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 LARGEST_TREE = 4096  # nodes drafted by branching factors
 
 
+def of_target(target: schema.TargetSection) -> list[str]:
+    """Memory is limited where somebody chooses what goes where."""
+    if target.max_memory is not None and not isinstance(target.device_map, str):
+        return [
+            f"target.max_memory = {target.max_memory}: needs target.device_map=auto, balanced or "
+            "sequential"
+        ]
+    return []
+
+
 def of_data(data: schema.DataSection) -> list[str]:
     """Sources there are, and answers that can be made."""
     problems = []
@@ -29,8 +39,14 @@ def of_data(data: schema.DataSection) -> list[str]:
             f"data.prompt_tokens = {data.prompt_tokens}: leaves nothing to learn; "
             f"must be below data.max_length ({data.max_length})"
         )
+    if data.drafter_run is not None and data.drafter == "plain":
+        problems.append(
+            f"data.drafter_run = {data.drafter_run!r}: needs data.drafter, which says what drafts"
+        )
     if data.answers == "target":
         return problems + _rewriting(data) + _serving(data)
+    if data.drafter != "plain":
+        problems.append(f"data.drafter = {data.drafter!r}: needs data.answers=target")
     if data.server is not None:
         problems.append(f"data.server = {data.server!r}: needs data.answers=target")
     if data.samples > 1:
@@ -61,6 +77,11 @@ def _rewriting(data: schema.DataSection) -> list[str]:
 def _serving(data: schema.DataSection) -> list[str]:
     if data.server is None and data.server_model is not None:
         return [f"data.server_model = {data.server_model!r}: needs data.server"]
+    if data.server is not None and data.drafter != "plain":
+        return [
+            f"data.drafter = {data.drafter!r} and data.server = {data.server!r}: a server drafts "
+            "as it was started; set one of the two to null or plain"
+        ]
     if data.server is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", data.server):
         return [f"data.server = {data.server!r}: must be a URL, e.g. http://127.0.0.1:8000/v1"]
     return []

@@ -70,11 +70,13 @@ def coerce(value: Any, annotation: Any) -> Any:
         inner, interval = arguments
         return _within(coerce(value, inner), interval)
     if origin in (Union, types.UnionType):
-        return _optional(value, arguments)
+        return _union(value, arguments)
     if origin is Literal:
         return _choice(value, arguments)
     if origin is tuple:
         return _sequence(value, arguments)
+    if origin is dict:
+        return _mapping(value, arguments)
     if annotation is float:
         return _number(value)
     if isinstance(value, bool) is (annotation is bool) and isinstance(value, annotation):
@@ -117,14 +119,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
 
 
-def _optional(value: Any, options: tuple) -> Any:
-    if value is None:
+def _union(value: Any, options: tuple) -> Any:
+    if value is None and types.NoneType in options:
         return None
-    (inner,) = (option for option in options if option is not types.NoneType)
-    try:
-        return coerce(value, inner)
-    except MismatchError as mismatch:
-        raise MismatchError(f"{mismatch} (or null)") from None
+    mismatches = []
+    for option in (option for option in options if option is not types.NoneType):
+        try:
+            return coerce(value, option)
+        except MismatchError as mismatch:
+            mismatches.append(str(mismatch))
+    null = " (or null)" if types.NoneType in options else ""
+    raise MismatchError(f"{', or '.join(mismatches)}{null}")
 
 
 def _choice(value: Any, allowed: tuple) -> Any:
@@ -153,6 +158,20 @@ def _sequence(value: Any, arguments: tuple) -> tuple:
         except MismatchError as mismatch:
             raise MismatchError(f"entry {place} ({item!r}) {mismatch}") from None
     return tuple(items)
+
+
+def _mapping(value: Any, arguments: tuple) -> dict:
+    if not isinstance(value, dict):
+        raise MismatchError(f"must be a mapping, not {_kind(value)}")
+    entries = {}
+    for key, item in value.items():
+        # JSON has no other keys than text, and a recipe must come back from it as it was.
+        name = str(key) if type(key) is int else key
+        try:
+            entries[coerce(name, arguments[0])] = coerce(item, arguments[1])
+        except MismatchError as mismatch:
+            raise MismatchError(f"entry {key!r} ({item!r}) {mismatch}") from None
+    return entries
 
 
 def _number(value: Any) -> float:

@@ -54,6 +54,7 @@ Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"
 # or one of its two pads), or with a queue instead of batches that end together.
 WAYS = ("padded", "pad_kv", "pad_inputs", "dynamic")
 OURS = tuple(name for name in METHODS if not name.startswith(("generate", "hf_")))
+Drafting = Literal[OURS]
 Measured = Literal[(*METHODS, "padded", *(f"{name}:{way}" for name in OURS for way in WAYS))]
 
 
@@ -64,6 +65,13 @@ class TargetSection(Section):
     dtype: Dtype = "float32"  # of the frozen weights and of decoding
     trust_remote_code: bool = False
     chat_template: str | None = None  # a Jinja file, or "vicuna" (bundled); null: the tokenizer's
+    # Of a target that does not fit one device, as transformers' from_pretrained takes them: a way
+    # to spread it, or the devices of its modules (a GPU's number, cpu, disk). null: one device.
+    device_map: Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None = None
+    max_memory: dict[str, str] | None = None  # of a device at most, e.g. {0: 40GiB, cpu: 100GiB}
+
+    def combinations(self) -> list[str]:
+        return combinations.of_target(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +95,10 @@ class DataSection(Section):
     max_new_tokens: Count | None = 256
     batch_rows: Count = 32  # conversations decoded, or requests of a process to the server, at once
     seed: Natural = 0
+    # Drafts our decoder's answers, which are the same with any drafter, only sooner: a method of
+    # `eval`, and the folder of the run that trained it; null: output.dir.
+    drafter: Drafting = "plain"
+    drafter_run: str | None = None
     server: str | None = None  # OpenAI-compatible, http://HOST:PORT/v1; null: our decoder
     server_model: str | None = None  # the name the server has for the target; null: target.model
     retries: Natural = 5  # of a request, after 0.5 s, 1 s, 2 s, ..

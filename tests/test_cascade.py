@@ -233,7 +233,7 @@ class Watched(Reviewer):
             torch.testing.assert_close(after, fresh.logits[0, start - 1 :], atol=1e-4, rtol=1e-4)
             for layer, part in enumerate(fresh.past_key_values.layers):
                 for kind, expected in enumerate((part.keys, part.values)):
-                    kept = self.packed.pool.data[layer, kind, row, :, : len(known)]
+                    kept = self.packed.pool.layers[layer][kind, row, :, : len(known)]
                     torch.testing.assert_close(kept, expected[0], atol=1e-5, rtol=1e-4)
         return logits
 

@@ -18,8 +18,8 @@ CHAT = [{"role": role, "content": content} for role, content in TURNS]
 
 
 def write(path: Path, rows: list) -> str:
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
+    path.write_bytes(b"".join((x if isinstance(x, bytes) else x.encode()) + b"\n" for x in lines))
     return str(path)
 
 
@@ -119,6 +119,19 @@ def test_a_system_prompt_is_kept_and_none_is_invented(tmp_path):
         (sharegpt(("human", "q")), "no assistant turn"),
         (sharegpt(("human", "q"), ("gpt", " ")), "an empty assistant turn"),
         (sharegpt(("human", "q"), ("human", "q"), ("gpt", "a")), "a user turn after user"),
+        (
+            sharegpt(("human", "q" * 10_000_000), ("gpt", "a")),
+            "turn of 10,000,000 characters, more",
+        ),
+        (
+            sharegpt(("human", "\ud800"), ("gpt", "a")),
+            "is no Unicode text (surrogates not allowed)",
+        ),
+        ("[" * 100_000, "does not parse as JSON (maximum recursion depth"),
+        (
+            b'{"conversations": [{"from": "human", "value": "\xff"}]}',
+            "does not parse as JSON ('utf-8'",
+        ),
         ({"conversations": [{"from": "human", "value": None}]}, "is NoneType, not text"),
     ],
 )

@@ -158,7 +158,7 @@ def test_ends_are_found_in_files_written_by_the_base_model(name, tmp_path):
 def test_half_precision_passes_the_check_at_construction():
     for name in ("llama-gqa", "gpt2", "gpt-neox", "opt"):
         model = random_family(name).model.to(torch.bfloat16)
-        assert PackedTarget(Target(model, None, name), 1, 64).pool.data.dtype == torch.bfloat16
+        assert PackedTarget(Target(model, None, name), 1, 64).pool.layers[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])

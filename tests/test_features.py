@@ -1,5 +1,6 @@
 """The feature cache: right values, never half a shard, never another target's."""
 
+import errno
 import json
 import os
 import pickle
@@ -17,7 +18,7 @@ import torch
 from test_tokens import chats, recipe, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdraft.data import shards
+from specdraft.data import shards, whole
 from specdraft.data.features import FeatureCache, build_features
 from specdraft.data.storage import Storage
 from specdraft.data.tokens import build_tokens
@@ -257,6 +258,42 @@ def test_a_full_disk_is_told_before_anything_runs(made, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 100))
     with pytest.raises(CacheError, match=r"out of disk: .* short; set data.feature_dtype"):
         build((settings, tokens, Breaking(target, 0)))
+
+
+def test_a_disk_that_fills_up_stops_with_the_shortfall_and_what_is_written_stays(made, monkeypatch):
+    settings, tokens, _ = made
+    flush, flushed = os.fsync, []
+
+    def full(handle):
+        flushed.append(handle)
+        if len(flushed) == 9:  # within a shard
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(handle)
+
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        patch.setattr(whole.shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 40))
+        with pytest.raises(CacheError, match=r"out of disk: .* needs .* MiB .* stays valid: make"):
+            build(made)
+    (directory,) = Path(settings.data.cache_dir).glob("features-*")
+    named = json.loads((directory / shards.MANIFEST).read_text())["shards"].values()
+    assert named
+    assert not any(whole.damage(directory, entry, checksum=True) for entry in named)
+    assert not list(directory.glob(".*.partial"))
+    assert len(build(made)) == len(tokens)
+
+
+def test_the_shortfall_is_stated(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(whole.shutil, "disk_usage", lambda path: usage(9, 9, 1 << 20))
+    with pytest.raises(CacheError, match=r"needs 3\.0 MiB and 1\.0 MiB are free, 2\.0 MiB short"):
+        whole.write_whole(tmp_path / "file", b"x" * (3 << 20))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_size_is_known_before(made):

@@ -75,7 +75,7 @@ class Watched(SSD):
             fresh = self.student.model(ids, use_cache=True).past_key_values
             for layer, part in enumerate(fresh.layers):
                 for kind, expected in enumerate((part.keys, part.values)):
-                    kept = self.pool.data[layer, kind, row, :, : ids.shape[1]]
+                    kept = self.pool.layers[layer][kind, row, :, : ids.shape[1]]
                     torch.testing.assert_close(kept, expected[0], atol=1e-5, rtol=1e-4)
             self.accepted.append(len(memory.cached))
         return trees

@@ -1,6 +1,7 @@
 """The token cache holds what may be learnt, names itself by its inputs, and is whole or absent."""
 
 import json
+import shutil
 from pathlib import Path
 
 import datasets
@@ -171,6 +172,26 @@ def test_a_build_that_was_cut_off_is_not_taken_for_a_cache(tmp_path, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             build_tokens(settings, st.small_tokenizer())
     assert len(build_tokens(settings, st.small_tokenizer())) == 3
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut"])
+def test_damaged_rows_are_named_and_made_anew_once_deleted(tmp_path, harm):
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(3)))
+    cache = build_tokens(settings, st.small_tokenizer())
+    rows = [cache[n]["input_ids"].tolist() for n in range(3)]
+    (path,) = cache.directory.glob("*.arrow")
+    content = bytearray(path.read_bytes())
+    place = content.index(torch.tensor(rows[0][:4]).int().numpy().tobytes())
+    content[place] ^= 1
+    path.unlink()  # the open cache keeps what it has mapped
+    path.write_bytes(content if harm == "flip" else content[:-1])
+    words = {"flip": "has the sha256", "cut": "bytes and should have"}[harm]
+    with pytest.raises(CacheError, match=rf"{path.name} has .*; delete {cache.directory}") as told:
+        build_tokens(settings, st.small_tokenizer())
+    assert words in str(told.value)
+    shutil.rmtree(cache.directory)
+    again = build_tokens(settings, st.small_tokenizer())
+    assert [again[n]["input_ids"].tolist() for n in range(3)] == rows
 
 
 def test_a_missing_and_a_damaged_cache_are_errors(tmp_path):

@@ -73,15 +73,16 @@ def test_a_tree_without_a_parent_is_refused():
 
 
 def test_the_pool_keeps_an_accepted_path_and_nothing_else():
-    pool = KVPool(layers=2, rows=3, kv_heads=1, capacity=12, head_dim=4)
+    pool = KVPool([torch.device("cpu")] * 2, rows=3, kv_heads=1, capacity=12, head_dim=4)
     generator = torch.Generator().manual_seed(0)
     pool.lengths = [3, 2, 5]
     before = torch.randn(2, 2, 3, 1, 12, 4, generator=generator)
-    pool.data.copy_(before)
+    (data,) = pool.blocks
+    data.copy_(before)
     pool.keep(1, [0, 2, 5, 6])
     assert pool.lengths == [3, 6, 5]
     expected = before.clone()
     for place, node in enumerate([0, 2, 5, 6]):
         expected[:, :, 1, :, 2 + place] = before[:, :, 1, :, 2 + node]
-    assert torch.equal(pool.data[:, :, 1, :, :6], expected[:, :, 1, :, :6])
-    assert torch.equal(pool.data[:, :, [0, 2]], before[:, :, [0, 2]])
+    assert torch.equal(data[:, :, 1, :, :6], expected[:, :, 1, :, :6])
+    assert torch.equal(data[:, :, [0, 2]], before[:, :, [0, 2]])

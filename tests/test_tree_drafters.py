@@ -88,7 +88,7 @@ def watched(kind):
             fresh = self.student.model(torch.tensor([tokens]), use_cache=True).past_key_values
             for layer, part in enumerate(fresh.layers):
                 for kind, expected in enumerate((part.keys, part.values)):
-                    kept = self.pool.data[layer, kind, row, :, : len(tokens)]
+                    kept = self.pool.layers[layer][kind, row, :, : len(tokens)]
                     torch.testing.assert_close(kept, expected[0], atol=1e-5, rtol=1e-4)
 
     return Watched

@@ -26,9 +26,9 @@ from transformers import PreTrainedTokenizerBase
 
 from specdraft.data import chat, fingerprint
 from specdraft.data.examples import Renderer, check_rendered
-from specdraft.data.shards import write_whole
 from specdraft.data.sources import Source
 from specdraft.data.tokens import TokenCache
+from specdraft.data.whole import write_whole
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.schema import Recipe

@@ -23,7 +23,8 @@ from specdraft.recipes.errors import CacheError, RecipeError
 # train.steps and train.epochs may, too: they move the end of the schedules, which is how a run is
 # prolonged; train.accumulation only cuts the same batch differently.
 FREE = {
-    "name", "output", "hub", "eval", "data.cache_dir",
+    "name", "output", "hub", "eval", "target.device_map", "target.max_memory",
+    "data.cache_dir", "data.drafter", "data.drafter_run",
     "train.steps", "train.epochs", "train.accumulation", "train.eval_every", "train.save_every",
     "train.keep", "train.log_every", "train.max_minutes", "train.checkpointing",
 }  # fmt: skip

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 import yaml
@@ -15,10 +16,17 @@ from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.train.plan import counted, lines, make_plan, measured_flops
-from specdraft.train.ranks import make_accelerator
+from specdraft.train.ranks import check_launch, load_target, make_accelerator
+
+
+class LoadTarget(Protocol):
+    """Loads the target of the recipe that is run (see `ranks.load_target`)."""
+
+    def __call__(self, alone: bool = False) -> Target: ...
+
 
 # Runs every stage of a recipe; all ranks call it, and load the target when they need it.
-Train = Callable[[Recipe, Accelerator, Callable[[], Target]], None]
+Train = Callable[[Recipe, Accelerator, LoadTarget], None]
 
 
 def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda _: None) -> None:
@@ -39,7 +47,8 @@ def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda
         return
     logging.basicConfig(level=logging.WARNING)
     accelerator = make_accelerator(recipe)
-    train(recipe, accelerator, partial(Target.of_recipe, recipe.target, accelerator.device))
+    check_launch(recipe, accelerator)
+    train(recipe, accelerator, partial(load_target, recipe, accelerator))
 
 
 def show_plan(recipe: Recipe, processes: int | None = None) -> None:

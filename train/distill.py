@@ -8,7 +8,6 @@ an earlier run stopped. A student that is used as it is (student.training=none) 
 """
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.schema import Recipe
 from specdraft.train.batches import Rows
 from specdraft.train.checkpoint import SHARDING
-from specdraft.train.command import run
+from specdraft.train.command import LoadTarget, run
 from specdraft.train.distillation import Distillation
 from specdraft.train.loop import fit
 from specdraft.train.on_policy import check_prompts
@@ -62,7 +61,7 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def train(recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Target]) -> None:
+def train(recipe: Recipe, accelerator: Accelerator, load_target: LoadTarget) -> None:
     """Run every stage of a recipe; all ranks call this."""
     check_login(recipe.hub)
     target = load_target()
@@ -80,7 +79,7 @@ def train(recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Ta
             objective, target = Distillation(recipe, student, TargetEnds.of(target)), None
         fit(student, data, objective, recipe, accelerator, measuring)
     if accelerator.is_main_process:
-        report(recipe, target or load_target(), prompts)
+        report(recipe, target or load_target(alone=True), prompts)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -25,6 +25,7 @@ from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 from specdraft.train.ahead import TokensAhead
+from specdraft.train.command import LoadTarget
 from specdraft.train.csgd import CoupledGlancing
 from specdraft.train.loop import fit
 from specdraft.train.publish import publish
@@ -93,7 +94,7 @@ def _new_medusa_heads(recipe: Recipe, target: Target, data: Features) -> MedusaH
 
 
 def train_head(
-    kind: Kind, recipe: Recipe, accelerator: Accelerator, load_target: Callable[[], Target]
+    kind: Kind, recipe: Recipe, accelerator: Accelerator, load_target: LoadTarget
 ) -> None:
     """Run every stage of a recipe; all ranks call this."""
     check_login(recipe.hub)
@@ -111,7 +112,7 @@ def train_head(
     fit(head, data, objective, recipe, accelerator, measuring)
     if accelerator.is_main_process:
         best = kind.load(Path(recipe.output.dir) / kind.field)
-        _report(kind, recipe, target or load_target(), best, prompts)
+        _report(kind, recipe, target or load_target(alone=True), best, prompts)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

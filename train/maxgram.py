@@ -30,7 +30,7 @@ from specdraft.recipes.schema import Recipe
 from specdraft.train.bigrams import CachedTokens, Corpus, StreamedTexts, count, save_table
 from specdraft.train.plan import counted, size
 from specdraft.train.publish import publish
-from specdraft.train.ranks import make_accelerator
+from specdraft.train.ranks import load_target, make_accelerator
 from specdraft.train.shapes import target_shape
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     check_login(recipe.hub)
     logging.basicConfig(level=logging.WARNING)
     accelerator = make_accelerator(recipe)
-    target = Target.of_recipe(recipe.target, accelerator.device)
+    target = load_target(recipe, accelerator)
     corpus = open_corpus(recipe, target, accelerator)
     counts = count(corpus, Path(recipe.data.cache_dir), target.vocab_size, **ranks(accelerator))
     if accelerator.is_main_process:
@@ -55,7 +55,7 @@ def main() -> None:
         table = counts.table(tokenizer, describe(recipe))
         save_table(table, Path(recipe.output.dir) / "table")
         dump(recipe, Path(recipe.output.dir) / "recipe.yaml")
-        report(recipe, target, table)
+        report(recipe, load_target(recipe, accelerator, True) if target.absent else target, table)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -140,8 +140,11 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
         steps = f"{train.steps:,}"
     steps += f" x {train.batch_size} rows = {train.accumulation} x {ranks} x "
     steps += f"{plan.rows_per_forward} (accumulation x processes x rows per forward)"
+    spread, held = recipe.target.device_map, size(shape.parameters * BYTES[recipe.target.dtype])
+    placement = f"target.device_map = {spread}: {held} over the devices of one process"
     whole = [
         ("target", f"{target} ({plan.target_from})"),
+        *([("placement", placement)] if spread else []),
         *(plan.student.lines() if plan.student else [("head", head)]),
         ("data", data),
         ("feature cache", _cache_line(plan, recipe, ranks, flops)),
@@ -152,13 +155,14 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
     ]
     if plan.drafter_parameters:
         return whole
-    return [line for line in whole if line[0] in ("target", "student", "output")]
+    return [line for line in whole if line[0] in ("target", "placement", "student", "output")]
 
 
 def _cache_line(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> str:
     if _runs_target(recipe, plan.student):
         held = size(plan.target.parameters * BYTES[recipe.target.dtype])
-        return f"none: the target runs in training, {held} in every process"
+        where = "over all devices" if recipe.target.device_map else "in every process"
+        return f"none: the target runs in training, {held} {where}"
     if plan.student and not plan.student.features:
         return "none: unused"
     cache = f"{Storage.of(recipe.data).token_bytes(plan.target.hidden_size)} bytes per token"

@@ -6,6 +6,8 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
+from specdraft.models.target import Target
+from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.schema import Recipe
 
 
@@ -29,6 +31,43 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             "gradient_clipping": recipe.optim.clip_norm,
         }
     return accelerator
+
+
+def load_target(recipe: Recipe, accelerator: Accelerator, alone: bool = False) -> Target:
+    """Load the recipe's target for this process: only its files, where several processes would
+    each spread it over all devices. alone: the others do not ask for it.
+    """
+    section, device = recipe.target, accelerator.device
+    if section.device_map is None:
+        return Target.of_recipe(section, device)
+    if accelerator.num_processes == 1 or alone:
+        target = Target.of_recipe(section)
+        if target.device != torch.empty(0, device=device).device and not alone:
+            raise TargetError(
+                f"target.device_map: the embedding runs on {target.device} and this process on "
+                f"{device}; map it there"
+            )
+        return target
+    remedy = "make the caches in one process, which has all devices: python data/cache.py RECIPE"
+    return Target.of_files(section, device, f"{_everywhere(recipe, accelerator)}; {remedy}")
+
+
+def check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
+    """Raise RecipeError where training would need the target in several processes that cannot
+    each have it."""
+    every = recipe.train.eval_every
+    if recipe.target.device_map and accelerator.num_processes > 1 and every is not None:
+        raise RecipeError(
+            f"{_everywhere(recipe, accelerator)}; set train.eval_every=null (now {every}): then it "
+            "is loaded once, when training is over"
+        )
+
+
+def _everywhere(recipe: Recipe, accelerator: Accelerator) -> str:
+    return (
+        f"target.device_map = {recipe.target.device_map} spreads one model over all devices, and "
+        f"{accelerator.num_processes} processes would each do so"
+    )
 
 
 def _process_group() -> InitProcessGroupKwargs:

@@ -67,12 +67,11 @@ class FalconDrafter:
         scratch = sum(len(plan.blocks) for plan in self.passes)
         self.capacity = capacity
         self.pool = KVPool(
-            config.layers,
+            [target.device] * config.layers,
             rows,
             config.kv_heads,
             capacity + scratch,
             config.hidden_size // config.heads,
-            device=target.device,
         )
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, len(tree.paths)
@@ -275,7 +274,7 @@ class FalconDrafter:
         return after[0][-1], after
 
     def _decode(self, fused: Tensor, positions: Tensor, segments: list[Segment]) -> Tensor:
-        plan = Plan(self.pool, segments)
+        plan = Plan(self.pool, segments, fused.device)
         return self.head.decode(
             fused,
             tuple(table.index_select(2, positions) for table in self._rope),

@@ -1,0 +1,91 @@
+"""A pickle, which may run anything, is refused wherever weights are read; nothing in it runs."""
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_drafted_answers import head_of
+
+from specdraft.data.whole import damage, describe
+from specdraft.models.falcon import load_head
+from specdraft.models.maxgram import load_table
+from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
+from specdraft.models.student import load_student
+from specdraft.models.target import Target, TargetEnds
+from specdraft.recipes.errors import HeadError, TargetError
+
+
+class Trap:
+    """What runs when it is unpickled."""
+
+    def __init__(self, place: Path):
+        self.place = place
+
+    def __reduce__(self):
+        return Path.touch, (self.place,)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Target.load("tiny")
+
+
+@pytest.fixture(params=["plain", "torch"])
+def trap(request, tmp_path):
+    """A pickle, by itself or as torch saves one; that it ran shows when the test is over."""
+    path, sprung = tmp_path / "trap", tmp_path / "sprung"
+    if request.param == "plain":
+        path.write_bytes(pickle.dumps(Trap(sprung)))
+    else:
+        torch.save({"model.embed_tokens.weight": Trap(sprung)}, path)
+    yield path
+    assert not sprung.exists()
+
+
+@pytest.fixture
+def drafters(tiny, tmp_path):
+    head_of(tiny).save_pretrained(tmp_path / "head")
+    config = MedusaConfig(hidden_size=tiny.hidden_size, vocab_size=tiny.vocab_size, heads=1)
+    MedusaHeads.of(config, tiny.lm_head_weight).save_pretrained(tmp_path / "medusa")
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "config.json").write_text('{"vocab_size": 2048}')
+    return {
+        "head": lambda: load_head(tmp_path / "head", tiny.identity()),
+        "medusa": lambda: load_medusa(tmp_path / "medusa", tiny.identity()),
+        "table": lambda: load_table(tmp_path / "table", "tiny", tiny.vocab_size),
+    }
+
+
+@pytest.mark.parametrize("name", ["head", "medusa", "table"])
+def test_a_drafter_is_no_pickle(drafters, trap, tmp_path, name):
+    weights = tmp_path / name / "model.safetensors"
+    shutil.copy(trap, weights)
+    with pytest.raises(HeadError, match=r"holds no whole .*: Error while deserializing header"):
+        drafters[name]()
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    with pytest.raises(HeadError, match=r"model.safetensors"):
+        drafters[name]()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_a_target_is_none_that_runs(tiny, trap, tmp_path, file):
+    folder = tmp_path / "model"
+    tiny.config.save_pretrained(folder)
+    tiny.tokenizer.save_pretrained(folder)
+    shutil.copy(trap, folder / file)
+    with pytest.raises(TargetError, match=f"cannot load {folder}"):
+        Target.load(str(folder))
+    with pytest.raises(TargetError, match=f"cannot read {folder / file}"):
+        TargetEnds.load(str(folder))
+    with pytest.raises(TargetError, match=rf"student\.model: cannot load {folder}"):
+        load_student(folder, None, tiny)
+
+
+def test_a_shard_of_features_is_none(trap, tmp_path):
+    shard = tmp_path / "shard"
+    shard.write_bytes(b"features")
+    entry = describe(shard)
+    shutil.copy(trap, shard)
+    assert "bytes and should have 8" in damage(tmp_path, entry, checksum=False)
