@@ -261,8 +261,14 @@ class Target:
         return target
 
     @classmethod
-    def of_recipe(cls, section: TargetSection, device: str | torch.device = "cpu") -> "Target":
-        """Load the target that a recipe names, with the chat template it names."""
+    def of_recipe(
+        cls, section: TargetSection, device: str | torch.device | None = None
+    ) -> "Target":
+        """Load the target that a recipe names, with the chat template it names.
+
+        device: null: the first GPU, or the CPU where there is none.
+        """
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         source = (section.model, section.revision, section.dtype, device)
         target = cls.load(*source, section.trust_remote_code, **loading_options(section))
         target._use_template(section)

@@ -1,8 +1,10 @@
-"""One thread per worker: two test workers with two threads each wait for each other."""
+"""On the CPU, one thread per worker: two workers with two threads each wait for each other."""
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of this process and of the scripts it starts
+# Of this process and of the scripts it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import pytest
 import torch
