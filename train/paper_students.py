@@ -6,7 +6,7 @@ something where the machine does nothing else (--jobs 1); all other figures are 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from specdraft.train.paper_table import Paper, Plan, Row
@@ -84,18 +84,23 @@ class GraphTable:
     def bench(self, plan: Plan, row: str, seed: int) -> Job:
         """The measurement of one setting."""
         method, *drafting = self.settings[row]
-        overrides = [f"eval.methods=[plain,{method}]", *drafting]
-        return self._job(plan, seed, "eval/bench.py", row, overrides)
+        name = row.replace(", ", "_").replace(" ", "_")
+        return self._job(
+            "eval/bench.py", plan, seed, name, f"eval.methods=[plain,{method}]", *drafting
+        )
 
     def tau(self, plan: Plan, seed: int) -> Job:
         """The sweep of tau."""
         taus = ("--taus", ",".join(map(str, self.taus)))
-        return self._job(plan, seed, "eval/tau.py", "tau", (), taus, "tau.json")
+        return replace(
+            self._job("eval/tau.py", plan, seed, "tau"), options=taus, ends_with="tau.json"
+        )
 
-    def _job(self, plan: Plan, seed: int, script: str, name: str, overrides, *rest) -> Job:
-        settings = (*MEASURED, *plan.overrides, *overrides, *_drafting_with(student(plan, seed)))
-        folder = plan.runs / "gsd" / f"{name.replace(', ', '_').replace(' ', '_')}-seed{seed}"
-        return Job(script, plan.recipe or self.recipe, settings, folder, *rest)
+    def _job(self, script: str, plan: Plan, seed: int, name: str, *drafting: str) -> Job:
+        settings = (*MEASURED, *plan.overrides, *drafting, *_drafting_with(student(plan, seed)))
+        return Job(
+            script, plan.recipe or self.recipe, settings, plan.runs / "gsd" / f"{name}-seed{seed}"
+        )
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:
         """The student, then all settings."""

@@ -5,7 +5,7 @@ stages: first what trains, then what measures it. Tables share folders, so that 
 same run make it once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -43,7 +43,7 @@ class PaperTable(Protocol):
 
     source: str  # where the paper has it
     recipe: str  # what is trained
-    columns: Sequence[str]
+    columns: Collection[str]
     paper: Paper
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:
@@ -106,4 +106,5 @@ def _cell(row: dict, column: str, compared: bool) -> str:
     ours = told(row["ours"][column]) if column in row["ours"] else "-"
     if not compared:
         return ours
-    return f"{ours} | {row['paper'].get(column, '-')}"
+    paper = row["paper"].get(column)
+    return f"{ours} | " + ("-" if paper is None else f"{paper:.2f}")
