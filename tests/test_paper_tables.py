@@ -8,9 +8,10 @@ from commands import ROOT, run_here
 
 from specdraft.data.sources import bundled_file
 from specdraft.recipes.load import load_recipe
+from specdraft.train.paper_budgets import BudgetTable
 from specdraft.train.paper_falcon import FALCON_TABLES, VARIANTS
+from specdraft.train.paper_graphs import GraphTable
 from specdraft.train.paper_padding import WAYS, PaddingTable
-from specdraft.train.paper_students import BudgetTable, GraphTable
 from specdraft.train.paper_table import Plan, make, show
 from specdraft.train.paper_tables import TABLES
 from specdraft.train.seeded import over_seeds

@@ -1,9 +1,11 @@
 """The tables of the papers that can be made again, by name."""
 
 from specdraft.recipes.errors import RecipeError
+from specdraft.train.paper_budgets import BudgetTable
+from specdraft.train.paper_cascades import CascadeTable
 from specdraft.train.paper_falcon import FALCON_TABLES
+from specdraft.train.paper_graphs import GraphTable
 from specdraft.train.paper_padding import PaddingTable
-from specdraft.train.paper_students import BudgetTable, CascadeTable, GraphTable
 from specdraft.train.paper_table import PaperTable
 
 TABLES: dict[str, PaperTable] = {
