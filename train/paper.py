@@ -8,9 +8,9 @@
     glancing fusion noise rollout        rsd_budgets  RSD, Tables 2 and 3
     storage                              ems          EMS-SD, Table 2
 
-Each takes less than half an hour on two cores. Every run is a command of train/ or eval/ with
-overrides; one that has its report is not made again, and tables share them. Overrides here are
-those of every run. Wall-clock is only worth reading with --jobs 1 on a machine that is idle.
+With --jobs 2 each takes less than half an hour on two cores. Every run is a command of train/ or
+eval/ with overrides; one that has its report is not made again, and tables share them. Overrides
+here are those of every run. Wall-clock is worth reading only with --jobs 1 on an idle machine.
 """
 
 import argparse
