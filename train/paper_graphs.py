@@ -8,6 +8,7 @@ from specdraft.train.paper_students import DISTILLED, MEASURED, drafting_with, s
 from specdraft.train.paper_table import Paper, Plan, Row
 from specdraft.train.seeded import Job
 
+DROP = "drafting.sibling_pruning=drop"  # a weak sibling is no leaf: the published code
 GRAPHS: dict[str, tuple[str, ...]] = {  # rows: a method and how it drafts
     "SSD, 10 tokens": ("ssd", "drafting.gamma=10", "drafting.theta_prob=0"),
     "TSD, siblings not pruned": ("tsd", "drafting.theta_sib=0"),
@@ -15,8 +16,10 @@ GRAPHS: dict[str, tuple[str, ...]] = {  # rows: a method and how it drafts
     "GSD": ("gsd",),
     "GSD, theta_prob 0.1": ("gsd", "drafting.theta_prob=0.1"),
     "GSD, theta_prob 0.4": ("gsd", "drafting.theta_prob=0.4"),
-    "GSD, theta_sib 0.1": ("gsd", "drafting.theta_sib=0.1"),
-    "GSD, theta_sib 0.5": ("gsd", "drafting.theta_sib=0.5"),
+    "TSD, dropped below 0.3": ("tsd", DROP),
+    "GSD, dropped below 0.1": ("gsd", DROP, "drafting.theta_sib=0.1"),
+    "GSD, dropped below 0.3": ("gsd", DROP),
+    "GSD, dropped below 0.5": ("gsd", DROP, "drafting.theta_sib=0.5"),
 }
 
 
@@ -25,7 +28,8 @@ class GraphTable:
     """Chains, trees and token graphs by what prunes them, and graphs by tau.
 
     GSD's text for Figure 5 is not at hand. What is swept here are the parameters of its drafts:
-    both pruning thresholds (eval/bench.py), and how many tokens must agree for a merge (Appendix C;
+    both pruning thresholds (eval/bench.py; theta_sib where weak siblings are dropped, for as leaves
+    they are verified all the same), and how many tokens must agree for a merge (Appendix C;
     eval/tau.py), with the KL divergence between what follows a merged node and what is shared
     there. The paper's figures are those of its main table: LLaMA-2-70B with 7B, GSM8K.
     """
