@@ -9,9 +9,10 @@ from commands import run
 
 from specdraft.recipes.arguments import whole_numbers
 from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.load import load_recipe
 from specdraft.train import rivals as module
 from specdraft.train.rivals import AGAINST, line_up
-from specdraft.train.seeded import Job, over_seeds, told, train_all
+from specdraft.train.seeded import Job, over_seeds, run_all, told
 
 SMALL = (
     "data.limit=24",
@@ -26,11 +27,11 @@ SMALL = (
 def test_every_head_is_in_it_and_falcon_also_without_its_parts():
     rivals = line_up("recipes/tiny.yaml", AGAINST, ())
     assert [(rival.name, rival.method, rival.script) for rival in rivals] == [
-        ("falcon", "falcon_tree", "falcon.py"),
-        ("falcon, chain", "falcon_chain", "falcon.py"),
-        ("falcon without CSGD", "falcon_tree", "falcon.py"),
-        ("eagle", "eagle_tree", "eagle.py"),
-        ("medusa", "medusa_tree", "medusa.py"),
+        ("falcon", "falcon_tree", "train/falcon.py"),
+        ("falcon, chain", "falcon_chain", "train/falcon.py"),
+        ("falcon without CSGD", "falcon_tree", "train/falcon.py"),
+        ("eagle", "eagle_tree", "train/eagle.py"),
+        ("medusa", "medusa_tree", "train/medusa.py"),
     ]
     ours, chain, without, *_ = rivals
     runs = Path("runs")
@@ -58,11 +59,15 @@ def test_an_unfair_comparison_is_refused(key, value):
 
 
 def test_a_run_is_not_repeated_and_a_failure_is_told(tmp_path):
-    done = Job("falcon.py", "no/such.yaml", (), tmp_path)
-    (tmp_path / "report.json").touch()
-    train_all([done], 1, "training")
+    done = Job("train/falcon.py", "recipes/tiny.yaml", ("train.seed=4",), tmp_path)
+    recipe = load_recipe(done.recipe, [*done.settings, "output.dir=elsewhere"])
+    (tmp_path / "report.json").write_text(json.dumps({"recipe": recipe.to_dict()}))
+    run_all([done], 1, "training")
+    with pytest.raises(RecipeError, match=r"a run with train.seed = 4, not 5: .*--runs"):
+        run_all([replace(done, overrides=("train.seed=5",))], 1, "training")
+    missing = replace(done, recipe="no/such.yaml", folder=tmp_path / "new")
     with pytest.raises(RecipeError, match=r"falcon.py no/such.yaml .*failed: .*such.yaml"):
-        train_all([replace(done, folder=tmp_path / "new")], 1, "training")
+        run_all([missing], 1, "training")
 
 
 def test_figures_over_seeds():

@@ -31,7 +31,7 @@ from specdraft.recipes.arguments import recipe_parser, whole_numbers
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
-from specdraft.train.seeded import Job, over_seeds, told, train_all
+from specdraft.train.seeded import Job, over_seeds, run_all, told
 
 TREE, CHAIN = "falcon_tree", "falcon_chain"
 AGAINST = ("recipes/tiny_eagle.yaml", "recipes/tiny_medusa.yaml")
@@ -56,7 +56,7 @@ class Rival:
     @property
     def script(self) -> str:
         known = {TREE: "falcon", CHAIN: "falcon", "eagle_tree": "eagle", "medusa_tree": "medusa"}
-        return f"{known[self.method]}.py"
+        return f"train/{known[self.method]}.py"
 
     def job(self, runs: Path, seed: int) -> Job:
         """Its run from a seed. A chain is decoded with the head of the tree's run."""
@@ -81,7 +81,7 @@ def main() -> None:
     common = (*options.overrides, f"train.steps={options.steps}")
     rivals = line_up(options.recipe, options.against, common)
     jobs = {job.folder: job for rival in rivals for job in jobs_of(rival, options.runs, seeds)}
-    train_all([*jobs.values()], options.jobs, "training")
+    run_all([*jobs.values()], options.jobs, "training")
     report = compare(rivals, options.runs, seeds)
     out = options.out or options.runs / "rivals.json"
     write_json(report, out)

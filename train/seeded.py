@@ -1,5 +1,6 @@
-"""Training runs of a comparison: each a process of its own, and none is run twice."""
+"""Runs of a comparison: each a process of its own, and none is made twice."""
 
+import json
 import os
 import statistics
 import subprocess
@@ -12,40 +13,76 @@ from pathlib import Path
 from tqdm import tqdm
 
 from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.load import load_recipe
+
+ROOT = Path(__file__).parents[1]
+PLACES = ("output.dir", "data.cache_dir")  # say where, not what
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a script of this folder on a recipe with overrides, into a folder."""
+    """One run: a script on a recipe with overrides, which ends with a report in a folder."""
 
-    script: str
+    script: str  # from the root of the package: train/falcon.py
     recipe: str
     overrides: tuple[str, ...]
     folder: Path
+    options: tuple[str, ...] = ()  # that are no overrides
+    ends_with: str = "report.json"
+
+    @property
+    def settings(self) -> list[str]:
+        """All overrides."""
+        return [*self.overrides, "train.threads=1", f"output.dir={self.folder}"]
 
     @property
     def command(self) -> list[str]:
         """What can be run by hand instead."""
-        script = Path(__file__).with_name(self.script)
-        overrides = [*self.overrides, "train.threads=1", f"output.dir={self.folder}"]
-        return [sys.executable, str(script), self.recipe, *overrides]
+        script = str(ROOT / self.script)
+        return [sys.executable, script, self.recipe, *self.settings, *self.options]
+
+    @property
+    def done(self) -> bool:
+        """Whether its report is there. RecipeError where that is one of other settings."""
+        if not (self.folder / self.ends_with).is_file():
+            return False
+        ours = _flat(json.loads(json.dumps(load_recipe(self.recipe, self.settings).to_dict())))
+        theirs = _flat(self.report()["recipe"])
+        for key in sorted(ours.keys() | theirs.keys()):
+            mine, other = ours.get(key), theirs.get(key)
+            if mine != other and key not in PLACES:
+                raise RecipeError(
+                    f"{self.folder} is a run with {key} = {other}, not {mine}: remove it, or give "
+                    "another folder (--runs)"
+                )
+        return True
+
+    def report(self) -> dict:
+        """What the run has written."""
+        return json.loads((self.folder / self.ends_with).read_text())
 
 
-def train_all(jobs: Sequence[Job], at_once: int, label: str) -> None:
-    """Run the jobs whose folder has no report.json yet; RecipeError for the first that fails.
+def _flat(recipe: dict) -> dict:
+    """The values of a recipe by section.key."""
+    sections = {name: keys for name, keys in recipe.items() if isinstance(keys, dict)}
+    return {f"{name}.{key}": keys[key] for name, keys in sections.items() for key in keys}
+
+
+def run_all(jobs: Sequence[Job], at_once: int, label: str) -> None:
+    """Run the jobs that are not done; RecipeError for the first that fails.
 
     The first one runs alone: it makes the caches that the others share.
     """
-    missing = [job for job in jobs if not (job.folder / "report.json").is_file()]
+    missing = [job for job in jobs if not job.done]
     done = len(jobs) - len(missing)
     with tqdm(total=len(jobs), initial=done, desc=label, unit="run") as bar:
         for some, workers in ((missing[:1], 1), (missing[1:], at_once)):
             with ThreadPoolExecutor(workers) as pool:
-                for _ in pool.map(_train, some):
+                for _ in pool.map(_run, some):
                     bar.update()
 
 
-def _train(job: Job) -> None:
+def _run(job: Job) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(job.command, capture_output=True, text=True, env=environment)
     if done.returncode:
