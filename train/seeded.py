@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import Recipe
 
 ROOT = Path(__file__).parents[1]
 PLACES = ("output.dir", "data.cache_dir")  # say where, not what
@@ -46,8 +47,10 @@ class Job:
         """Whether its report is there. RecipeError where that is one of other settings."""
         if not (self.folder / self.ends_with).is_file():
             return False
-        ours = _flat(json.loads(json.dumps(load_recipe(self.recipe, self.settings).to_dict())))
-        theirs = _flat(self.report()["recipe"])
+        recipe = load_recipe(self.recipe, self.settings)
+        ours = _flat(json.loads(json.dumps(recipe.to_dict())))
+        # A run from before a setting was known is one with its default.
+        theirs = _defaults(recipe) | _flat(self.report()["recipe"])
         for key in sorted(ours.keys() | theirs.keys()):
             mine, other = ours.get(key), theirs.get(key)
             if mine != other and key not in PLACES:
@@ -66,6 +69,17 @@ def _flat(recipe: dict) -> dict:
     """The values of a recipe by section.key."""
     sections = {name: keys for name, keys in recipe.items() if isinstance(keys, dict)}
     return {f"{name}.{key}": keys[key] for name, keys in sections.items() for key in keys}
+
+
+def _defaults(recipe: Recipe) -> dict:
+    """The defaults of all settings that have one, by section.key."""
+    sections = {name: section for name, section in vars(recipe).items() if is_dataclass(section)}
+    return {
+        f"{name}.{field.name}": field.default
+        for name, section in sections.items()
+        for field in fields(section)
+        if field.default is not MISSING
+    }
 
 
 def run_all(jobs: Sequence[Job], at_once: int, label: str) -> None:
