@@ -38,7 +38,8 @@ class BudgetTable:
     def comparison(self, plan: Plan, seed: int) -> Job:
         """All shapes, with the student and the draws of a seed."""
         drafting = drafting_with(student(plan, seed))
-        settings = (*MEASURED, "eval.temperature=1", *plan.overrides, *drafting)
+        sampled = ("eval.temperature=1", "eval.batch_size=20")  # rows do not change each other
+        settings = (*MEASURED, *sampled, *plan.overrides, *drafting)
         lists = {"--lengths": self.lengths, "--budgets": self.budgets, "--seeds": (seed,)}
         options = [part for key, some in lists.items() for part in (key, ",".join(map(str, some)))]
         folder = plan.runs / "rsd_budgets" / f"seed{seed}"
