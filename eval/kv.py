@@ -31,12 +31,12 @@ class KVPool:
     ):
         shape = (2, rows, kv_heads, capacity, head_dim)
         # Zeros, not empty: a masked slot still multiplies its value, and 0 * NaN is NaN.
-        blocks = {
+        tensors = {
             device: torch.zeros((devices.count(device), *shape), dtype=dtype, device=device)
             for device in dict.fromkeys(devices)
         }
-        self.blocks = [*blocks.values()]  # [L, 2, R, kv_heads, C, D] each
-        unbound = {device: iter(block) for device, block in blocks.items()}
+        self.tensors = [*tensors.values()]  # [L, 2, R, kv_heads, C, D] each
+        unbound = {device: iter(tensor) for device, tensor in tensors.items()}
         self.layers = [next(unbound[device]) for device in devices]
         self.capacity = capacity
         self.lengths = [0] * rows
@@ -70,8 +70,8 @@ class KVPool:
         """
         start = self.lengths[row]
         moved = next((j for j, node in enumerate(path) if node != j), len(path))
-        for block in self.blocks if moved < len(path) else ():
-            source = upload([start + node for node in path[moved:]], block.device)
-            cache = block.select(2, row)  # [L, 2, kv_heads, C, D]
+        for tensor in self.tensors if moved < len(path) else ():
+            source = upload([start + node for node in path[moved:]], tensor.device)
+            cache = tensor.select(2, row)  # [L, 2, kv_heads, C, D]
             cache.narrow(3, start + moved, len(source)).copy_(cache.index_select(3, source))
         self.lengths[row] = start + len(path)

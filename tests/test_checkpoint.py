@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from test_loop import ToyRows, assert_close, command, end, log_lines, train, two_processes
 
 from specdraft.models.falcon import FalconHead
+from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import CacheError, RecipeError
 from specdraft.train.checkpoint import (
+    FREE,
     Checkpoints,
     Launch,
     TrainState,
-    differences,
     read_state,
     save_drafter,
 )
@@ -219,9 +220,16 @@ def test_plain_training_refuses_the_files_of_deepspeed(tmp_path):
 def test_what_does_not_alter_a_step_may_change():
     there = {"train": {"steps": 5, "seed": 0}, "eval": {"limit": 3}, "name": "a"}
     here = {"train": {"steps": 9, "seed": 0}, "eval": {"limit": 4}, "name": "b"}
-    assert differences(there, here) == {}
+    assert differences(there, here, FREE) == {}
     here["train"]["seed"] = 1
-    assert differences(there, here) == {"train.seed": (0, 1)}
+    assert differences(there, here, FREE) == {"train.seed": (0, 1)}
+
+
+def test_a_run_from_before_a_setting_was_known_had_its_default():
+    there, here = {"train": {"seed": 1}}, {"train": {"seed": 1, "threads": None, "rollout": 1}}
+    assert differences(there, here, FREE) == {}
+    here["train"]["rollout"] = 2
+    assert differences(there, here, FREE) == {"train.rollout": (1, 2)}
 
 
 # -- whole or absent -------------------------------------------------------------------------------

@@ -243,11 +243,11 @@ def test_stop_strings_end_at_the_token_that_completes_them():
 def test_nothing_is_padded_and_the_pool_never_moves(target):
     requests = [Request(prompt, 17) for prompt in prompts()]
     decoder = Decoder(target, PromptLookup(1, 5, 3), 3, 128)
-    where = decoder.packed.pool.blocks[0].data_ptr()
+    where = decoder.packed.pool.tensors[0].data_ptr()
     list(decoder.run(requests))
     assert decoder.timing.inputs > decoder.timing.forwards
     assert decoder.timing.input_pads == decoder.timing.cache_pads == 0
-    assert decoder.packed.pool.blocks[0].data_ptr() == where
+    assert decoder.packed.pool.tensors[0].data_ptr() == where
 
 
 def test_a_head_of_another_target_is_refused_with_both_names(target):

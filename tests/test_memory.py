@@ -57,7 +57,7 @@ def test_resident_memory_does_not_grow_with_steps():
         stream.close()
 
     steps(1000)
-    pool, before = decoder.packed.pool.blocks[0].data_ptr(), resident()
+    pool, before = decoder.packed.pool.tensors[0].data_ptr(), resident()
     steps(10_000)
     assert resident() - before < 4 << 20
-    assert decoder.packed.pool.blocks[0].data_ptr() == pool
+    assert decoder.packed.pool.tensors[0].data_ptr() == pool

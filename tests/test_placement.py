@@ -273,7 +273,7 @@ def test_every_layer_has_its_cache_and_its_masks_on_its_own_device():
     here, there = torch.device("cpu"), torch.device("meta")
     pool = KVPool([here, there, here], rows=2, kv_heads=1, capacity=16, head_dim=4)
     assert [layer.device for layer in pool.layers] == [here, there, here]
-    assert [len(block) for block in pool.blocks] == [2, 1]
+    assert [len(block) for block in pool.tensors] == [2, 1]
     pool.lengths = [3, 5]
     bias = torch.zeros(2, 7)
     segments = [Segment(0, 3, 2, torch.zeros(2, 5)), Segment(1, 5, 2, bias)]

@@ -77,7 +77,7 @@ def test_the_pool_keeps_an_accepted_path_and_nothing_else():
     generator = torch.Generator().manual_seed(0)
     pool.lengths = [3, 2, 5]
     before = torch.randn(2, 2, 3, 1, 12, 4, generator=generator)
-    (data,) = pool.blocks
+    (data,) = pool.tensors
     data.copy_(before)
     pool.keep(1, [0, 2, 5, 6])
     assert pool.lengths == [3, 6, 5]

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import CacheError, RecipeError
 
 # What may change between a checkpoint and its continuation: nothing here alters a single step.
@@ -133,7 +134,7 @@ class Checkpoints:
         return TrainState(**content["state"])
 
     def _check(self, checkpoint: Path, content: dict) -> None:
-        differing = differences(content["recipe"], self.recipe)
+        differing = differences(content["recipe"], self.recipe, FREE)
         if content["rows"] != self.rows:
             differing["rows of training data"] = (content["rows"], self.rows)
         if differing:
@@ -170,20 +171,6 @@ def read_state(checkpoint: Path) -> dict:
         raise CacheError(
             f"{checkpoint / STATE} cannot be read ({error}); delete {checkpoint}"
         ) from error
-
-
-def differences(there: dict, here: dict, prefix: str = "") -> dict[str, tuple]:
-    """Return {dotted key: (value there, value here)} for what alters the run."""
-    found: dict[str, tuple] = {}
-    for name in sorted(there.keys() | here.keys()):
-        key, old, new = prefix + name, there.get(name), here.get(name)
-        if key in FREE:
-            continue
-        if isinstance(old, dict) and isinstance(new, dict):
-            found |= differences(old, new, key + ".")
-        elif old != new:
-            found[key] = (old, new)
-    return found
 
 
 def save_drafter(drafter, folder: Path) -> None:

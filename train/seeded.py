@@ -7,17 +7,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
+from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
-from specdraft.recipes.schema import Recipe
 
 ROOT = Path(__file__).parents[1]
-PLACES = ("output.dir", "data.cache_dir")  # say where, not what
+PLACES = ("name", "output.dir", "data.cache_dir")  # say where, not what
 
 
 @dataclass(frozen=True)
@@ -47,39 +47,18 @@ class Job:
         """Whether its report is there. RecipeError where that is one of other settings."""
         if not (self.folder / self.ends_with).is_file():
             return False
-        recipe = load_recipe(self.recipe, self.settings)
-        ours = _flat(json.loads(json.dumps(recipe.to_dict())))
-        # A run from before a setting was known is one with its default.
-        theirs = _defaults(recipe) | _flat(self.report()["recipe"])
-        for key in sorted(ours.keys() | theirs.keys()):
-            mine, other = ours.get(key), theirs.get(key)
-            if mine != other and key not in PLACES:
-                raise RecipeError(
-                    f"{self.folder} is a run with {key} = {other}, not {mine}: remove it, or give "
-                    "another folder (--runs)"
-                )
+        ours = json.loads(json.dumps(load_recipe(self.recipe, self.settings).to_dict()))
+        if differing := differences(self.report()["recipe"], ours, PLACES):
+            key, (there, here) = next(iter(differing.items()))
+            raise RecipeError(
+                f"{self.folder} is a run with {key} = {there}, not {here}: remove it, or give "
+                "another folder (--runs)"
+            )
         return True
 
     def report(self) -> dict:
         """What the run has written."""
         return json.loads((self.folder / self.ends_with).read_text())
-
-
-def _flat(recipe: dict) -> dict:
-    """The values of a recipe by section.key."""
-    sections = {name: keys for name, keys in recipe.items() if isinstance(keys, dict)}
-    return {f"{name}.{key}": keys[key] for name, keys in sections.items() for key in keys}
-
-
-def _defaults(recipe: Recipe) -> dict:
-    """The defaults of all settings that have one, by section.key."""
-    sections = {name: section for name, section in vars(recipe).items() if is_dataclass(section)}
-    return {
-        f"{name}.{field.name}": field.default
-        for name, section in sections.items()
-        for field in fields(section)
-        if field.default is not MISSING
-    }
 
 
 def run_all(jobs: Sequence[Job], at_once: int, label: str) -> None:

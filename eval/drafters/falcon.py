@@ -103,12 +103,12 @@ class FalconDrafter:
 
     def _draft(self, rows: list[int]) -> list[Tree]:
         laws: list[list[Tensor]] = [[] for _ in rows]
-        scores, predicted, state = self._timed(self._read, rows)
+        scores, predicted, state = self._pass(self._read, rows)
         nodes, scratch = [self._choose(rows, self.passes[0], scores, 0, laws)], 0
         for number, plan in enumerate(self.passes[1:], start=1):
             depth = number * self.k
             inputs = (rows, plan, nodes[-1], predicted, state, depth, scratch)
-            scores, predicted, state = self._timed(self._extend, *inputs)
+            scores, predicted, state = self._pass(self._extend, *inputs)
             scratch += len(plan.blocks)
             nodes.append(self._choose(rows, plan, scores, depth, laws))
         self.forwards += len(self.passes) * len(rows)
@@ -281,7 +281,7 @@ class FalconDrafter:
             lambda layer, query, key, value: plan.attend(layer, query, key, value, None),
         )
 
-    def _timed(self, part, *inputs) -> tuple[Tensor, Tensor, State | None]:
+    def _pass(self, part, *inputs) -> tuple[Tensor, Tensor, State | None]:
         """One pass of the head over committed or drafted tokens: logits [R, E, K, V], predicted
         features [R, E, K, H] and the LSTM's end states, [L, R * E, H] each."""
         began = time.perf_counter()
