@@ -13,7 +13,8 @@ import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from itertools import islice
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from specdraft.eval.packed import PackedTarget
 from specdraft.eval.sampling import SeededChance, most_probable, sample, warp
 from specdraft.eval.stop import tokens_until_stop
 from specdraft.eval.transfer import download, upload
-from specdraft.eval.tree import Draws, Tree, behind, chain
+from specdraft.eval.tree import Tree, behind, chain
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, UserError, in_a_line
 
@@ -146,29 +147,38 @@ class Row:
         return len(self.request.prompt) + len(self.tokens) - len(self.unread)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One row's share of a packed forward: prompt tokens or a committed token, and a draft."""
 
     slot: int
     row: Row
     count: int  # unread tokens that are read now
     tree: Tree
+    first: int  # where its tokens begin among those of all rows
 
     @property
     def verifies(self) -> bool:
         """Whether the end of what is committed is reached, so that the target can speak."""
         return self.count == len(self.row.unread)
 
+    @property
+    def root(self) -> int:
+        """Where the tree begins among the tokens of all rows."""
+        return self.first + self.count - 1
 
-@dataclass(frozen=True)
-class Verdict:
+    @property
+    def stop(self) -> int:
+        """Where the next row's tokens begin."""
+        return self.root + len(self.tree.topology)
+
+
+class Verdict(NamedTuple):
     """The target's answer on one row: what it read, and what it would say after each node."""
 
     tokens: list[int]  # of the nodes, the root included
     greedy: list[int]  # argmax after each node
     logits: Tensor | None  # [nodes, V] on the host; None for a greedy request
-    draws: Draws | None  # of the tree, on the host
+    probs: Tensor | None  # that the tree was drawn from, on the host; None: it was not
 
 
 class Decoder:
@@ -247,8 +257,8 @@ class Decoder:
         parts = self._draft(self._share())
         verdicts, features = self._verify(parts)
         updates = []
-        for part, verdict, read in zip(parts, verdicts, features, strict=True):
-            update = self._advance(part, verdict, read)
+        for part, verdict in zip(parts, verdicts, strict=True):
+            update = self._advance(part, verdict, features)
             if update:
                 updates.append(update)
             if update and update.completion:
@@ -273,9 +283,11 @@ class Decoder:
         slots = [slot for slot, row, count in shares if row.drafts and self._can_draft(row, count)]
         trees = self._guard(slots, self.drafter.draft, slots) if slots else None
         drafts = dict(zip(slots, trees or [self._nothing] * len(slots), strict=True))
-        return [
-            Part(slot, row, count, drafts.get(slot, self._nothing)) for slot, row, count in shares
-        ]
+        parts, first = [], 0
+        for slot, row, count in shares:
+            parts.append(Part(slot, row, count, drafts.get(slot, self._nothing), first))
+            first = parts[-1].stop
+        return parts
 
     def _can_draft(self, row: Row, count: int) -> bool:
         """Whether a draft can be made, and follows what is read now."""
@@ -301,8 +313,9 @@ class Decoder:
             self._warned = True
             return None
 
-    def _verify(self, parts: list[Part]) -> tuple[list[Verdict | None], list[Tensor]]:
-        """Run the target over all rows, and ask it for its choice after every node."""
+    def _verify(self, parts: list[Part]) -> tuple[list[Verdict | None], Tensor]:
+        """Run the target over all rows, and ask it for its choice after every node. Returns the
+        features [N, H], too."""
         ids, positions, segments = [], [], []
         for part in parts:
             unread, read = part.row.unread[: part.count], part.row.read
@@ -310,13 +323,10 @@ class Decoder:
             segments.append(self.packed.segment(part.slot, topology))
             ids += [upload(unread, self.target.device), part.tree.tokens]
             positions += [read + depth for depth in topology.depths]
-        positions = upload(positions, self.target.device)
-        features = self._timed(self.packed.forward, torch.cat(ids), positions, segments)
+        ids, positions = torch.cat(ids), upload(positions, self.target.device)
+        features = self._timed(self.packed.forward, ids, positions, segments)
         self._count(parts, segments)
-        features = features.split([segment.count for segment in segments])
-        verified = [part for part in parts if part.verifies]
-        verdicts = self._ask(parts, features) if verified else [None] * len(parts)
-        return verdicts, list(features)
+        return self._ask(parts, ids, features), features
 
     def _timed(self, call, *arguments):
         """Call what counts as the target's own forward."""
@@ -325,35 +335,34 @@ class Decoder:
         self.timing.verify += time.perf_counter() - began
         return result
 
-    def _ask(self, parts: list[Part], features: Sequence[Tensor]) -> list[Verdict | None]:
+    def _ask(self, parts: list[Part], ids: Tensor, features: Tensor) -> list[Verdict | None]:
         """The target's choices after the nodes of every part that has reached its end."""
-        asked = [(part, read) for part, read in zip(parts, features, strict=True) if part.verifies]
-        nodes = [read[-len(part.tree.topology) :] for part, read in asked]
-        nodes_of_all = nodes[0] if len(nodes) == 1 else torch.cat(nodes)
-        logits = self._timed(self.target.logits, nodes_of_all)
-        sampled = [n for n, (part, _) in enumerate(asked) if part.row.request.temperature > 0]
-        drawn = [n for n in sampled if asked[n][0].tree.draws]
-        by_part = logits.split([len(part) for part in nodes]) if sampled else ()
-        # The one synchronisation of the step: drafts, choices and what is sampled from.
-        choices = torch.cat((most_probable(logits), *(part.tree.tokens for part, _ in asked)))
-        host = self._timed(  # on CUDA the host waits here for the forward
+        asked = [part for part in parts if part.verifies]
+        nodes = [node for part in asked for node in range(part.root, part.stop)]
+        if not nodes:
+            return [None] * len(parts)
+        if len(nodes) < len(features):
+            features = features.index_select(0, upload(nodes, features.device))
+        logits = self._timed(self.target.logits, features)
+        sampled = [n for n, part in enumerate(asked) if part.row.request.temperature > 0]
+        drawn = [n for n in sampled if asked[n].tree.draws]
+        by_part = logits.split([len(part.tree.topology) for part in asked]) if sampled else ()
+        # The one synchronisation of the step: choices, drafts and what is sampled from.
+        choices, read, *laws = self._timed(  # on CUDA the host waits here for the forward
             download,
-            choices,
+            most_probable(logits),
+            ids,
             *(by_part[n] for n in sampled),
-            *(asked[n][0].tree.draws.probs for n in drawn),
+            *(asked[n].tree.draws.probs for n in drawn),
         )
-        choices, scores = host[0].tolist(), dict(zip(sampled, host[1:], strict=False))
-        draws = {
-            n: replace(asked[n][0].tree.draws, probs=probs)
-            for n, probs in zip(drawn, host[1 + len(sampled) :], strict=True)
-        }
-        drafts, verdicts, first = iter(choices[len(logits) :]), {}, 0
-        for number, (part, _) in enumerate(asked):
-            size = len(part.tree.topology)
-            tokens = [part.row.unread[-1], *(next(drafts) for _ in range(size - 1))]
-            greedy = choices[first : first + size]
-            verdicts[part.slot] = Verdict(tokens, greedy, scores.get(number), draws.get(number))
-            first += size
+        scores = {asked[n].slot: law for n, law in zip(sampled, laws, strict=False)}
+        probs = {asked[n].slot: law for n, law in zip(drawn, laws[len(sampled) :], strict=True)}
+        choices, read = iter(choices.tolist()), read.tolist()
+        verdicts = {}
+        for part in asked:
+            tokens = read[part.root : part.stop]
+            laws = (scores.get(part.slot), probs.get(part.slot))
+            verdicts[part.slot] = Verdict(tokens, [*islice(choices, len(tokens))], *laws)
         return [verdicts.get(part.slot) for part in parts]
 
     def _advance(self, part: Part, verdict: Verdict | None, features: Tensor) -> Update | None:
@@ -361,6 +370,7 @@ class Decoder:
         slot, row = part.slot, part.row
         if verdict is None:
             self.packed.pool.lengths[slot] += part.count
+            features = features[part.first : part.stop]
             self._tell(slot, row.unread[1 : part.count + 1], features, prompt=part.count)
             row.unread = row.unread[part.count :]
             return None
@@ -369,7 +379,10 @@ class Decoder:
         kept = [*range(before), *(before + node for node in path)]
         self.packed.pool.keep(slot, kept)
         fresh = [*(verdict.tokens[node] for node in path[1:]), bonus]
-        if len(kept) < len(features):
+        if kept[-1] < len(kept):  # a prefix of what was read
+            features = features[part.first : part.first + len(kept)]
+        else:
+            kept = [part.first + place for place in kept]
             features = features.index_select(0, upload(kept, features.device))
         self._tell(slot, row.unread[1:] + fresh, features, prompt=before)
         row.unread = [bonus]
@@ -394,7 +407,8 @@ class Decoder:
 
         # Nothing drafted: any rule only has the bonus to draw.
         name = request.rule if len(tree.topology) > 1 else "walk"
-        tree = replace(tree, draws=verdict.draws)
+        if verdict.probs is not None:
+            tree = replace(tree, draws=replace(tree.draws, probs=verdict.probs))
         chance = SeededChance(request.seed, length)
         return RULES[name].rule(tree, verdict.tokens, law, chance)
 
@@ -411,21 +425,12 @@ class Decoder:
         self, row: Row, fresh: list[int], tree: Tree, drafted: list[int], path: list[int]
     ) -> Update:
         """Append the fresh tokens, as far as they stand: an end or the limit may cut them."""
-        request, known = row.request, len(row.tokens)
-        ends = (n for n, token in enumerate(fresh, start=1) if token in row.eos_ids)
-        cuts = [(next(ends, None), "eos")]
-        if request.stop:
-            tokenizer = self.target.tokenizer
-            cuts.append((tokens_until_stop(tokenizer, row.tokens, fresh, request.stop), "stop"))
-        cuts.append((request.max_new_tokens - known, "length"))
-        cut, reason = min((cut for cut in cuts if cut[0] is not None), key=lambda cut: cut[0])
-        fresh = fresh[:cut]
-        topology, size = tree.topology, len(drafted) - 1
-        copied = sum(node > size - tree.copies for node in path)
+        cut, reason = self._end(row, fresh)
+        fresh, size = fresh[:cut], len(drafted) - 1
+        copied = sum(node > size - tree.copies for node in path) if tree.copies else 0
         draft = array("q", drafted[1:])  # kept for every step of a run: eight bytes a token
-        depth, accepted = max(topology.depths), len(path) - 1
-        shape = (topology.parents, draft, tuple(path), tree.copies)
-        step = Step(len(fresh), size, depth, accepted, copied, *shape)
+        shape = (tree.topology.parents, draft, tuple(path), tree.copies)
+        step = Step(len(fresh), size, tree.topology.depth, len(path) - 1, copied, *shape)
         row.tokens += fresh
         row.steps.append(step)
         done = len(fresh) == cut
@@ -433,12 +438,26 @@ class Decoder:
         completion = Completion(*said, fallback=row.fallback) if done else None
         return Update(row.index, fresh, [step], completion)
 
+    def _end(self, row: Row, fresh: list[int]) -> tuple[int, str]:
+        """After how many fresh tokens a row ends, the last one included, and why: the first of an
+        end-of-sequence token, a stop string and the limit, which may lie beyond them."""
+        request = row.request
+        cut, reason = request.max_new_tokens - len(row.tokens), "length"
+        if request.stop:
+            stop = tokens_until_stop(self.target.tokenizer, row.tokens, fresh, request.stop)
+            if stop is not None and stop <= cut:
+                cut, reason = stop, "stop"
+        if not row.eos_ids.isdisjoint(fresh):
+            eos = next(n for n, token in enumerate(fresh, start=1) if token in row.eos_ids)
+            if eos <= cut:
+                cut, reason = eos, "eos"
+        return cut, reason
+
     def _count(self, parts: list[Part], segments: Sequence) -> None:
         """Keep count of real tokens and of pads, in inputs and cache (EMS-SD)."""
         timing = self.timing
-        inputs = sum(segment.count for segment in segments)
-        timing.inputs += inputs
-        timing.input_pads += self.packed.inputs - inputs
+        timing.inputs += parts[-1].stop
+        timing.input_pads += self.packed.inputs - parts[-1].stop
         for part, segment in zip(parts, segments, strict=True):
             timing.cached += part.row.read
             timing.cache_pads += segment.start - part.row.read

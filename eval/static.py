@@ -11,6 +11,7 @@ Shapes: N nodes, E paths expanded in a pass, K block size.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,33 +23,34 @@ Path = tuple[int, ...]  # ranks from the root, 0 = most probable
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One pass of the head over E paths at once, and the tree nodes it fills.
+    """One pass of the head over E paths at once: the paths' nodes of the next K depths.
 
     A path expanded here ends at a node of depth `number * K`; its block is the K tokens up to it.
+    Its K distributions are ranked, `width` tokens each: [E * K * width] in all.
     """
 
     parents: Tensor  # [E], which path of the pass before each path continues
-    # [E * K], which of the nodes that the pass before filled are this pass's input; first: none
-    blocks: Tensor
+    blocks: Tensor  # [E * K], this pass's input among the ranked tokens of the one before
     visible: Tensor  # [E * K, scratch + E * K], which drafted inputs each input attends to
-    first: int  # the first of the M nodes filled, which are numbered in a row
-    choices: Tensor  # [M], place of each node's token among the top ranks, [E * K * width]
     width: int  # largest rank + 1
 
 
 class StaticTree:
-    """A tree of rank paths, cut into the passes of a head with block size K."""
+    """A tree of rank paths, cut into the passes of a head with block size K.
+
+    Nodes are numbered depth first: the most probable path, and any that follows it for a while, is
+    a prefix of the tree's cached tokens, and accepting it moves none of them.
+    """
 
     def __init__(self, paths: Sequence[Path], block_size: int):
         """paths: prefix-closed, e.g. [(0,), (1,), (0, 0)]; ValueError when a parent is missing."""
-        ordered = sorted(map(tuple, paths), key=lambda path: (len(path), path))
         self.block_size = block_size
-        self.index = {(): 0} | {path: node for node, path in enumerate(ordered, start=1)}
-        for path in ordered:
+        self.paths = sorted(map(tuple, paths))
+        self.index = {(): 0} | {path: node for node, path in enumerate(self.paths, start=1)}
+        for path in self.paths:
             if path[:-1] not in self.index:
                 raise ValueError(f"path {list(path)} has no parent {list(path[:-1])} in the tree")
-        self.topology = Topology([-1, *(self.index[path[:-1]] for path in ordered)])
-        self.paths = ordered
+        self.topology = Topology([-1, *(self.index[path[:-1]] for path in self.paths)])
 
     @classmethod
     def chain(cls, depth: int, block_size: int) -> "StaticTree":
@@ -56,52 +58,68 @@ class StaticTree:
         return cls([(0,) * length for length in range(1, depth + 1)], block_size)
 
     @cached_property
+    def passes(self) -> list[Pass]:
+        """The passes that fill the tree, in order."""
+        return [self._plan(number) for number in range(len(self._expanded))]
+
+    @cached_property
+    def choices(self) -> Tensor:
+        """[N - 1], place of each node's token among the ranked tokens of all passes."""
+        counts = [len(paths) * self.block_size for paths in self._expanded]
+        sizes = [count * width for count, width in zip(counts, self._widths, strict=True)]
+        before = [0, *accumulate(sizes)]
+        return torch.tensor([before[self._pass(path)] + self._place(path) for path in self.paths])
+
+    @cached_property
     def sources(self) -> tuple[int, ...]:
         """Of every node, which distribution its children come from, counting those of all passes
         in order, E * K each; -1 for a leaf."""
-        sources, before = [-1] * len(self.topology), 0
-        for plan in self.passes:
-            for number, choice in enumerate(plan.choices.tolist()):
-                parent = self.topology.parents[plan.first + number]
-                sources[parent] = before + choice // plan.width
-            before += len(plan.parents) * self.block_size
+        sources = [-1] * len(self.topology)
+        before = [0, *accumulate(len(paths) * self.block_size for paths in self._expanded)]
+        for node, path in enumerate(self.paths, start=1):
+            number = self._pass(path)
+            source = before[number] + self._place(path) // self._widths[number]
+            sources[self.topology.parents[node]] = source
         return tuple(sources)
 
-    @cached_property
-    def passes(self) -> list[Pass]:
-        """The passes that fill the tree, in order."""
-        passes, expanded, scratch = [], [()], []
-        while expanded:
-            passes.append(self._plan(expanded, scratch))
-            scratch = scratch + expanded if passes[1:] else []
-            depth = len(passes) * self.block_size
-            inner = {path[:depth] for path in self.paths if len(path) > depth}
-            expanded = sorted(inner)
-        return passes
+    def _pass(self, path: Path) -> int:
+        """Which pass fills a node."""
+        return (len(path) - 1) // self.block_size
 
-    def _plan(self, expanded: list[Path], scratch: list[Path]) -> Pass:
-        size, depth = self.block_size, len(expanded[0])
-        before = sorted({path[: depth - size] for path in expanded}) if depth else []
-        filled = [path for path in self.paths if depth < len(path) <= depth + size]
-        width = max(path[-1] for path in filled) + 1
-        sources = [expanded.index(path[:depth]) * size + len(path) - depth - 1 for path in filled]
+    def _place(self, path: Path) -> int:
+        """Place of a node's token among the ranked tokens of its pass."""
+        number, size = self._pass(path), self.block_size
+        expanded = self._expanded[number].index(path[: number * size])
+        source = expanded * size + (len(path) - 1) % size
+        return source * self._widths[number] + path[-1]
+
+    @cached_property
+    def _expanded(self) -> list[list[Path]]:
+        """The paths that each pass expands."""
+        ends = range(0, max(map(len, self.paths)), self.block_size)
+        return [sorted({path[:end] for path in self.paths if len(path) > end}) for end in ends]
+
+    @cached_property
+    def _widths(self) -> list[int]:
+        """How many tokens of each distribution a pass ranks."""
+        widths = [0] * len(self._expanded)
+        for path in self.paths:
+            widths[self._pass(path)] = max(widths[self._pass(path)], path[-1] + 1)
+        return widths
+
+    def _plan(self, number: int) -> Pass:
+        size, expanded = self.block_size, self._expanded[number]
+        if number == 0:
+            none = torch.zeros(0, dtype=torch.long)
+            return Pass(torch.zeros(1).long(), none, torch.ones(size, size).bool(), self._widths[0])
+        before, depth = self._expanded[number - 1], number * size
         # Keys: blocks drafted in earlier passes, then this pass's own; a block sees its ancestors.
-        keys = [*scratch, *expanded]
+        keys = [path for paths in self._expanded[1 : number + 1] for path in paths]
         sees = [[path[: len(key)] == key for key in keys] for path in expanded]
-        visible = torch.tensor(sees).repeat_interleave(size, 0).repeat_interleave(size, 1)
-        # A pass fills whole depths, and nodes are numbered depth by depth.
-        first = {len(path): self.index[path] for path in reversed(self.paths)}
-        inputs = [path[: depth - size + n + 1] for path in expanded for n in range(size) if depth]
-        blocks = [self.index[path] - first[depth - size + 1] for path in inputs]
+        inputs = [path[: depth - size + n + 1] for path in expanded for n in range(size)]
         return Pass(
-            parents=torch.tensor([before.index(path[: depth - size]) for path in expanded])
-            if depth
-            else torch.zeros(1, dtype=torch.long),
-            blocks=torch.tensor(blocks).long(),
-            visible=visible,
-            first=first[depth + 1],
-            choices=torch.tensor(
-                [source * width + path[-1] for source, path in zip(sources, filled, strict=True)]
-            ),
-            width=width,
+            parents=torch.tensor([before.index(path[: depth - size]) for path in expanded]),
+            blocks=torch.tensor([self._place(path) for path in inputs]),
+            visible=torch.tensor(sees).repeat_interleave(size, 0).repeat_interleave(size, 1),
+            width=self._widths[number],
         )

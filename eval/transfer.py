@@ -12,10 +12,10 @@ from torch import Tensor
 
 def upload(values: Sequence[int], device: torch.device | str) -> Tensor:
     """Integers as a long tensor [N] on a device; the host does not wait."""
-    tensor = torch.tensor(values, dtype=torch.long)
     if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+        return torch.tensor(values, dtype=torch.long, device=device)
+    pinned = torch.tensor(values, dtype=torch.long).pin_memory()
+    return pinned.to(device, non_blocking=True)
 
 
 def download(*tensors: Tensor) -> list[Tensor]:

@@ -45,6 +45,11 @@ class Topology:
         return tuple(depths)
 
     @cached_property
+    def depth(self) -> int:
+        """Of the deepest node."""
+        return max(self.depths)
+
+    @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children of every node, in draft order."""
         children: list[list[int]] = [[] for _ in self.parents]

@@ -1,5 +1,7 @@
 """Trees: ancestors, static trees cut into passes, and a cache that keeps accepted paths."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -34,37 +36,58 @@ def test_a_chain_is_a_chain():
 
 @pytest.mark.parametrize("name", known_trees())
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_passes_fill_every_node_once_from_its_own_path(name, k):
-    """Redo by hand which path, depth and rank each node takes its token from."""
+def test_every_node_takes_its_token_from_its_own_path(name, k):
+    """Redo by hand which pass, path, depth and rank each node takes its token from."""
     paths = load_tree_paths(name)
     tree = StaticTree(paths, k)
     assert len(tree.passes) == -(-max(map(len, paths)) // k)
-    names = {node: path for path, node in tree.index.items()}
-    filled, keys = [], []
-    for number, plan in enumerate(tree.passes):
-        blocks = plan.blocks.view(-1, k).tolist()
-        before = tree.passes[number - 1].first
-        own = [names[before + block[-1]] for block in blocks] if number else [()]
-        assert len(plan.parents) == len(own)
-        nodes = range(plan.first, plan.first + len(plan.choices))
-        for node, choice in zip(nodes, plan.choices.tolist(), strict=True):
-            source, rank = divmod(choice, plan.width)
-            expanded, offset = own[source // k], source % k
-            assert names[node][: len(expanded)] == expanded
-            assert len(names[node]) == number * k + offset + 1
-            assert names[node][-1] == rank < plan.width
-        filled += nodes
-        if number:
-            for block, path in zip(blocks, own, strict=True):
-                assert [names[before + node] for node in block] == [
-                    path[: len(path) - k + n + 1] for n in range(k)
-                ]
-            keys += own
-            for row, path in enumerate(own):
-                sees = [path[: len(key)] == key for key in keys]
-                expected = [flag for flag in sees for _ in range(k)]
-                assert plan.visible[row * k].tolist() == expected
-    assert sorted(filled) == list(range(1, len(paths) + 1))
+    expanded = [
+        sorted({path[: number * k] for path in paths if len(path) > number * k})
+        for number in range(len(tree.passes))
+    ]
+    ranked = [  # of every ranked token: the path expanded, the depth, the rank
+        (path, len(path) + offset + 1, rank)
+        for own, plan in zip(expanded, tree.passes, strict=True)
+        for path in own
+        for offset in range(k)
+        for rank in range(plan.width)
+    ]
+    assert sorted(tree.paths) == sorted(paths)
+    for node, path in enumerate(tree.paths, start=1):
+        parent = tree.topology.parents[node]
+        assert path[:-1] == (tree.paths[parent - 1] if parent else ())
+        source, depth, rank = ranked[tree.choices[node - 1]]
+        assert (path[: len(source)], len(path), path[-1]) == (source, depth, rank)
+        assert len(path) - len(source) <= k
+
+
+@pytest.mark.parametrize("name", known_trees())
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_a_pass_reads_the_blocks_of_its_paths_and_sees_their_ancestors(name, k):
+    paths = load_tree_paths(name)
+    passes, keys = StaticTree(paths, k).passes, []
+    before = [()]
+    for number, (last, plan) in enumerate(pairwise(passes), start=1):
+        own = sorted({path[: number * k] for path in paths if len(path) > number * k})
+        assert [before[parent] for parent in plan.parents] == [path[:-k] for path in own]
+        tokens = zip(plan.parents.repeat_interleave(k).tolist(), plan.blocks.tolist(), strict=True)
+        for place, (parent, token) in enumerate(tokens):
+            source, rank = divmod(token, last.width)
+            assert source == parent * k + place % k
+            assert rank == own[place // k][(number - 1) * k + place % k]
+        keys += own
+        for row, path in enumerate(own):
+            expected = [path[: len(key)] == key for key in keys for _ in range(k)]
+            for place in range(k):
+                assert plan.visible[row * k + place].tolist() == expected
+        before = own
+
+
+@pytest.mark.parametrize("name", known_trees())
+def test_the_most_probable_path_is_a_prefix_of_the_nodes(name):
+    tree = StaticTree(load_tree_paths(name), 2)
+    depth = max(len(path) for path in tree.paths if set(path) == {0})
+    assert tree.topology.parents[: depth + 1] == chain(depth).parents
 
 
 def test_a_tree_without_a_parent_is_refused():

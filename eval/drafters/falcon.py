@@ -64,6 +64,7 @@ class FalconDrafter:
         self.head = head.to(target.device).eval()
         self.target, self.tree, self.k = target, tree, config.block_size
         self.passes = [self._to_device(plan) for plan in tree.passes]
+        self.choices = tree.choices.to(target.device)
         scratch = sum(len(plan.blocks) for plan in self.passes)
         self.capacity = capacity
         self.pool = KVPool(
@@ -104,17 +105,18 @@ class FalconDrafter:
     def _draft(self, rows: list[int]) -> list[Tree]:
         laws: list[list[Tensor]] = [[] for _ in rows]
         scores, predicted, state = self._pass(self._read, rows)
-        nodes, scratch = [self._choose(rows, self.passes[0], scores, 0, laws)], 0
+        ranked, scratch = [self._choose(rows, self.passes[0], scores, 0, laws)], 0
         for number, plan in enumerate(self.passes[1:], start=1):
             depth = number * self.k
-            inputs = (rows, plan, nodes[-1], predicted, state, depth, scratch)
+            inputs = (rows, plan, ranked[-1], predicted, state, depth, scratch)
             scores, predicted, state = self._pass(self._extend, *inputs)
             scratch += len(plan.blocks)
-            nodes.append(self._choose(rows, plan, scores, depth, laws))
+            ranked.append(self._choose(rows, plan, scores, depth, laws))
         self.forwards += len(self.passes) * len(rows)
+        nodes = torch.cat(ranked, 1).index_select(1, self.choices).unbind()
         return [
             Tree(self.tree.topology, tokens, self._draws(row, law))
-            for row, tokens, law in zip(rows, torch.cat(nodes, 1), laws, strict=True)
+            for row, tokens, law in zip(rows, nodes, laws, strict=True)
         ]
 
     def _draws(self, row: int, laws: list[Tensor]) -> Draws | None:
@@ -132,9 +134,9 @@ class FalconDrafter:
         depth: int,
         laws: list[list[Tensor]],
     ) -> Tensor:
-        """Choose tokens from each path's K distributions; return those of the nodes that a pass
-        fills, [R, M]. The distributions of what was drawn are added to `laws`."""
-        ranked = scores.topk(plan.width).indices.flatten(1)  # [R, E * K * width]
+        """Rank tokens of each path's K distributions, [R, E * K * width]. The distributions of
+        what was drawn are added to `laws`."""
+        ranked = scores.topk(plan.width).indices.flatten(1)
         for number, row in enumerate(rows):
             request, read = self.memory[row].request, self.pool.lengths[row]
             if is_ranked(request):
@@ -145,13 +147,13 @@ class FalconDrafter:
             tokens, law = draw(scores[number].flatten(0, 1), request, positions, step, plan.width)
             ranked[number] = tokens.flatten()
             laws[number] += [] if law is None else [law]
-        return ranked.index_select(1, plan.choices)
+        return ranked
 
     def _extend(
         self,
         rows: list[int],
         plan: Pass,
-        nodes: Tensor,  # [R, M], tokens of the nodes that the pass before filled
+        ranked: Tensor,  # [R, ..], of the pass before
         predicted: Tensor,
         state: State,
         depth: int,
@@ -160,7 +162,7 @@ class FalconDrafter:
         """Read one drafted block per path; return its predictions [R, E, K, H] and end states."""
         paths = len(plan.parents)
         features = predicted.index_select(1, plan.parents).flatten(0, 1)  # [R * E, K, H]
-        tokens = nodes.index_select(1, plan.blocks).view(-1, self.k)
+        tokens = ranked.index_select(1, plan.blocks).view(-1, self.k)
         inputs = self.head.inputs(self.target.embed(tokens).float(), features)
         if state is not None:
             state = tuple(
@@ -170,7 +172,7 @@ class FalconDrafter:
         fused, state = self._fuse(inputs, state)
         starts = [self.pool.lengths[row] for row in rows]
         offsets = [*range(depth - self.k, depth)] * paths
-        positions = upload([start + n for start in starts for n in offsets], nodes.device)
+        positions = upload([start + n for start in starts for n in offsets], ranked.device)
         bias = self._biases[plan]
         segments = [
             Segment(row, start + scratch, paths * self.k, bias.behind(start))

@@ -48,7 +48,7 @@ class MedusaDrafter:
             )
         self.heads = heads.to(target.device).eval()
         self.target, self.tree, self.plan = target, tree, tree.passes[0]
-        self.choices = self.plan.choices.to(target.device)
+        self.choices = tree.choices.to(target.device)
         self.depths = torch.arange(1, self.depth + 1, device=target.device)
         self.lm_heads = None
         if heads.lm_heads is not None:  # as precise as the target's own
