@@ -320,12 +320,15 @@ class Decoder:
         for part in parts:
             unread, read = part.row.unread[: part.count], part.row.read
             topology = behind(part.count - 1, part.tree.topology)
-            segments.append(self.packed.segment(part.slot, topology))
+            segments.append(segment := self.packed.segment(part.slot, topology))
+            self.timing.cached += read
+            self.timing.cache_pads += segment.start - read
             ids += [upload(unread, self.target.device), part.tree.tokens]
             positions += [read + depth for depth in topology.depths]
         ids, positions = torch.cat(ids), upload(positions, self.target.device)
         features = self._timed(self.packed.forward, ids, positions, segments)
-        self._count(parts, segments)
+        self.timing.inputs += len(ids)
+        self.timing.input_pads += self.packed.inputs - len(ids)
         return self._ask(parts, ids, features), features
 
     def _timed(self, call, *arguments):
@@ -452,15 +455,6 @@ class Decoder:
             if eos <= cut:
                 cut, reason = eos, "eos"
         return cut, reason
-
-    def _count(self, parts: list[Part], segments: Sequence) -> None:
-        """Keep count of real tokens and of pads, in inputs and cache (EMS-SD)."""
-        timing = self.timing
-        timing.inputs += parts[-1].stop
-        timing.input_pads += self.packed.inputs - parts[-1].stop
-        for part, segment in zip(parts, segments, strict=True):
-            timing.cached += part.row.read
-            timing.cache_pads += segment.start - part.row.read
 
     def _check(self, index: int, request: Request) -> None:
         """Raise DataError, naming the request, for one that cannot be decoded."""

@@ -56,15 +56,18 @@ def take_turns(
         for names in (batched, queued)
         for batch in (batches(names[0], requests, settings.batch_size) if names else ())
     ]
+    # All is done once before anything is repeated: a slow minute of the machine is one try of all.
+    turns = [(number, again) for again in range(settings.repeats) for number in range(len(work))]
+    tries: list[list[Turn]] = [[] for _ in work]
+    for number, again in tqdm(turns, desc="evaluating", unit="turn", disable=not progress):
+        names, batch = work[number]
+        order = rotated(names, number + again)
+        turn = recall((number, again), partial(_turn, runners, order, batch))
+        tries[number].append(turn)
     outcomes: Outcomes = {name: [] for name in runners}
-    work = tqdm(work, desc="evaluating", unit="batch", disable=not progress)
-    for number, (names, batch) in enumerate(work):
-        tries = []
-        for again in range(settings.repeats):
-            order = rotated(names, number + again)
-            tries.append(recall((number, again), partial(_turn, runners, order, batch)))
+    for (names, _), turns_of_batch in zip(work, tries, strict=True):
         for name in names:
-            outcomes[name].append(_median([each[name] for each in tries]))
+            outcomes[name].append(_median([turn[name] for turn in turns_of_batch]))
     return outcomes
 
 
