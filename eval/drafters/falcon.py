@@ -239,10 +239,8 @@ class FalconDrafter:
         """Fuse each row's inputs: fused [M, H] and states [L, 1, M, H] per row."""
         ahead = [self.target.embed(upload(r[0], self.target.device)) for r in read]
         inputs = [self.head.inputs(a.float(), r[1]) for a, r in zip(ahead, read, strict=True)]
-        alone = [[n] for n, part in enumerate(inputs) if len(part) > LONG]
-        short = [n for n, part in enumerate(inputs) if len(part) <= LONG]
         fused, states = [None] * len(read), [None] * len(read)
-        for group in [*alone, short] if short else alone:
+        for group in self._alike([len(part) for part in inputs]):
             padded = pad_sequence([inputs[n] for n in group], batch_first=True)
             before = None
             if befores[0] is not None:
@@ -254,6 +252,15 @@ class FalconDrafter:
                 if after is not None:
                     states[n] = tuple(s[:, place : place + 1, :count] for s in after)
         return fused, states
+
+    def _alike(self, counts: list[int]) -> list[list[int]]:
+        """Cut rows into those that an LSTM reads side by side, padded to the longest: what a step
+        has brought, short prompts, and every long one alone."""
+        step = self.tree.topology.depth + self.k  # at most, with what is read again
+        groups = [[n for n, count in enumerate(counts) if count <= step]]
+        groups += [[n for n, count in enumerate(counts) if step < count <= LONG]]
+        groups += [[n] for n, count in enumerate(counts) if count > LONG]
+        return [group for group in groups if group]
 
     def _read_segment(self, row: int, start: int, count: int) -> Segment:
         """Relaxed causal: blocks of K end at the newest position, whatever came before."""
