@@ -24,8 +24,6 @@ from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Draws, Tree, chain
 from specdraft.models.target import Target
 
-NOTHING = chain(0)
-
 
 @dataclass
 class Memory:
@@ -56,6 +54,7 @@ class LMDrafter:
         self.room = min(self.pool.capacity - max_nodes, context - depth)
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, max_nodes
+        self._nothing = Tree(chain(0), upload([], student.device))
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
         """Draft behind the committed tokens of each row, given the logits [R, V] after them."""
@@ -80,8 +79,7 @@ class LMDrafter:
         trees = dict(zip(able, self.grow(able, self._read(able)), strict=True)) if able else {}
         for row, tree in trees.items():
             self.memory[row].draft = tree
-        empty = torch.empty(0, dtype=torch.long, device=self.student.device)
-        return [trees.get(row, Tree(NOTHING, empty)) for row in rows]
+        return [trees.get(row, self._nothing) for row in rows]
 
     # -- what a strategy draws on ----------------------------------------------------------------
 
@@ -180,27 +178,38 @@ class SSD(LMDrafter):
         self.gamma, self.theta = gamma, theta
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
-        drafted: dict[int, list[Tensor]] = {row: [] for row in rows}
         laws: dict[int, list[Tensor]] = {row: [] for row in rows}
-        growing = list(rows)
+        places: dict[int, list[int]] = {row: [] for row in rows}  # of its tokens among all levels'
+        growing, levels, count = list(rows), [], 0
         for depth in range(1, self.gamma + 1):
             tokens, sure = self._choose(growing, logits, depth, laws)
-            for row, token in zip(growing, tokens, strict=True):
-                drafted[row].append(token)
-            growing = [row for row, goes_on in zip(growing, sure, strict=True) if goes_on]
-            if not growing or depth == self.gamma:
+            levels.append(tokens)
+            for row in growing:
+                places[row].append(count)
+                count += 1
+            if not any(sure) or depth == self.gamma:
                 break
-            logits = self._extend(growing, torch.stack([drafted[row][-1] for row in growing]))
-        return [self._tree(row, drafted[row], laws[row]) for row in rows]
+            if not all(sure):
+                tokens = tokens[torch.tensor(sure, device=tokens.device)]
+                growing = [row for row, goes_on in zip(growing, sure, strict=True) if goes_on]
+            logits = self._extend(growing, tokens)
+        drafted = torch.cat(levels)
+        parts = [drafted]
+        if len(rows) > 1:
+            order = [place for row in rows for place in places[row]]
+            drafted = drafted.index_select(0, upload(order, drafted.device))
+            parts = drafted.split([len(places[row]) for row in rows])
+        return [self._tree(row, part, laws[row]) for row, part in zip(rows, parts, strict=True)]
 
     def _choose(
         self, rows: list[int], logits: Tensor, depth: int, laws: dict[int, list[Tensor]]
     ) -> tuple[Tensor, list[bool]]:
         """The next token of each row [R], and whether its draft goes on behind it."""
         ranked = self.rank(dict.fromkeys(rows, 1), logits, depth)
-        tokens, chances = most_probable(ranked), None
         if self.theta:
-            chances = ranked.softmax(-1).amax(-1)
+            chances, tokens = ranked.softmax(-1).max(-1)
+        else:
+            tokens = most_probable(ranked)
         for number, row in enumerate(rows):
             if is_drawn(self.memory[row].request):
                 drawn, law = self.draw(row, logits[number, None], depth, width=1)
@@ -223,6 +232,6 @@ class SSD(LMDrafter):
         positions = [segment.start for segment in segments]
         return self.forward(tokens, positions, segments, asked=None)
 
-    def _tree(self, row: int, drafted: list[Tensor], laws: list[Tensor]) -> Tree:
-        sources = [*range(len(drafted)), -1]
-        return Tree(chain(len(drafted)), torch.stack(drafted), self.draws(row, laws, sources))
+    def _tree(self, row: int, tokens: Tensor, laws: list[Tensor]) -> Tree:
+        sources = [*range(len(tokens)), -1]
+        return Tree(chain(len(tokens)), tokens, self.draws(row, laws, sources))
