@@ -49,12 +49,11 @@ class Shape:
     def __str__(self) -> str:
         return "-".join(map(str, self.branching)) or f"{self.width} x {self.length}"
 
-    def section(self) -> DraftingSection:
-        """The drafting section of a recipe that makes it; no chain ends early."""
-        branching = {"branching": self.branching} if self.branching else {}
-        return DraftingSection(
-            gamma=self.length, chains=self.width, beam_width=self.width, theta_prob=0.0, **branching
-        )
+    def section(self, drafting: DraftingSection) -> DraftingSection:
+        """A recipe's drafting section that makes it; no chain ends early."""
+        size = {"gamma": self.length, "chains": self.width, "beam_width": self.width}
+        branching = self.branching or drafting.branching
+        return replace(drafting, theta_prob=0.0, branching=branching, **size)
 
 
 def at_length(length: int) -> list[Shape]:
@@ -140,7 +139,7 @@ def measure(
     """The figures of one shape, over all prompts and seeds."""
     # SD as the papers have it: with noise shared between drafter and target it would accept more.
     settings = replace(recipe.eval, methods=[shape.method], acceptance="recursive")
-    recipe = replace(recipe, eval=settings, drafting=shape.section())
+    recipe = replace(recipe, eval=settings, drafting=shape.section(recipe.drafting))
     trained, outcomes = Trained(student=student), []
     for seed in seeds:
         seeded = replace(recipe, eval=replace(settings, seed=APART * seed))

@@ -251,6 +251,7 @@ DRAWERS = {
     "ssd": (SSD, {"gamma": 3, "theta": 0.1}, ("recursive", "multistep", "kseq", "block")),
     "branching": (Branching, {"branching": (3, 2)}, ("recursive", "multistep", "kseq")),
     "chains": (Branching, {"branching": (3, 1)}, ("kseq", "multistep", "recursive")),
+    "apart": (Branching, {"branching": (3, 2), "merged": False}, ("multistep", "kseq")),
     "beam": (StochasticBeam, {"depth": 3, "width": 4}, ("recursive",)),
 }
 CASES = [(name, rule) for name, (_, _, rules) in DRAWERS.items() for rule in rules]
@@ -311,6 +312,18 @@ def test_an_iid_tree_goes_on_below_the_first_of_equal_siblings(target):
                     assert len(children[node]) == (inside if node == first else 0)
                     twins += node != first
             assert len(siblings) == len(names)
+    assert twins > 5
+
+
+def test_equal_siblings_that_are_kept_apart_have_children_of_their_own():
+    drafter = Branching(random_target(seed=3), 1, 128, (4, 2), merged=False)
+    twins = 0
+    for seed in range(10):
+        drafter.start(0, Request([1, 2], 9, 1.0, seed=seed, rule="multistep"))
+        with torch.inference_mode():
+            tree = drafter.draft([0])[0]
+        twins += 4 - len(set(tree.tokens[:4].tolist()))
+        assert [len(children) for children in tree.topology.children] == [4, *[2] * 4, *[0] * 8]
     assert twins > 5
 
 

@@ -18,6 +18,7 @@ from specdraft.eval.tau import ComparingGSD, divergence, sweep
 from specdraft.models.student import make_student
 from specdraft.models.target import Target
 from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import DraftingSection
 from specdraft.recipes.schema import StudentSection
 
 
@@ -40,12 +41,16 @@ def test_branching_factors_of_a_budget_are_all_there_are(budget):
 def test_every_shape_has_the_nodes_of_its_budget_or_the_depth_of_its_length(budget):
     target = random_target()
     for shape in at_budget(budget):
-        assert make_strategy(shape.method, shape.section(), target, 1, 64).max_nodes == budget
+        assert (
+            make_strategy(shape.method, shape.section(DraftingSection()), target, 1, 64).max_nodes
+            == budget
+        )
     for length in (2, 3, 5):
         shapes = at_length(length)
-        assert {make_strategy(s.method, s.section(), target, 1, 64).depth for s in shapes} == {
-            length
-        }
+        assert {
+            make_strategy(s.method, s.section(DraftingSection()), target, 1, 64).depth
+            for s in shapes
+        } == {length}
         assert len({shape.method for shape in shapes}) == 5
     assert str(Shape("rsd_c", (2, 1))) == "2-1"
     assert str(Shape("rsd_s", width=2, length=3)) == "2 x 3"

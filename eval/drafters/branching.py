@@ -5,8 +5,9 @@ A node at depth l has b_l children. How they are drawn follows from the rule the
 "kseq" i.i.d. (SpecInfer, arXiv 2305.09781). K i.i.d. chains, as SpecTr drafts them (arXiv
 2310.15141), are the factors (K, 1, 1, ..). Without noise, the children are the b_l best.
 
-Where several i.i.d. siblings are the same token, the walk goes on below the first, so that one has
-the children of all: chains that begin alike stay candidates together, and nothing is read twice.
+Where several i.i.d. siblings are the same token, the walk goes on below the first. Merged, that one
+has the children of all: chains that begin alike stay candidates together, as K-SEQ has it, and
+nothing is read twice. Kept apart, each has its own, and those of all but the first are in vain.
 
 Shapes: D open nodes of a row, V vocabulary.
 """
@@ -43,12 +44,13 @@ class Branching(LevelDrafter):
         rows: int = 1,
         capacity: int = 2048,
         branching: Sequence[int] = (2, 2, 2, 1, 1),
+        merged: bool = True,
     ):
         if not branching or min(branching) < 1:
             raise ValueError(f"branching is {list(branching)}; give factors of at least 1")
         nodes = sum(prod(branching[: depth + 1]) for depth in range(len(branching)))
         super().__init__(student, rows, capacity, len(branching), nodes)
-        self.branching = branching
+        self.branching, self.merged = branching, merged
 
     def plant(self, row: int) -> SampledGrowth:
         return SampledGrowth(self.memory[row].tokens[-1:])
@@ -79,12 +81,13 @@ class Branching(LevelDrafter):
         tokens: list[list[int]],
         possible: list[list[bool]],
     ) -> list[int]:
-        """Add what was drawn behind each node; return the first child of each different token."""
+        """Add what was drawn behind each node; return the children that have children in turn."""
         opened = []
         for node, siblings, allowed in zip(nodes, tokens, possible, strict=True):
             count, firsts = growth.samples[node] * self.branching[depth - 1], {}
             for token in compress(siblings[:count], allowed):
-                first = firsts.setdefault(token, growth.add(node, token))
+                child = growth.add(node, token)
+                first = firsts.setdefault(token if self.merged else child, child)
                 growth.samples[first] = growth.samples.get(first, 0) + 1
             opened += firsts.values()
         return opened

@@ -21,8 +21,10 @@ def make_strategy(
             return TSD(*place, **pruned(drafting))
         case "gsd":
             return GSD(*place, drafting.tau, drafting.max_copies, **pruned(drafting))
-        case "rsd_c" | "specinfer":
+        case "rsd_c":
             return Branching(*place, drafting.branching)
+        case "specinfer":
+            return Branching(*place, drafting.branching, drafting.equal_siblings == "merged")
         case "rsd_s":
             return StochasticBeam(*place, gamma, drafting.beam_width)
         case "spectr":
