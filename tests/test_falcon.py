@@ -225,6 +225,27 @@ def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k)
         assert {path: draft[path] for path in expected} == expected
 
 
+@pytest.mark.parametrize("fusion", ["lstm", "linear"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_draft_does_not_depend_on_the_rows_beside_it(target, fusion, k):
+    """Rows that are admitted late bring prompts, short and long, that others are read beside."""
+    head = random_head(target, k, fusion=fusion)
+    tree = StaticTree([(0,), (1,), (0, 0), (0, 0, 0), (1, 0)], k)
+    generator = torch.Generator().manual_seed(4)
+    lengths = ((2, 9), (70, 3), (4, 12), (30, 5), (5, 9), (100, 6), (3, 4))
+    requests = [
+        Request(torch.randint(VOCAB, (length,), generator=generator).tolist(), new)
+        for length, new in lengths
+    ]
+
+    def drafted(rows: int, some: list[Request]) -> list[list]:
+        decoder = Decoder(target, FalconDrafter(head, target, tree, rows, 160), rows, 160)
+        done = sorted(decoder.run(some), key=lambda one: one.index)
+        return [[step.tokens for step in one.steps] for one in done]
+
+    assert drafted(3, requests) == [drafted(1, [request])[0] for request in requests]
+
+
 def brute_force_draft(head, target, tokens, draft, k):
     """Redo the two chains of a draft by whole-sequence forwards of the head."""
     ids = torch.tensor([tokens])
