@@ -194,7 +194,11 @@ class Terminal:
     """A chat in a pseudo-terminal of its own; what a user types, and what they see."""
 
     def __init__(self, *options: str):
-        script = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+        script = """
+import os, pty, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background may have it ignored
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
+"""
         command = [sys.executable, "eval/generate.py", "recipes/tiny.yaml", *options, *SMALL[1:]]
         self.process = subprocess.Popen(
             [sys.executable, "-c", script, *command],
