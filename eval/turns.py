@@ -1,7 +1,8 @@
 """Ways of decoding that are compared take turns, prompt by prompt, on one machine.
 
-So a machine that slows down slows all of them down. Every round begins with another one, so that
-none always follows the same one: what one leaves in the caches of the machine slows its successor.
+So a machine that slows down slows all of them down. The order changes from round to round, so that
+each follows every other equally often: what one leaves in the caches of the machine slows its
+successor, or helps it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +62,7 @@ def take_turns(
     tries: list[list[Turn]] = [[] for _ in work]
     for number, again in tqdm(turns, desc="evaluating", unit="turn", disable=not progress):
         names, batch = work[number]
-        order = rotated(names, number + again)
+        order = balanced(names, number + again)
         turn = recall((number, again), partial(_turn, runners, order, batch))
         tries[number].append(turn)
     outcomes: Outcomes = {name: [] for name in runners}
@@ -95,7 +96,14 @@ def _median(tries: Sequence[Outcome]) -> Outcome:
     return replace(ordered[len(ordered) // 2], tries=seconds)
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The names in turn, another one first each time."""
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
+def balanced(names: Sequence[str], turn: int) -> list[str]:
+    """The order of a round: over N rounds (2 N where N is odd), each name comes first equally often
+    and follows every other equally often (Williams's Latin squares).
+
+    >>> [balanced("abcd", turn) for turn in range(2)]
+    [['a', 'b', 'd', 'c'], ['b', 'c', 'a', 'd']]
+    """
+    count = len(names)
+    steps = ((n + 1) // 2 * (-1) ** (n + 1) for n in range(count))  # 0, 1, -1, 2, -2, ..
+    order = [names[(turn + step) % count] for step in steps]
+    return order[::-1] if count % 2 and turn // count % 2 else order

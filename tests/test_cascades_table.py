@@ -1,6 +1,8 @@
 """CS Drafting's Table 2: its rows, how each is tuned, and what is made of their figures."""
 
 import json
+from collections import Counter
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -17,7 +19,7 @@ from specdraft.eval.contenders import Contender, alone, contenders, measured, tu
 from specdraft.eval.questions import make_requests
 from specdraft.eval.trained import Trained
 from specdraft.eval.tuning import SPACES, Measured, applied, k_of, settings, space_of
-from specdraft.eval.turns import take_turns
+from specdraft.eval.turns import balanced, take_turns
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.student import make_student
 from specdraft.models.target import Target
@@ -186,9 +188,20 @@ def test_runners_take_turns_on_every_batch(target):
         runners[name] = lambda some, name=name, run=run: asked.append(name) or run(some)
     outcomes = take_turns(runners, requests, recipe.eval, progress=False)
     # Warmed up; every prompt once, each beginning with another one; then all of them again.
-    assert "".join(asked) == "abc" + "abcbcacab" + "bcacababc"
+    assert "".join(asked) == "abc" + "abcbcacab" + "bcacabcba"
     assert [len(parts) for parts in outcomes.values()] == [3, 3, 3]
     assert all(len(part.tries) == 2 for parts in outcomes.values() for part in parts)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 9])
+def test_each_follows_every_other_equally_often(count):
+    times = 1 + count % 2
+    orders = [balanced(range(count), turn) for turn in range(count * times)]
+    assert all(sorted(order) == [*range(count)] for order in orders)
+    follows = Counter(pair for order in orders for pair in pairwise(order))
+    assert len(follows) == count * (count - 1)
+    assert set(follows.values()) <= {times}
+    assert set(Counter(order[0] for order in orders).values()) == {times}
 
 
 # -- the command ---------------------------------------------------------------------------------
