@@ -349,7 +349,7 @@ class Decoder:
         logits = self._timed(self.target.logits, features)
         sampled = [n for n, part in enumerate(asked) if part.row.request.temperature > 0]
         drawn = [n for n in sampled if asked[n].tree.draws]
-        by_part = logits.split([len(part.tree.topology) for part in asked]) if sampled else ()
+        by_part = logits.split([part.stop - part.root for part in asked]) if sampled else ()
         # The one synchronisation of the step: choices, drafts and what is sampled from.
         choices, read, *laws = self._timed(  # on CUDA the host waits here for the forward
             download,

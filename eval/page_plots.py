@@ -162,7 +162,7 @@ def node_tree(name: str, title: str, nodes: Sequence[Mapping]) -> Plot:
     plot, paths = Plot(name, title), [tuple(node["path"]) for node in nodes]
     index = {(): 0} | {path: n for n, path in enumerate(paths, start=1)}
     tree = Topology([-1, *(index[path[:-1]] for path in paths)])
-    step, row, rows = (WIDTH - 36) / max(tree.depths), 26, _rows(tree)
+    step, row, rows = (WIDTH - 36) / tree.depth, 26, _rows(tree)
     at = [(10 + depth * step, 24 + row * y) for depth, y in zip(tree.depths, rows, strict=True)]
     for number, (path, node) in reversed(list(enumerate(zip(paths, nodes, strict=True), start=1))):
         share = node["accepted"] / node["drafted"]

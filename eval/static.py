@@ -46,11 +46,11 @@ class StaticTree:
         """paths: prefix-closed, e.g. [(0,), (1,), (0, 0)]; ValueError when a parent is missing."""
         self.block_size = block_size
         self.paths = sorted(map(tuple, paths))
-        self.index = {(): 0} | {path: node for node, path in enumerate(self.paths, start=1)}
+        index = {(): 0} | {path: node for node, path in enumerate(self.paths, start=1)}
         for path in self.paths:
-            if path[:-1] not in self.index:
+            if path[:-1] not in index:
                 raise ValueError(f"path {list(path)} has no parent {list(path[:-1])} in the tree")
-        self.topology = Topology([-1, *(self.index[path[:-1]] for path in self.paths)])
+        self.topology = Topology([-1, *(index[path[:-1]] for path in self.paths)])
 
     @classmethod
     def chain(cls, depth: int, block_size: int) -> "StaticTree":
@@ -65,33 +65,34 @@ class StaticTree:
     @cached_property
     def choices(self) -> Tensor:
         """[N - 1], place of each node's token among the ranked tokens of all passes."""
-        counts = [len(paths) * self.block_size for paths in self._expanded]
-        sizes = [count * width for count, width in zip(counts, self._widths, strict=True)]
-        before = [0, *accumulate(sizes)]
-        return torch.tensor([before[self._pass(path)] + self._place(path) for path in self.paths])
+        return torch.tensor([self._place(path) for path in self.paths])
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
         """Of every node, which distribution its children come from, counting those of all passes
         in order, E * K each; -1 for a leaf."""
         sources = [-1] * len(self.topology)
-        before = [0, *accumulate(len(paths) * self.block_size for paths in self._expanded)]
         for node, path in enumerate(self.paths, start=1):
-            number = self._pass(path)
-            source = before[number] + self._place(path) // self._widths[number]
-            sources[self.topology.parents[node]] = source
+            sources[self.topology.parents[node]] = self._distribution(path)
         return tuple(sources)
 
-    def _pass(self, path: Path) -> int:
-        """Which pass fills a node."""
-        return (len(path) - 1) // self.block_size
+    def _distribution(self, path: Path) -> int:
+        """Which distribution, counting those of all passes, a node's token is from."""
+        number, offset = divmod(len(path) - 1, self.block_size)
+        before = sum(map(len, self._expanded[:number]))
+        expanded = self._expanded[number].index(path[: number * self.block_size])
+        return (before + expanded) * self.block_size + offset
 
     def _place(self, path: Path) -> int:
-        """Place of a node's token among the ranked tokens of its pass."""
-        number, size = self._pass(path), self.block_size
-        expanded = self._expanded[number].index(path[: number * size])
-        source = expanded * size + (len(path) - 1) % size
-        return source * self._widths[number] + path[-1]
+        """Place of a node's token among the ranked tokens of all passes."""
+        return self._starts[self._distribution(path)] + path[-1]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where the ranked tokens of every distribution begin."""
+        sizes = zip(self._expanded, self._widths, strict=True)
+        widths = [width for paths, width in sizes for _ in range(len(paths) * self.block_size)]
+        return [0, *accumulate(widths)]
 
     @cached_property
     def _expanded(self) -> list[list[Path]]:
@@ -104,7 +105,8 @@ class StaticTree:
         """How many tokens of each distribution a pass ranks."""
         widths = [0] * len(self._expanded)
         for path in self.paths:
-            widths[self._pass(path)] = max(widths[self._pass(path)], path[-1] + 1)
+            number = (len(path) - 1) // self.block_size
+            widths[number] = max(widths[number], path[-1] + 1)
         return widths
 
     def _plan(self, number: int) -> Pass:
@@ -117,9 +119,10 @@ class StaticTree:
         keys = [path for paths in self._expanded[1 : number + 1] for path in paths]
         sees = [[path[: len(key)] == key for key in keys] for path in expanded]
         inputs = [path[: depth - size + n + 1] for path in expanded for n in range(size)]
+        first = self._starts[size * sum(map(len, self._expanded[: number - 1]))]
         return Pass(
             parents=torch.tensor([before.index(path[: depth - size]) for path in expanded]),
-            blocks=torch.tensor([self._place(path) for path in inputs]),
+            blocks=torch.tensor([self._place(path) - first for path in inputs]),
             visible=torch.tensor(sees).repeat_interleave(size, 0).repeat_interleave(size, 1),
             width=self._widths[number],
         )

@@ -223,7 +223,7 @@ class DraftingSection(Section):
     tau: Natural = 2  # gsd: tokens after which paths that agree share what follows
     max_copies: Natural = 100  # gsd: nodes copied before verification
     branching: tuple[Count, ...] = (2, 2, 2, 1, 1)  # rsd_c, specinfer: children by depth
-    equal_siblings: Literal["merged", "apart"] = "merged"  # specinfer: tokens drawn twice
+    equal_siblings: Literal["merged", "apart"] = "merged"  # specinfer: share children, or have own
     beam_width: Count = 4  # rsd_s: nodes of a level
     chains: Count = 4  # spectr
 

@@ -212,9 +212,7 @@ def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k)
 
         def draft(self, rows):
             trees = drafter.draft(rows)
-            seen.append(
-                dict(zip(drafter.tree.index, [None, *trees[0].tokens.tolist()], strict=True))
-            )
+            seen.append(dict(zip(drafter.tree.paths, trees[0].tokens.tolist(), strict=True)))
             return trees
 
     done = next(Decoder(target, Recorder(), 1, 128).run([Request(prompt, 14)]))

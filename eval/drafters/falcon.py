@@ -240,7 +240,7 @@ class FalconDrafter:
         ahead = [self.target.embed(upload(r[0], self.target.device)) for r in read]
         inputs = [self.head.inputs(a.float(), r[1]) for a, r in zip(ahead, read, strict=True)]
         fused, states = [None] * len(read), [None] * len(read)
-        for group in self._alike([len(part) for part in inputs]):
+        for group in self._side_by_side([len(part) for part in inputs]):
             padded = pad_sequence([inputs[n] for n in group], batch_first=True)
             before = None
             if befores[0] is not None:
@@ -253,7 +253,7 @@ class FalconDrafter:
                     states[n] = tuple(s[:, place : place + 1, :count] for s in after)
         return fused, states
 
-    def _alike(self, counts: list[int]) -> list[list[int]]:
+    def _side_by_side(self, counts: list[int]) -> list[list[int]]:
         """Cut rows into those that an LSTM reads side by side, padded to the longest: what a step
         has brought, short prompts, and every long one alone."""
         step = self.tree.topology.depth + self.k  # at most, with what is read again

@@ -39,7 +39,7 @@ class MedusaDrafter:
 
     def __init__(self, heads: MedusaHeads, target: Target, tree: StaticTree, rows: int = 1):
         heads.check_target(target.identity())
-        self.depth = max(tree.topology.depths)
+        self.depth = tree.topology.depth
         if self.depth > heads.config.heads or len(tree.passes) > 1:
             raise ValueError(
                 f"a tree {self.depth} deep, cut into {len(tree.passes)} passes, for "

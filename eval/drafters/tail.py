@@ -66,8 +66,7 @@ class MaxGramTail:
 
 def deepest(topology: Topology, count: int) -> list[int]:
     """The first `count` nodes of the greatest depth."""
-    depth = max(topology.depths)
-    return [node for node, own in enumerate(topology.depths) if own == depth][:count]
+    return [node for node, own in enumerate(topology.depths) if own == topology.depth][:count]
 
 
 def path_to(topology: Topology, node: int) -> list[int]:
