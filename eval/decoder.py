@@ -24,7 +24,7 @@ from specdraft.eval.packed import PackedTarget
 from specdraft.eval.sampling import SeededChance, most_probable, sample, warp
 from specdraft.eval.stop import tokens_until_stop
 from specdraft.eval.transfer import download, upload
-from specdraft.eval.tree import Tree, behind, chain
+from specdraft.eval.tree import Tree, behind
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, UserError, in_a_line
 
@@ -207,7 +207,7 @@ class Decoder:
         self.spare = drafter.max_nodes if drafter else 0  # cache slots a draft may need
         self.timing = Timing()
         self._warned = False
-        self._nothing = Tree(chain(0), upload([], target.device))
+        self._nothing = Tree.empty(target.device)
 
     def _pack(self, target: Target, rows: int, capacity: int) -> PackedTarget:
         return PackedTarget(target, rows, capacity)

@@ -135,3 +135,8 @@ class Tree:
     tokens: Tensor
     draws: Draws | None = None
     copies: int = 0
+
+    @classmethod
+    def empty(cls, device: torch.device) -> "Tree":
+        """A root alone: nothing was drafted."""
+        return cls(chain(0), torch.empty(0, dtype=torch.long, device=device))

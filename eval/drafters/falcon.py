@@ -22,7 +22,7 @@ from specdraft.eval.kv import KVPool
 from specdraft.eval.packed import CAUSAL, LONG, Plan, Segment, TreeBias
 from specdraft.eval.static import Pass, StaticTree
 from specdraft.eval.transfer import upload
-from specdraft.eval.tree import Draws, Tree, chain
+from specdraft.eval.tree import Draws, Tree
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.lstm import State
 from specdraft.models.target import Target
@@ -79,7 +79,7 @@ class FalconDrafter:
         self.rules = DRAWN if tree.topology.is_chain else DRAWN - {"block"}
         self._biases = {plan: self._bias(plan.visible) for plan in self.passes[1:]}
         self._read_biases: dict[int, TreeBias] = {}
-        self._nothing = Tree(chain(0), upload([], target.device))
+        self._nothing = Tree.empty(target.device)
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
         self._rope = self.head.rope(everywhere)  # cos and sin, [1, 1, capacity, D] each
 

@@ -54,7 +54,7 @@ class LMDrafter:
         self.room = min(self.pool.capacity - max_nodes, context - depth)
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, max_nodes
-        self._nothing = Tree(chain(0), upload([], student.device))
+        self._nothing = Tree.empty(student.device)
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
         """Draft behind the committed tokens of each row, given the logits [R, V] after them."""

@@ -17,8 +17,7 @@ from specdraft.eval.accept import RULES
 from specdraft.eval.decoder import Request
 from specdraft.eval.drafters.drawing import DRAWN, draw
 from specdraft.eval.static import StaticTree
-from specdraft.eval.transfer import upload
-from specdraft.eval.tree import Draws, Tree, chain
+from specdraft.eval.tree import Draws, Tree
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
 
@@ -56,6 +55,7 @@ class MedusaDrafter:
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, len(tree.paths)
         self.rules = DRAWN if tree.topology.is_chain else DRAWN - {"block"}
+        self._nothing = Tree.empty(target.device)
 
     # -- the Drafter protocol --------------------------------------------------------------------
 
@@ -78,8 +78,7 @@ class MedusaDrafter:
                 row: self._tree(self.memory[row], part)
                 for row, part in zip(able, scores, strict=True)
             }
-        nothing = Tree(chain(0), upload([], self.target.device))
-        return [trees.get(row, nothing) for row in rows]
+        return [trees.get(row, self._nothing) for row in rows]
 
     # -- drafting --------------------------------------------------------------------------------
 
