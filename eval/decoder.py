@@ -49,7 +49,7 @@ class Request:
     stop: tuple[str, ...] = ()  # strings that end it; the token that completes one is kept
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Step:
     """What one verification of one row did, for metrics and replays."""
 
@@ -79,8 +79,7 @@ class Completion:
     fallback: str | None = None  # why it was finished by plain decoding: what its drafter raised
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """What one step added to one request; the last one of a request carries its completion."""
 
     index: int
@@ -154,22 +153,15 @@ class Part(NamedTuple):
     row: Row
     count: int  # unread tokens that are read now
     tree: Tree
-    first: int  # where its tokens begin among those of all rows
+    # Among the tokens of all rows: where its own begin, its tree, and those of the next row.
+    first: int
+    root: int
+    stop: int
 
     @property
     def verifies(self) -> bool:
         """Whether the end of what is committed is reached, so that the target can speak."""
         return self.count == len(self.row.unread)
-
-    @property
-    def root(self) -> int:
-        """Where the tree begins among the tokens of all rows."""
-        return self.first + self.count - 1
-
-    @property
-    def stop(self) -> int:
-        """Where the next row's tokens begin."""
-        return self.root + len(self.tree.topology)
 
 
 class Verdict(NamedTuple):
@@ -285,8 +277,10 @@ class Decoder:
         drafts = dict(zip(slots, trees or [self._nothing] * len(slots), strict=True))
         parts, first = [], 0
         for slot, row, count in shares:
-            parts.append(Part(slot, row, count, drafts.get(slot, self._nothing), first))
-            first = parts[-1].stop
+            tree, root = drafts.get(slot, self._nothing), first + count - 1
+            stop = root + len(tree.topology)
+            parts.append(Part(slot, row, count, tree, first, root, stop))
+            first = stop
         return parts
 
     def _can_draft(self, row: Row, count: int) -> bool:
@@ -341,10 +335,10 @@ class Decoder:
     def _ask(self, parts: list[Part], ids: Tensor, features: Tensor) -> list[Verdict | None]:
         """The target's choices after the nodes of every part that has reached its end."""
         asked = [part for part in parts if part.verifies]
-        nodes = [node for part in asked for node in range(part.root, part.stop)]
-        if not nodes:
+        if not asked:
             return [None] * len(parts)
-        if len(nodes) < len(features):
+        if sum(part.stop - part.root for part in asked) < len(features):
+            nodes = [node for part in asked for node in range(part.root, part.stop)]
             features = features.index_select(0, upload(nodes, features.device))
         logits = self._timed(self.target.logits, features)
         sampled = [n for n, part in enumerate(asked) if part.row.request.temperature > 0]

@@ -11,8 +11,8 @@ Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dime
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,7 @@ LONG = 64  # tokens; a longer segment is a prompt: it attends alone and its mask
 KEPT_BIASES = 64  # topologies whose masks are kept, the most recently used
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """The tokens of one row in a packed forward, written to its slots start .. start + count."""
 
     row: int
@@ -53,7 +52,7 @@ class Segment:
 
     def on(self, device: torch.device) -> "Segment":
         """The same segment with its bias on another device."""
-        return self if self.bias is None else replace(self, bias=self.bias.to(device))
+        return self if self.bias is None else self._replace(bias=self.bias.to(device))
 
 
 class Plan:

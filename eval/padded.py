@@ -9,7 +9,6 @@ Outputs are the same as without pads, since pads are hidden from every real toke
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ class PaddedTarget(PackedTarget):
             bias.copy_(segment.bias)
         holes = self.holes[row, : segment.start]
         bias[:, : segment.start].masked_fill_(holes, float("-inf"))
-        return replace(segment, bias=bias)
+        return segment._replace(bias=bias)
 
     def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Tensor:
         if not self.pad_inputs:

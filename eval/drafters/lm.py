@@ -207,7 +207,7 @@ class SSD(LMDrafter):
         """The next token of each row [R], and whether its draft goes on behind it."""
         ranked = self.rank(dict.fromkeys(rows, 1), logits, depth)
         if self.theta:
-            chances, tokens = ranked.softmax(-1).max(-1)
+            chances, tokens = (best[:, 0] for best in ranked.softmax(-1).topk(1))
         else:
             tokens = most_probable(ranked)
         for number, row in enumerate(rows):
@@ -218,8 +218,9 @@ class SSD(LMDrafter):
                 if self.theta:
                     chances[number] = law[0, drawn[0, 0]]
         # Without a threshold the host need not wait for the device.
-        sure = (chances >= self.theta).tolist() if self.theta else [True] * len(rows)
-        return tokens, sure
+        if not self.theta:
+            return tokens, [True] * len(rows)
+        return tokens, [chance >= self.theta for chance in chances.tolist()]
 
     def _extend(self, rows: list[int], tokens: Tensor) -> Tensor:
         """Read one drafted token per row; return the logits [R, V] after it."""
