@@ -13,7 +13,6 @@ import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -173,6 +172,18 @@ class Verdict(NamedTuple):
     probs: Tensor | None  # that the tree was drawn from, on the host; None: it was not
 
 
+def _laws(parts: list[Part], logits: Sequence[Tensor]) -> dict[tuple[int, str], Tensor]:
+    """Of the slots that sample: what from ("target"), and what their draft was drawn from
+    ("draft")."""
+    laws = {}
+    for part, own in zip(parts, logits, strict=True):
+        if part.row.request.temperature > 0:
+            laws[part.slot, "target"] = own
+            if part.tree.draws:
+                laws[part.slot, "draft"] = part.tree.draws.probs
+    return laws
+
+
 class Decoder:
     """Decode requests with a target and, if given, a drafter, `rows` at a time.
 
@@ -265,10 +276,11 @@ class Decoder:
         Prompts share the budget in the order of admission; the others always take part.
         """
         running = [(slot, row) for slot, row in enumerate(self.rows) if row]
-        left, taken = self.prefill, {}
-        for slot, row in sorted(running, key=lambda item: item[1].index):
-            taken[slot] = 1 if row.tokens else min(len(row.unread), left)
-            left -= 0 if row.tokens else taken[slot]
+        left, taken = self.prefill, {slot: 1 for slot, row in running if row.tokens}
+        for _, slot, row in sorted((row.index, slot, row) for slot, row in running):
+            if not row.tokens:
+                taken[slot] = min(len(row.unread), left)
+                left -= taken[slot]
         return [(slot, row, taken[slot]) for slot, row in running if taken[slot]]
 
     def _draft(self, shares: list[tuple[int, Row, int]]) -> list[Part]:
@@ -321,8 +333,8 @@ class Decoder:
             positions += [read + depth for depth in topology.depths]
         ids, positions = torch.cat(ids), upload(positions, self.target.device)
         features = self._timed(self.packed.forward, ids, positions, segments)
-        self.timing.inputs += len(ids)
-        self.timing.input_pads += self.packed.inputs - len(ids)
+        self.timing.inputs += (count := parts[-1].stop)
+        self.timing.input_pads += self.packed.inputs - count
         return self._ask(parts, ids, features), features
 
     def _timed(self, call, *arguments):
@@ -337,29 +349,26 @@ class Decoder:
         asked = [part for part in parts if part.verifies]
         if not asked:
             return [None] * len(parts)
-        if sum(part.stop - part.root for part in asked) < len(features):
+        sizes = [part.stop - part.root for part in asked]
+        if sum(sizes) < parts[-1].stop:
             nodes = [node for part in asked for node in range(part.root, part.stop)]
             features = features.index_select(0, upload(nodes, features.device))
         logits = self._timed(self.target.logits, features)
-        sampled = [n for n, part in enumerate(asked) if part.row.request.temperature > 0]
-        drawn = [n for n in sampled if asked[n].tree.draws]
-        by_part = logits.split([part.stop - part.root for part in asked]) if sampled else ()
-        # The one synchronisation of the step: choices, drafts and what is sampled from.
-        choices, read, *laws = self._timed(  # on CUDA the host waits here for the forward
-            download,
-            most_probable(logits),
-            ids,
-            *(by_part[n] for n in sampled),
-            *(asked[n].tree.draws.probs for n in drawn),
-        )
-        scores = {asked[n].slot: law for n, law in zip(sampled, laws, strict=False)}
-        probs = {asked[n].slot: law for n, law in zip(drawn, laws[len(sampled) :], strict=True)}
-        choices, read = iter(choices.tolist()), read.tolist()
-        verdicts = {}
-        for part in asked:
-            tokens = read[part.root : part.stop]
-            laws = (scores.get(part.slot), probs.get(part.slot))
-            verdicts[part.slot] = Verdict(tokens, [*islice(choices, len(tokens))], *laws)
+        sampled = any(part.row.request.temperature > 0 for part in asked)
+        laws = _laws(asked, logits.split(sizes)) if sampled else {}
+        # The one synchronisation of the step; on CUDA the host waits here for the forward.
+        wanted = (most_probable(logits), ids, *laws.values())
+        choices, read, *known = self._timed(download, *wanted)
+        laws = dict(zip(laws, known, strict=True))
+        choices, read, verdicts, first = choices.tolist(), read.tolist(), {}, 0
+        for part, size in zip(asked, sizes, strict=True):
+            verdicts[part.slot] = Verdict(
+                read[part.root : part.stop],
+                choices[first : first + size],
+                laws.get((part.slot, "target")),
+                laws.get((part.slot, "draft")),
+            )
+            first += size
         return [verdicts.get(part.slot) for part in parts]
 
     def _advance(self, part: Part, verdict: Verdict | None, features: Tensor) -> Update | None:

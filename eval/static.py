@@ -25,10 +25,12 @@ Path = tuple[int, ...]  # ranks from the root, 0 = most probable
 class Pass:
     """One pass of the head over E paths at once: the paths' nodes of the next K depths.
 
-    A path expanded here ends at a node of depth `number * K`; its block is the K tokens up to it.
+    The block of a path expanded here is the K tokens up to its end.
     Its K distributions are ranked, `width` tokens each: [E * K * width] in all.
     """
 
+    depth: int  # of the nodes that the paths end at
+    scratch: int  # drafted inputs that the passes before have read
     parents: Tensor  # [E], which path of the pass before each path continues
     blocks: Tensor  # [E * K], this pass's input among the ranked tokens of the one before
     visible: Tensor  # [E * K, scratch + E * K], which drafted inputs each input attends to
@@ -112,8 +114,8 @@ class StaticTree:
     def _plan(self, number: int) -> Pass:
         size, expanded = self.block_size, self._expanded[number]
         if number == 0:
-            none = torch.zeros(0, dtype=torch.long)
-            return Pass(torch.zeros(1).long(), none, torch.ones(size, size).bool(), self._widths[0])
+            alone, none = torch.zeros(1).long(), torch.zeros(0, dtype=torch.long)
+            return Pass(0, 0, alone, none, torch.ones(size, size).bool(), self._widths[0])
         before, depth = self._expanded[number - 1], number * size
         # Keys: blocks drafted in earlier passes, then this pass's own; a block sees its ancestors.
         keys = [path for paths in self._expanded[1 : number + 1] for path in paths]
@@ -121,6 +123,8 @@ class StaticTree:
         inputs = [path[: depth - size + n + 1] for path in expanded for n in range(size)]
         first = self._starts[size * sum(map(len, self._expanded[: number - 1]))]
         return Pass(
+            depth=depth,
+            scratch=size * (len(keys) - len(expanded)),
             parents=torch.tensor([before.index(path[: depth - size]) for path in expanded]),
             blocks=torch.tensor([self._place(path) - first for path in inputs]),
             visible=torch.tensor(sees).repeat_interleave(size, 0).repeat_interleave(size, 1),

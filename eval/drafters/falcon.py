@@ -105,13 +105,11 @@ class FalconDrafter:
     def _draft(self, rows: list[int]) -> list[Tree]:
         laws: list[list[Tensor]] = [[] for _ in rows]
         scores, predicted, state = self._pass(self._read, rows)
-        ranked, scratch = [self._choose(rows, self.passes[0], scores, 0, laws)], 0
-        for number, plan in enumerate(self.passes[1:], start=1):
-            depth = number * self.k
-            inputs = (rows, plan, ranked[-1], predicted, state, depth, scratch)
+        ranked = [self._choose(rows, self.passes[0], scores, laws)]
+        for plan in self.passes[1:]:
+            inputs = (rows, plan, ranked[-1], predicted, state)
             scores, predicted, state = self._pass(self._extend, *inputs)
-            scratch += len(plan.blocks)
-            ranked.append(self._choose(rows, plan, scores, depth, laws))
+            ranked.append(self._choose(rows, plan, scores, laws))
         self.forwards += len(self.passes) * len(rows)
         nodes = torch.cat(ranked, 1).index_select(1, self.choices).unbind()
         return [
@@ -127,23 +125,18 @@ class FalconDrafter:
         return Draws(how, torch.cat(laws), self.tree.sources)
 
     def _choose(
-        self,
-        rows: list[int],
-        plan: Pass,
-        scores: Tensor,  # [R, E, K, V]
-        depth: int,
-        laws: list[list[Tensor]],
+        self, rows: list[int], plan: Pass, scores: Tensor, laws: list[list[Tensor]]
     ) -> Tensor:
-        """Rank tokens of each path's K distributions, [R, E * K * width]. The distributions of
-        what was drawn are added to `laws`."""
+        """Rank tokens of each path's K distributions, given scores [R, E, K, V]:
+        [R, E * K * width]. The distributions of what was drawn are added to `laws`."""
         ranked = scores.topk(plan.width).indices.flatten(1)
         for number, row in enumerate(rows):
             request, read = self.memory[row].request, self.pool.lengths[row]
             if is_ranked(request):
                 continue
-            depths = torch.arange(depth + 1, depth + self.k + 1, device=ranked.device)
-            positions = (read + depths).repeat(len(plan.parents))
-            step = (read, depth)
+            depths = torch.arange(1, self.k + 1, device=ranked.device)
+            positions = (read + plan.depth + depths).repeat(len(plan.parents))
+            step = (read, plan.depth)
             tokens, law = draw(scores[number].flatten(0, 1), request, positions, step, plan.width)
             ranked[number] = tokens.flatten()
             laws[number] += [] if law is None else [law]
@@ -156,8 +149,6 @@ class FalconDrafter:
         ranked: Tensor,  # [R, ..], of the pass before
         predicted: Tensor,
         state: State,
-        depth: int,
-        scratch: int,
     ) -> tuple[Tensor, State]:
         """Read one drafted block per path; return its predictions [R, E, K, H] and end states."""
         paths = len(plan.parents)
@@ -171,11 +162,11 @@ class FalconDrafter:
             )
         fused, state = self._fuse(inputs, state)
         starts = [self.pool.lengths[row] for row in rows]
-        offsets = [*range(depth - self.k, depth)] * paths
+        offsets = [*range(plan.depth - self.k, plan.depth)] * paths
         positions = upload([start + n for start in starts for n in offsets], ranked.device)
         bias = self._biases[plan]
         segments = [
-            Segment(row, start + scratch, paths * self.k, bias.behind(start))
+            Segment(row, start + plan.scratch, paths * self.k, bias.behind(start))
             for row, start in zip(rows, starts, strict=True)
         ]
         output = self._decode(fused.reshape(1, -1, fused.shape[-1]), positions, segments)

@@ -187,11 +187,11 @@ class SSD(LMDrafter):
             for row in growing:
                 places[row].append(count)
                 count += 1
-            if not any(sure) or depth == self.gamma:
+            if not sure or depth == self.gamma:
                 break
-            if not all(sure):
-                tokens = tokens[torch.tensor(sure, device=tokens.device)]
-                growing = [row for row, goes_on in zip(growing, sure, strict=True) if goes_on]
+            if len(sure) < len(growing):
+                tokens = tokens.index_select(0, upload(sure, tokens.device))
+                growing = [growing[number] for number in sure]
             logits = self._extend(growing, tokens)
         drafted = torch.cat(levels)
         parts = [drafted]
@@ -203,11 +203,12 @@ class SSD(LMDrafter):
 
     def _choose(
         self, rows: list[int], logits: Tensor, depth: int, laws: dict[int, list[Tensor]]
-    ) -> tuple[Tensor, list[bool]]:
-        """The next token of each row [R], and whether its draft goes on behind it."""
+    ) -> tuple[Tensor, list[int]]:
+        """The next token of each row [R], and of which rows the draft goes on behind it."""
         ranked = self.rank(dict.fromkeys(rows, 1), logits, depth)
         if self.theta:
-            chances, tokens = (best[:, 0] for best in ranked.softmax(-1).topk(1))
+            chances, tokens = ranked.softmax(-1).topk(1)
+            tokens = tokens.squeeze(1)
         else:
             tokens = most_probable(ranked)
         for number, row in enumerate(rows):
@@ -219,8 +220,8 @@ class SSD(LMDrafter):
                     chances[number] = law[0, drawn[0, 0]]
         # Without a threshold the host need not wait for the device.
         if not self.theta:
-            return tokens, [True] * len(rows)
-        return tokens, [chance >= self.theta for chance in chances.tolist()]
+            return tokens, [*range(len(rows))]
+        return tokens, [n for n, (chance,) in enumerate(chances.tolist()) if chance >= self.theta]
 
     def _extend(self, rows: list[int], tokens: Tensor) -> Tensor:
         """Read one drafted token per row; return the logits [R, V] after it."""
