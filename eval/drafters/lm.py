@@ -139,7 +139,8 @@ class LMDrafter:
             lasts.append(len(ids) - 1)
             self.pool.lengths[row] = len(self.memory[row].tokens)
         device = self.student.device
-        return self.forward(upload(ids, device), positions, segments, upload(lasts, device))
+        asked = upload(lasts, device) if len(ids) > len(rows) else None
+        return self.forward(upload(ids, device), positions, segments, asked)
 
     @staticmethod
     def _foreseen(memory: Memory, tokens: list[int]) -> list[int]:
