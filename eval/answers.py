@@ -13,8 +13,10 @@ from specdraft.data.online_features import Features, OnlineFeatures
 from specdraft.data.regenerate import Answer, Ask
 from specdraft.data.server import Server
 from specdraft.data.tokens import TokenCache, build_tokens
-from specdraft.eval.decoder import Decoder, Drafter, Request
+from specdraft.eval.decoder import Decoder
+from specdraft.eval.drafter import Drafter
 from specdraft.eval.methods import make_drafter
+from specdraft.eval.request import Request
 from specdraft.eval.trained import Trained, load_drafters
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from specdraft.data.prompts import chat_prompt
 from specdraft.data.template import Messages
-from specdraft.eval.decoder import Request, Update
 from specdraft.eval.methods import Engine, make_method
 from specdraft.eval.outcome import DecodingMethod
 from specdraft.eval.questions import request_of
+from specdraft.eval.request import Request, Update
 from specdraft.eval.trained import load_trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError

@@ -28,7 +28,8 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from specdraft.eval.decoder import Decoder, Drafter
+from specdraft.eval.decoder import Decoder
+from specdraft.eval.drafter import Drafter
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup

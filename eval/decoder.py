@@ -13,78 +13,23 @@ import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdraft.eval.accept import RULES, walk
+from specdraft.eval.drafter import Drafter
 from specdraft.eval.packed import PackedTarget
+from specdraft.eval.request import GUMBEL, Completion, Request, Step, Update
 from specdraft.eval.sampling import SeededChance, most_probable, sample, warp
 from specdraft.eval.stop import tokens_until_stop
 from specdraft.eval.transfer import download, upload
 from specdraft.eval.tree import Tree, behind
 from specdraft.models.target import Target
-from specdraft.recipes.errors import DataError, UserError, in_a_line
+from specdraft.recipes.errors import DataError, in_a_line
 
-GUMBEL = "gumbel"
 PREFILL = 1024  # prompt tokens that one step reads at most, over all rows
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt and how to continue it. Temperature 0 is greedy; top_k 0 and top_p 1 are off."""
-
-    prompt: Sequence[int]
-    max_new_tokens: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    # How drafts are accepted when sampling: "gumbel" (token for token what plain decoding gives),
-    # or a rule of eval/accept.py, exact in law.
-    rule: str = GUMBEL
-    eos_ids: frozenset[int] | None = None  # ids that end it; None: the target's
-    stop: tuple[str, ...] = ()  # strings that end it; the token that completes one is kept
-
-
-@dataclass(slots=True)
-class Step:
-    """What one verification of one row did, for metrics and replays."""
-
-    emitted: int  # tokens committed, the bonus included
-    drafted: int  # nodes of the verified tree, the root not counted
-    depth: int  # depth of the deepest drafted node
-    accepted: int  # depth of the accepted path, before a stop cut it
-    copied: int = 0  # nodes of this path that were copied from elsewhere in the draft (GSD)
-    parents: tuple[int, ...] = ()  # of the verified tree's nodes; none where it is not ours
-    tokens: Sequence[int] = ()  # of its nodes after the root
-    path: Sequence[int] = ()  # the accepted nodes, the root first
-    copies: int = 0  # nodes of the tree that no drafter drafted: copied from elsewhere in it
-
-
-@dataclass
-class Completion:
-    """A finished request. `tokens` are the new ones, the end-of-sequence token included.
-
-    A request that cannot be decoded ends as "refused", with the reason in `error`.
-    """
-
-    index: int
-    tokens: list[int]
-    steps: list[Step]
-    reason: Literal["eos", "stop", "length", "refused"] = "length"
-    error: UserError | None = None
-    fallback: str | None = None  # why it was finished by plain decoding: what its drafter raised
-
-
-class Update(NamedTuple):
-    """What one step added to one request; the last one of a request carries its completion."""
-
-    index: int
-    tokens: list[int]
-    steps: list[Step]
-    completion: Completion | None = None
 
 
 @dataclass
@@ -102,28 +47,6 @@ class Timing:
     input_pads: int = 0
     cached: int = 0
     cache_pads: int = 0
-
-
-class Drafter(Protocol):
-    """Proposes a tree per row. State per row lives here, never on a model."""
-
-    forwards: int  # passes of its own model so far
-    seconds: float  # that they took
-    max_nodes: int  # of a tree it may return, the root not counted
-    rules: frozenset[str]  # that its drafts are drawn for, besides those that take any draft
-    # Whether it drafts from tokens alone. It then knows the prompt from `start`, drafts before the
-    # target has read it, and is told of generated tokens only.
-    from_tokens: bool
-
-    def start(self, row: int, request: Request) -> None:
-        """A request moves into a row."""
-
-    def draft(self, rows: list[int]) -> list[Tree]:
-        """Draft behind the last committed token of each row."""
-
-    def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
-        """The target has read a row on: `features` [A, H] of the newly cached tokens, and
-        `tokens` [A], the token that follows each of them."""
 
 
 @dataclass

@@ -7,8 +7,9 @@ A drafter that raises fails no request: each is finished by plain decoding, with
 from collections.abc import Callable, Iterable, Sequence
 
 from specdraft.data.prompts import Prompt
-from specdraft.eval.decoder import Request, Timing
+from specdraft.eval.decoder import Timing
 from specdraft.eval.outcome import DecodingMethod, Outcome
+from specdraft.eval.request import Request
 from specdraft.recipes.errors import UserError, in_a_line
 
 

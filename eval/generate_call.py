@@ -21,7 +21,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from specdraft.eval.decoder import Request
+from specdraft.eval.request import Request
 from specdraft.recipes.errors import DataError
 
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # in the order of `warp`

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from specdraft.eval.decoder import Completion, Request, Step, Timing
+from specdraft.eval.decoder import Timing
 from specdraft.eval.outcome import Outcome
+from specdraft.eval.request import Completion, Request, Step
 from specdraft.models.target import Target
 
 

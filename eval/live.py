@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from specdraft.eval.decoder import Update
+from specdraft.eval.request import Update
 from specdraft.eval.show import STYLES, Pieces
 
 

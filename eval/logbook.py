@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from specdraft.data.lines import cut_torn_line
-from specdraft.eval.decoder import Completion, Step, Timing
+from specdraft.eval.decoder import Timing
 from specdraft.eval.outcome import Outcome
+from specdraft.eval.request import Completion, Step
 from specdraft.eval.turns import Place, Turn
 from specdraft.recipes.errors import DataError
 

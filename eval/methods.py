@@ -10,7 +10,8 @@ from typing import get_args
 
 import torch
 
-from specdraft.eval.decoder import GUMBEL, Decoder, Drafter, Request, Timing, Update
+from specdraft.eval.decoder import Decoder, Timing
+from specdraft.eval.drafter import Drafter
 from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
@@ -21,6 +22,7 @@ from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.hf_generate import Generate
 from specdraft.eval.outcome import DecodingMethod, Outcome
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
+from specdraft.eval.request import GUMBEL, Request, Update
 from specdraft.eval.static import StaticTree
 from specdraft.eval.trained import HOW, Trained, needs
 from specdraft.models.maxgram import MaxGramTable

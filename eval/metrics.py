@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdraft.eval.decoder import Step
 from specdraft.eval.ewif import ewif
 from specdraft.eval.outcome import Outcome
+from specdraft.eval.request import Step
 from specdraft.eval.tree import Topology
 
 NODES = 128  # of a tree that a report tells of

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specdraft.eval.decoder import Completion, Request, Timing
+from specdraft.eval.decoder import Timing
+from specdraft.eval.request import Completion, Request
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdraft.eval.decoder import Decoder, Drafter, Update
+from specdraft.eval.decoder import Decoder
+from specdraft.eval.drafter import Drafter
 from specdraft.eval.packed import PackedTarget, Segment
+from specdraft.eval.request import Update
 from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Topology
 from specdraft.models.target import Target

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from specdraft.data.prompts import Prompt, next_turn
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.decoder import Decoder
+from specdraft.eval.request import Request
 from specdraft.models.target import Target
 from specdraft.recipes.schema import EvalSection, Recipe
 

@@ -22,7 +22,6 @@ from rich.text import Text
 from specdraft.data.prompts import Prompt
 from specdraft.data.whole import write_whole
 from specdraft.eval.categories import add_speedups, by_category, macro
-from specdraft.eval.decoder import GUMBEL, Request
 from specdraft.eval.failure import Tolerant, reasons, told, trouble
 from specdraft.eval.identity import first_difference
 from specdraft.eval.methods import make_method, rule_of
@@ -30,6 +29,7 @@ from specdraft.eval.metrics import Costs, counts, padding, times
 from specdraft.eval.outcome import DecodingMethod, Outcome
 from specdraft.eval.page import write_page
 from specdraft.eval.questions import make_requests, play_turns
+from specdraft.eval.request import GUMBEL, Request
 from specdraft.eval.show import print_sample, sample
 from specdraft.eval.trained import Trained, showcase
 from specdraft.eval.turns import (

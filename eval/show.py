@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from specdraft.eval.decoder import Completion, Step
+from specdraft.eval.request import Completion, Step
 
 ACCEPTED, BONUS, PLAIN = "accepted", "bonus", "plain"
 STYLES = {ACCEPTED: "bold green", BONUS: ""}

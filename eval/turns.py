@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from specdraft.eval.decoder import Request
 from specdraft.eval.outcome import DecodingMethod, Outcome
+from specdraft.eval.request import Request
 from specdraft.recipes.schema import EvalSection
 
 WARM_UP_TOKENS = 8

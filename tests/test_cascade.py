@@ -7,13 +7,14 @@ from test_decoder import decode, plain_tokens, prompts
 from test_lm_drafter import near
 
 from specdraft.eval.accept import review_greedy
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.cascade import CascadeDrafter, Reviewer
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
 from specdraft.eval.drafters.tail import MaxGramTail, deepest, grafted, path_to
 from specdraft.eval.methods import make_method
+from specdraft.eval.request import Request
 from specdraft.eval.static import StaticTree
 from specdraft.eval.suffix import FirstSuffixes
 from specdraft.eval.trained import Trained, load_trained

@@ -12,8 +12,9 @@ from commands import ROOT, SURROUNDINGS, run_here
 from rich.console import Console
 
 from specdraft.eval.chat import Chat
-from specdraft.eval.decoder import Decoder, Request, Step, Update
+from specdraft.eval.decoder import Decoder
 from specdraft.eval.live import Answer, show
+from specdraft.eval.request import Request, Step, Update
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import load_recipe

@@ -12,11 +12,12 @@ from test_decoder import prompts
 from test_rules_in_decoder import WARP, check_law, fits
 
 from specdraft.eval.accept import RULES
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.beam import Beams, StochasticBeam, conditioned, step
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.drawing import draw
 from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.request import Request
 from specdraft.eval.sampling import gumbel
 from specdraft.eval.tree import Draws, Topology, Tree, chain
 

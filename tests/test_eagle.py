@@ -8,8 +8,9 @@ from random_models import random_head, random_target
 from test_decoder import decode, plain_tokens, prompts
 from test_loop import ToyRows, log_lines, make_ends, make_head, make_recipe
 
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.decoder import Decoder
 from specdraft.eval.methods import make_drafter, make_method
+from specdraft.eval.request import Request
 from specdraft.eval.trained import Trained, load_trained
 from specdraft.models.falcon import FalconHead, load_head
 from specdraft.recipes.errors import RecipeError

@@ -4,8 +4,9 @@ import pytest
 import torch
 from random_models import VOCAB, kept_for_backward, random_head, random_target
 
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.request import Request
 from specdraft.eval.static import StaticTree
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.lstm import LSTM

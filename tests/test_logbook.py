@@ -17,10 +17,11 @@ from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.categories import macro
-from specdraft.eval.decoder import Completion, Step, Timing
+from specdraft.eval.decoder import Timing
 from specdraft.eval.logbook import NAME, Logbook
 from specdraft.eval.outcome import Outcome
 from specdraft.eval.report import evaluate, print_report, tokens_per_step, write_report
+from specdraft.eval.request import Completion, Step
 from specdraft.eval.trained import Trained
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target

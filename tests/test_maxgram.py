@@ -21,9 +21,10 @@ from small_tokenizer import CHATML_MARKED, small_tokenizer
 
 from specdraft.data import fingerprint
 from specdraft.data.tokens import TokenCache, build_tokens
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
+from specdraft.eval.request import Request
 from specdraft.eval.suffix import FirstSuffixes, RecentSuffixes
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable, load_table
 from specdraft.recipes.errors import CacheError, DataError, HeadError, RecipeError, TargetError

@@ -15,10 +15,11 @@ from test_rules_in_decoder import CHAIN, check_law
 
 from specdraft.eval.accept import RULES
 from specdraft.eval.custom_generate import Speculative, medusa
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.grow import WIDTH, medusa_rank_shares
 from specdraft.eval.methods import make_method
+from specdraft.eval.request import Request
 from specdraft.eval.static import StaticTree
 from specdraft.eval.trained import Trained
 from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa

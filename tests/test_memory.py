@@ -8,7 +8,8 @@ import pytest
 import torch
 from random_models import VOCAB, random_target
 
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.decoder import Decoder
+from specdraft.eval.request import Request
 from specdraft.eval.tree import Topology, Tree
 
 STATUS = Path("/proc/self/status")

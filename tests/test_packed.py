@@ -6,9 +6,10 @@ from random_models import random_head, random_target
 from test_decoder import PATHS, decode, plain_tokens, prompts
 
 from specdraft.eval import packed
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.request import Request
 from specdraft.eval.static import StaticTree
 
 

@@ -4,11 +4,11 @@ import pytest
 from random_models import VOCAB, random_head, random_target
 from test_decoder import PATHS, decode, plain_tokens, prompts
 
-from specdraft.eval.decoder import Request
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.padded import PADDINGS, PaddedDecoder
+from specdraft.eval.request import Request
 from specdraft.eval.static import StaticTree
 
 

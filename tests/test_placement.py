@@ -16,11 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdraft.data.online_features import OnlineFeatures
 from specdraft.data.tokens import build_tokens
 from specdraft.eval.answers import build_caches
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.kv import KVPool
 from specdraft.eval.packed import PackedTarget, Plan, Segment
+from specdraft.eval.request import Request
 from specdraft.eval.static import StaticTree
 from specdraft.models.student import pruned
 from specdraft.models.target import Target, TargetEnds

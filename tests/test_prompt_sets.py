@@ -10,10 +10,11 @@ from test_tokens import write
 from specdraft.data.prompt_sets import SETS, read_questions
 from specdraft.data.prompts import load_prompts, next_turn, validation_prompts
 from specdraft.eval.categories import add_speedups, by_category, macro
-from specdraft.eval.decoder import Completion, Decoder, Request, Step, Timing
+from specdraft.eval.decoder import Decoder, Timing
 from specdraft.eval.outcome import Outcome
 from specdraft.eval.questions import play_turns
 from specdraft.eval.report import evaluate
+from specdraft.eval.request import Completion, Request, Step
 from specdraft.eval.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError

@@ -9,7 +9,7 @@ import torch
 from random_models import random_target
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.decoder import Completion, Decoder, Request, Step, Timing
+from specdraft.eval.decoder import Decoder, Timing
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.grow import best_paths, probability
 from specdraft.eval.identity import first_difference
@@ -17,6 +17,7 @@ from specdraft.eval.methods import make_method
 from specdraft.eval.metrics import Costs, acceptance_by_depth, acceptance_by_node, counts, times
 from specdraft.eval.outcome import Outcome
 from specdraft.eval.report import evaluate, paired, print_report, write_report
+from specdraft.eval.request import Completion, Request, Step
 from specdraft.eval.show import ACCEPTED, pieces, replay
 from specdraft.eval.trained import Trained
 from specdraft.models.falcon import FalconConfig, FalconHead

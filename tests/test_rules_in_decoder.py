@@ -6,9 +6,10 @@ from random_models import VOCAB, random_head, random_target
 from test_decoder import PATHS, prompts
 
 from specdraft.eval.accept import RULES
-from specdraft.eval.decoder import Decoder, Request
+from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.request import Request
 from specdraft.eval.static import StaticTree
 
 WARP = {"temperature": 4.0, "top_k": 12, "top_p": 0.95}

@@ -11,9 +11,10 @@ from random_models import random_target
 from test_decoder import decode, plain_tokens, prompts
 
 from specdraft.eval.budgets import Shape, at_budget, at_length, compare, factorings, standard_error
-from specdraft.eval.decoder import Completion, Decoder, Request, Step, Timing
+from specdraft.eval.decoder import Decoder, Timing
 from specdraft.eval.drafters.strategies import make_strategy
 from specdraft.eval.methods import Outcome
+from specdraft.eval.request import Completion, Request, Step
 from specdraft.eval.tau import ComparingGSD, divergence, sweep
 from specdraft.models.student import make_student
 from specdraft.models.target import Target

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdraft.eval.decoder import Request
 from specdraft.eval.drafters.drawing import DRAFTS, is_drawn
 from specdraft.eval.drafters.level import Growth, LevelDrafter, Open
+from specdraft.eval.request import Request
 from specdraft.eval.sampling import derive, gumbel, warp
 from specdraft.eval.transfer import download
 from specdraft.models.target import Target

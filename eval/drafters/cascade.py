@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdraft.eval.decoder import Request
 from specdraft.eval.drafters.drawing import draw
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
 from specdraft.eval.packed import PackedTarget
+from specdraft.eval.request import Request
 from specdraft.eval.transfer import download, upload
 from specdraft.eval.tree import Tree, chain
 from specdraft.models.target import Target

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.accept import RULES
-from specdraft.eval.decoder import GUMBEL, Request
+from specdraft.eval.request import GUMBEL, Request
 from specdraft.eval.sampling import derive, gumbel, warp
 
 DRAFTS = 1  # the stream of `SeededChance` and `derive` that belongs to drafters

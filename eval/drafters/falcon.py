@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdraft.eval.accept import RULES
-from specdraft.eval.decoder import Request
 from specdraft.eval.drafters.drawing import DRAWN, draw, is_ranked
 from specdraft.eval.kv import KVPool
 from specdraft.eval.packed import CAUSAL, LONG, Plan, Segment, TreeBias
+from specdraft.eval.request import Request
 from specdraft.eval.static import Pass, StaticTree
 from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Draws, Tree

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.accept import RULES
-from specdraft.eval.decoder import Request
 from specdraft.eval.drafters.drawing import DRAWN, draw, is_drawn, ranking
 from specdraft.eval.families import position_limit
 from specdraft.eval.packed import CAUSAL, PackedTarget, Segment
+from specdraft.eval.request import Request
 from specdraft.eval.sampling import most_probable
 from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Draws, Tree, chain

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from specdraft.eval.decoder import Request
+from specdraft.eval.request import Request
 from specdraft.eval.suffix import FirstSuffixes, FrequentSuffixes, RecentSuffixes, Suffixes
 from specdraft.eval.transfer import upload
 from specdraft.eval.tree import Topology, Tree, chain

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.accept import RULES
-from specdraft.eval.decoder import Request
 from specdraft.eval.drafters.drawing import DRAWN, draw
+from specdraft.eval.request import Request
 from specdraft.eval.static import StaticTree
 from specdraft.eval.tree import Draws, Tree
 from specdraft.models.medusa import MedusaHeads

@@ -10,8 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from specdraft.eval.decoder import Drafter, Request
+from specdraft.eval.drafter import Drafter
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
+from specdraft.eval.request import Request
 from specdraft.eval.transfer import download, upload
 from specdraft.eval.tree import Topology, Tree
 
