@@ -56,11 +56,12 @@ def walk(topology: Topology, tokens: Sequence[int], pick: Callable[[int], int]) 
     path = [0]
     while True:
         wanted = pick(path[-1])
-        match = (child for child in topology.children[path[-1]] if tokens[child] == wanted)
-        child = next(match, None)
-        if child is None:
+        for child in topology.children[path[-1]]:
+            if tokens[child] == wanted:
+                path.append(child)
+                break
+        else:
             return path, wanted
-        path.append(child)
 
 
 def sample_and_walk(tree: Tree, tokens: Sequence[int], p: Target, chance: Chance) -> Accepted:

@@ -305,9 +305,9 @@ class Decoder:
             return None
         path, bonus = self._accept(row, part.tree, verdict)
         before = part.count - 1  # tokens of a prompt before the root
-        kept = [*range(before), *(before + node for node in path)]
+        kept = [*range(before), *(before + node for node in path)] if before else path
         self.packed.pool.keep(slot, kept)
-        fresh = [*(verdict.tokens[node] for node in path[1:]), bonus]
+        fresh = [verdict.tokens[node] for node in path[1:]] + [bonus]
         if kept[-1] < len(kept):  # a prefix of what was read
             features = features[part.first : part.first + len(kept)]
         else:
@@ -319,10 +319,10 @@ class Decoder:
 
     def _accept(self, row: Row, tree: Tree, verdict: Verdict) -> tuple[list[int], int]:
         """The accepted nodes, the root first, and the bonus token."""
-        request, length = row.request, row.read + len(row.unread)
-        warping = (request.temperature, request.top_k, request.top_p)
         if verdict.logits is None:
             return walk(tree.topology, verdict.tokens, verdict.greedy.__getitem__)
+        request, length = row.request, row.read + len(row.unread)
+        warping = (request.temperature, request.top_k, request.top_p)
         if request.rule == GUMBEL:
 
             def pick(node: int) -> int:

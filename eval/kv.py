@@ -69,9 +69,11 @@ class KVPool:
         `path` lists node numbers, ascending, the root first; what was not accepted is forgotten.
         """
         start = self.lengths[row]
-        moved = next((j for j, node in enumerate(path) if node != j), len(path))
-        for tensor in self.tensors if moved < len(path) else ():
+        self.lengths[row] = start + len(path)
+        if not path or path[-1] < len(path):  # a prefix of what was read
+            return
+        moved = next(j for j, node in enumerate(path) if node != j)
+        for tensor in self.tensors:
             source = upload([start + node for node in path[moved:]], tensor.device)
             cache = tensor.select(2, row)  # [L, 2, kv_heads, C, D]
             cache.narrow(3, start + moved, len(source)).copy_(cache.index_select(3, source))
-        self.lengths[row] = start + len(path)

@@ -9,8 +9,8 @@ Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dime
 """
 
 import copy
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -234,7 +234,12 @@ class PackedTarget:
             dtype=target.dtype,
         )
         self.inputs = 0  # tokens that the linear layers saw in the last forward, pads included
-        self._biases: OrderedDict[Topology, TreeBias] = OrderedDict()
+
+        def bias(topology: Topology) -> TreeBias:
+            return TreeBias(topology.ancestors, capacity, target.dtype, target.device)
+
+        # Kept for the next draft of the same shape; not bound to self, which would be a cycle.
+        self._bias, self._kept = bias, lru_cache(KEPT_BIASES)(bias)
         check_forward(target, self._read_in_two, capacity)
 
     def segment(self, row: int, topology: Topology) -> Segment:
@@ -242,18 +247,8 @@ class PackedTarget:
         start, count = self.pool.lengths[row], len(topology)
         if count == 1 or (start == 0 and topology.is_chain):
             return Segment(row, start, count, CAUSAL)
-        return Segment(row, start, count, self._bias(topology).behind(start))
-
-    def _bias(self, topology: Topology) -> TreeBias:
-        """The masks of a topology, kept for the next draft of the same shape."""
-        bias = self._biases.pop(topology, None) or TreeBias(
-            topology.ancestors, self.pool.capacity, self.target.dtype, self.target.device
-        )
-        if len(topology) <= LONG:
-            self._biases[topology] = bias
-        if len(self._biases) > KEPT_BIASES:
-            self._biases.popitem(last=False)
-        return bias
+        bias = self._kept if count <= LONG else self._bias
+        return Segment(row, start, count, bias(topology).behind(start))
 
     def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Run packed ids [N] at absolute positions [N]; return features [N, H]."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[int], device: torch.device | str) -> Tensor:
+def upload(values: Sequence[int], device: torch.device) -> Tensor:
     """Integers as a long tensor [N] on a device; the host does not wait."""
-    if torch.device(device).type != "cuda":
+    if device.type != "cuda":
         return torch.tensor(values, dtype=torch.long, device=device)
     pinned = torch.tensor(values, dtype=torch.long).pin_memory()
     return pinned.to(device, non_blocking=True)
@@ -20,7 +20,7 @@ def upload(values: Sequence[int], device: torch.device | str) -> Tensor:
 
 def download(*tensors: Tensor) -> list[Tensor]:
     """Tensors on the host: one wait for all of them."""
-    if not tensors or tensors[0].device.type != "cuda":
+    if not tensors or not tensors[0].is_cuda:
         return list(tensors)
     copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):

@@ -54,7 +54,7 @@ class MaxGramDrafter:
             shortest,
             branches,
         )
-        self.next_id, self.device = next_id, device
+        self.next_id, self.device = next_id, torch.device(device)
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, count * branches
         self.memory: list[Suffixes] = [suffixes() for _ in range(rows)]
 
