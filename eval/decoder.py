@@ -362,9 +362,10 @@ class Decoder:
         step = Step(len(fresh), size, tree.topology.depth, len(path) - 1, copied, *shape)
         row.tokens += fresh
         row.steps.append(step)
-        done = len(fresh) == cut
-        said = (row.index, row.tokens, row.steps, reason)
-        completion = Completion(*said, fallback=row.fallback) if done else None
+        completion = None
+        if len(fresh) == cut:
+            said = (row.index, row.tokens, row.steps, reason)
+            completion = Completion(*said, fallback=row.fallback)
         return Update(row.index, fresh, [step], completion)
 
     def _end(self, row: Row, fresh: list[int]) -> tuple[int, str]:

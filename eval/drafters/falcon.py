@@ -103,7 +103,9 @@ class FalconDrafter:
     # -- drafting --------------------------------------------------------------------------------
 
     def _draft(self, rows: list[int]) -> list[Tree]:
-        laws: list[list[Tensor]] = [[] for _ in rows]
+        requests = enumerate(self.memory[row].request for row in rows)
+        # What was drawn from by those that are not ranked alone, pass by pass.
+        laws: dict[int, list[Tensor]] = {n: [] for n, own in requests if not is_ranked(own)}
         scores, predicted, state = self._pass(self._read, rows)
         ranked = [self._choose(rows, self.passes[0], scores, laws)]
         for plan in self.passes[1:]:
@@ -113,11 +115,11 @@ class FalconDrafter:
         self.forwards += len(self.passes) * len(rows)
         nodes = torch.cat(ranked, 1).index_select(1, self.choices).unbind()
         return [
-            Tree(self.tree.topology, tokens, self._draws(row, law))
-            for row, tokens, law in zip(rows, nodes, laws, strict=True)
+            Tree(self.tree.topology, tokens, self._draws(rows[number], laws.get(number)))
+            for number, tokens in enumerate(nodes)
         ]
 
-    def _draws(self, row: int, laws: list[Tensor]) -> Draws | None:
+    def _draws(self, row: int, laws: list[Tensor] | None) -> Draws | None:
         """How a row's tree was drawn, with the distributions of its passes; None: it was not."""
         if not laws:
             return None
@@ -125,21 +127,19 @@ class FalconDrafter:
         return Draws(how, torch.cat(laws), self.tree.sources)
 
     def _choose(
-        self, rows: list[int], plan: Pass, scores: Tensor, laws: list[list[Tensor]]
+        self, rows: list[int], plan: Pass, scores: Tensor, laws: dict[int, list[Tensor]]
     ) -> Tensor:
         """Rank tokens of each path's K distributions, given scores [R, E, K, V]:
         [R, E * K * width]. The distributions of what was drawn are added to `laws`."""
         ranked = scores.topk(plan.width).indices.flatten(1)
-        for number, row in enumerate(rows):
-            request, read = self.memory[row].request, self.pool.lengths[row]
-            if is_ranked(request):
-                continue
+        for number, drawn in laws.items():
+            request, read = self.memory[rows[number]].request, self.pool.lengths[rows[number]]
             depths = torch.arange(1, self.k + 1, device=ranked.device)
             positions = (read + plan.depth + depths).repeat(len(plan.parents))
             step = (read, plan.depth)
             tokens, law = draw(scores[number].flatten(0, 1), request, positions, step, plan.width)
             ranked[number] = tokens.flatten()
-            laws[number] += [] if law is None else [law]
+            drawn += [] if law is None else [law]
         return ranked
 
     def _extend(
