@@ -200,10 +200,10 @@ class Decoder:
         """
         running = [(slot, row) for slot, row in enumerate(self.rows) if row]
         left, taken = self.prefill, {slot: 1 for slot, row in running if row.tokens}
-        for _, slot, row in sorted((row.index, slot, row) for slot, row in running):
-            if not row.tokens:
-                taken[slot] = min(len(row.unread), left)
-                left -= taken[slot]
+        prompts = ((row.index, slot, row) for slot, row in running if not row.tokens)
+        for _, slot, row in sorted(prompts):
+            taken[slot] = min(len(row.unread), left)
+            left -= taken[slot]
         return [(slot, row, taken[slot]) for slot, row in running if taken[slot]]
 
     def _draft(self, shares: list[tuple[int, Row, int]]) -> list[Part]:
