@@ -209,7 +209,7 @@ class Decoder:
     def _draft(self, shares: list[tuple[int, Row, int]]) -> list[Part]:
         slots = [slot for slot, row, count in shares if row.drafts and self._can_draft(row, count)]
         trees = self._guard(slots, self.drafter.draft, slots) if slots else None
-        drafts = dict(zip(slots, trees or [self._nothing] * len(slots), strict=True))
+        drafts = dict(zip(slots, trees, strict=True)) if trees else {}
         parts, first = [], 0
         for slot, row, count in shares:
             tree, root = drafts.get(slot, self._nothing), first + count - 1

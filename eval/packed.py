@@ -239,7 +239,7 @@ class PackedTarget:
             return TreeBias(topology.ancestors, capacity, target.dtype, target.device)
 
         # Kept for the next draft of the same shape; not bound to self, which would be a cycle.
-        self._bias, self._kept = bias, lru_cache(KEPT_BIASES)(bias)
+        self._bias, self._kept_bias = bias, lru_cache(KEPT_BIASES)(bias)
         check_forward(target, self._read_in_two, capacity)
 
     def segment(self, row: int, topology: Topology) -> Segment:
@@ -247,7 +247,7 @@ class PackedTarget:
         start, count = self.pool.lengths[row], len(topology)
         if count == 1 or (start == 0 and topology.is_chain):
             return Segment(row, start, count, CAUSAL)
-        bias = self._kept if count <= LONG else self._bias
+        bias = self._kept_bias if count <= LONG else self._bias
         return Segment(row, start, count, bias(topology).behind(start))
 
     def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Tensor:

@@ -55,4 +55,4 @@ def test_masks_that_are_kept_are_bounded(target):
     for _ in range(3 * packed.KEPT_BIASES):
         decoder.packed.pool.lengths[0] = 7
         decoder.packed.segment(0, packed.Topology([-1, 0, 0]))
-    assert decoder.packed._kept.cache_info().currsize == packed.KEPT_BIASES
+    assert decoder.packed._kept_bias.cache_info().currsize == packed.KEPT_BIASES
