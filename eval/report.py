@@ -47,6 +47,7 @@ SCHEMA = 1
 SAMPLES = 2
 REFERENCE = "plain"  # what outputs are compared with
 BASES = {"speedup": REFERENCE, "speedup_over_generate": "generate"}
+WIDEST = 400  # columns of a printed table
 
 
 def evaluate(
@@ -343,7 +344,7 @@ def print_report(report: dict, console: Console | None = None) -> None:
     names += ("trouble",) * bool(troubled)
     for name in names:
         left = name == "method"
-        table.add_column(name, justify="left" if left else "right", no_wrap=left, min_width=6)
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for run in runs:
         table.add_row(
             run["method"],
@@ -360,6 +361,9 @@ def print_report(report: dict, console: Console | None = None) -> None:
             *([told(run)] if troubled else []),
         )
     console = console or Console()
+    # A column that does not fit would be left out: on a narrow terminal, lines wrap instead.
+    needed = console.measure(table, options=console.options.update_width(WIDEST))
+    console.width = max(console.width, needed.maximum)
     console.print(table)
     for run in troubled:
         console.print(Text(f"{run['method']}: {reasons(run)}", "red"))

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from random_models import random_target
+from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.decoder import Decoder, Timing
@@ -16,7 +17,7 @@ from specdraft.eval.identity import first_difference
 from specdraft.eval.methods import make_method
 from specdraft.eval.metrics import Costs, acceptance_by_depth, acceptance_by_node, counts, times
 from specdraft.eval.outcome import Outcome
-from specdraft.eval.report import evaluate, paired, print_report, write_report
+from specdraft.eval.report import agreement, evaluate, paired, print_report, write_report
 from specdraft.eval.request import Completion, Request, Step
 from specdraft.eval.show import ACCEPTED, pieces, replay
 from specdraft.eval.trained import Trained
@@ -180,6 +181,14 @@ def test_a_report_is_written_whole_and_shown(report, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "falcon_tree" in shown
     assert "a step" in shown
+
+
+def test_a_narrow_terminal_loses_no_column(report, capsys):
+    print_report(report, Console(width=40))
+    shown = capsys.readouterr().out
+    for run in report["runs"]:
+        (line,) = (line for line in shown.splitlines() if line.split()[:1] == [run["method"]])
+        assert line.split()[-1] == agreement(run)
 
 
 def test_an_unknown_method_is_answered_with_the_known_ones(tiny):
