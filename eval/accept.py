@@ -53,15 +53,15 @@ def walk(topology: Topology, tokens: Sequence[int], pick: Callable[[int], int]) 
     tokens: of all nodes, the root included. pick(node): the token that follows the node; asked for
     accepted nodes only. Returns the accepted nodes, the root first, and the bonus token.
     """
-    path = [0]
+    path, node, children = [0], 0, topology.children
     while True:
-        wanted = pick(path[-1])
-        for child in topology.children[path[-1]]:
+        wanted = pick(node)
+        for child in children[node]:
             if tokens[child] == wanted:
-                path.append(child)
                 break
         else:
             return path, wanted
+        path.append(node := child)
 
 
 def sample_and_walk(tree: Tree, tokens: Sequence[int], p: Target, chance: Chance) -> Accepted:

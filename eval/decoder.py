@@ -11,7 +11,7 @@ Shapes: N packed tokens, H hidden, V vocabulary.
 import time
 import warnings
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdraft.eval.accept import RULES, walk
 from specdraft.eval.drafter import Drafter
-from specdraft.eval.packed import PackedTarget
+from specdraft.eval.packed import PackedTarget, Segment
 from specdraft.eval.request import GUMBEL, Completion, Request, Step, Update
 from specdraft.eval.sampling import SeededChance, most_probable, sample, warp
 from specdraft.eval.stop import tokens_until_stop
@@ -95,11 +95,12 @@ class Verdict(NamedTuple):
     probs: Tensor | None  # that the tree was drawn from, on the host; None: it was not
 
 
-def _laws(parts: list[Part], logits: Sequence[Tensor]) -> dict[tuple[int, str], Tensor]:
+def _laws(parts: list[Part], logits: Tensor) -> dict[tuple[int, str], Tensor]:
     """Of the slots that sample: what from ("target"), and what their draft was drawn from
     ("draft")."""
     laws = {}
-    for part, own in zip(parts, logits, strict=True):
+    owns = logits.split([part.stop - part.root for part in parts])
+    for part, own in zip(parts, owns, strict=True):
         if part.row.request.temperature > 0:
             laws[part.slot, "target"] = own
             if part.tree.draws:
@@ -198,13 +199,18 @@ class Decoder:
 
         Prompts share the budget in the order of admission; the others always take part.
         """
-        running = [(slot, row) for slot, row in enumerate(self.rows) if row]
-        left, taken = self.prefill, {slot: 1 for slot, row in running if row.tokens}
-        prompts = ((row.index, slot, row) for slot, row in running if not row.tokens)
+        left, shares, prompts = self.prefill, [], []
+        for slot, row in enumerate(self.rows):
+            if row and row.tokens:
+                shares.append((slot, row, 1))
+            elif row:
+                prompts.append((row.index, slot, row))
         for _, slot, row in sorted(prompts):
-            taken[slot] = min(len(row.unread), left)
-            left -= taken[slot]
-        return [(slot, row, taken[slot]) for slot, row in running if taken[slot]]
+            count = min(len(row.unread), left)
+            left -= count
+            if count:
+                shares.append((slot, row, count))
+        return sorted(shares) if prompts else shares  # by slot, no two of which are equal
 
     def _draft(self, shares: list[tuple[int, Row, int]]) -> list[Part]:
         slots = [slot for slot, row, count in shares if row.drafts and self._can_draft(row, count)]
@@ -245,20 +251,27 @@ class Decoder:
     def _verify(self, parts: list[Part]) -> tuple[list[Verdict | None], Tensor]:
         """Run the target over all rows, and ask it for its choice after every node. Returns the
         features [N, H], too."""
-        ids, positions, segments = [], [], []
+        ids, positions, segments, timing = [], [], [], self.timing
+        asked, nodes = [], []
         for part in parts:
             unread, read = part.row.unread[: part.count], part.row.read
             topology = behind(part.count - 1, part.tree.topology)
             segments.append(segment := self.packed.segment(part.slot, topology))
-            self.timing.cached += read
-            self.timing.cache_pads += segment.start - read
+            timing.cached += read
+            timing.cache_pads += segment.start - read
             ids += [upload(unread, self.target.device), part.tree.tokens]
-            positions += [read + depth for depth in topology.depths]
-        ids, positions = torch.cat(ids), upload(positions, self.target.device)
-        features = self._timed(self.packed.forward, ids, positions, segments)
-        self.timing.inputs += (count := parts[-1].stop)
-        self.timing.input_pads += self.packed.inputs - count
-        return self._ask(parts, ids, features), features
+            positions += map(read.__add__, topology.depths)
+            if part.verifies:
+                asked.append(part)
+                nodes += range(part.root, part.stop)
+        count, device = part.stop, self.target.device
+        nodes = upload(nodes, device) if len(nodes) < count else None
+        ids, positions = torch.cat(ids), upload(positions, device)
+        features, logits = self._timed(self._forward, ids, positions, segments, nodes)
+        timing.inputs += count
+        timing.input_pads += self.packed.inputs - count
+        verdicts = self._hear(asked, ids, logits) if asked else {}
+        return [verdicts.get(part.slot) for part in parts], features
 
     def _timed(self, call, *arguments):
         """Call what counts as the target's own forward."""
@@ -267,32 +280,34 @@ class Decoder:
         self.timing.verify += time.perf_counter() - began
         return result
 
-    def _ask(self, parts: list[Part], ids: Tensor, features: Tensor) -> list[Verdict | None]:
-        """The target's choices after the nodes of every part that has reached its end."""
-        asked = [part for part in parts if part.verifies]
-        if not asked:
-            return [None] * len(parts)
-        sizes = [part.stop - part.root for part in asked]
-        if sum(sizes) < parts[-1].stop:
-            nodes = [node for part in asked for node in range(part.root, part.stop)]
-            features = features.index_select(0, upload(nodes, features.device))
-        logits = self._timed(self.target.logits, features)
+    def _forward(
+        self, ids: Tensor, positions: Tensor, segments: list[Segment], nodes: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The features [N, H] of all tokens, and the logits after those at `nodes`, None: all."""
+        features = self.packed.forward(ids, positions, segments)
+        asked = features if nodes is None else features.index_select(0, nodes)
+        return features, self.target.logits(asked)
+
+    def _hear(self, asked: list[Part], ids: Tensor, logits: Tensor) -> dict[int, Verdict]:
+        """By slot, the target's choices after the nodes of the parts that have reached their
+        end."""
         sampled = any(part.row.request.temperature > 0 for part in asked)
-        laws = _laws(asked, logits.split(sizes)) if sampled else {}
+        laws = _laws(asked, logits) if sampled else {}
         # The one synchronisation of the step; on CUDA the host waits here for the forward.
         wanted = (most_probable(logits), ids, *laws.values())
         choices, read, *known = self._timed(download, *wanted)
         laws = dict(zip(laws, known, strict=True))
         choices, read, verdicts, first = choices.tolist(), read.tolist(), {}, 0
-        for part, size in zip(asked, sizes, strict=True):
+        for part in asked:
+            stop = first + part.stop - part.root
             verdicts[part.slot] = Verdict(
                 read[part.root : part.stop],
-                choices[first : first + size],
+                choices[first:stop],
                 laws.get((part.slot, "target")),
                 laws.get((part.slot, "draft")),
             )
-            first += size
-        return [verdicts.get(part.slot) for part in parts]
+            first = stop
+        return verdicts
 
     def _advance(self, part: Part, verdict: Verdict | None, features: Tensor) -> Update | None:
         """Commit what one row has gained; tell the drafter. None for a part of a prompt."""
@@ -337,7 +352,7 @@ class Decoder:
         # Nothing drafted: any rule only has the bonus to draw.
         name = request.rule if len(tree.topology) > 1 else "walk"
         if verdict.probs is not None:
-            tree = replace(tree, draws=replace(tree.draws, probs=verdict.probs))
+            tree = tree._replace(draws=replace(tree.draws, probs=verdict.probs))
         chance = SeededChance(request.seed, length)
         return RULES[name].rule(tree, verdict.tokens, law, chance)
 

@@ -10,7 +10,7 @@ Shapes: N nodes, the root included; V vocabulary; D distributions that children 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,8 +121,7 @@ class Draws:
         return probs / probs.sum()
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """A draft of one row: a topology and the tokens of its nodes after the root, [N - 1].
 
     Tokens stay on the drafter's device; the decoder brings them to the host once per step,

@@ -54,6 +54,7 @@ class LMDrafter:
         self.room = min(self.pool.capacity - max_nodes, context - depth)
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, max_nodes
+        self.greedy = True  # whether every request of the draft being made is
         self._nothing = Tree.empty(student.device)
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
@@ -76,6 +77,7 @@ class LMDrafter:
 
     def draft(self, rows: list[int]) -> list[Tree]:
         able = [row for row in rows if len(self.memory[row].tokens) <= self.room]
+        self.greedy = all(self.memory[row].request.temperature == 0 for row in able)
         trees = dict(zip(able, self.grow(able, self._read(able)), strict=True)) if able else {}
         for row, tree in trees.items():
             self.memory[row].draft = tree
@@ -84,7 +86,11 @@ class LMDrafter:
     # -- what a strategy draws on ----------------------------------------------------------------
 
     def forward(
-        self, ids: Tensor, positions: list[int], segments: list[Segment], asked: Tensor | None
+        self,
+        ids: Tensor,
+        positions: list[int],
+        segments: list[Segment],
+        asked: Tensor | slice | None,
     ) -> Tensor:
         """Run packed ids [N] of the segments' rows; return the logits [A, V] after the asked."""
         began, places = time.perf_counter(), upload(positions, self.student.device)
@@ -100,7 +106,7 @@ class LMDrafter:
 
     def rank(self, counts: dict[int, int], logits: Tensor, depth: int) -> Tensor:
         """`ranking` [D, V] of the candidates at a depth; `counts` of the D belong to each row."""
-        if all(self.memory[row].request.temperature == 0 for row in counts):
+        if self.greedy:
             return logits.float()
         parts = zip(counts, logits.split([*counts.values()]), strict=True)
         ranked = [
@@ -139,7 +145,7 @@ class LMDrafter:
             lasts.append(len(ids) - 1)
             self.pool.lengths[row] = len(self.memory[row].tokens)
         device = self.student.device
-        asked = upload(lasts, device) if len(ids) > len(rows) else None
+        asked = slice(-1, None) if len(rows) == 1 else upload(lasts, device)
         return self.forward(upload(ids, device), positions, segments, asked)
 
     @staticmethod
@@ -149,10 +155,12 @@ class LMDrafter:
         slots = {node: slot for slot, node in enumerate(memory.cached)}
         children, node, kept = memory.draft.topology.children, 0, []
         for token in tokens:
-            node = next((c for c in children[node] if drafted[c] == token and c in slots), None)
-            if node is None:
+            for child in children[node]:
+                if drafted[child] == token and child in slots:
+                    break
+            else:
                 break
-            kept.append(slots[node])
+            kept.append(slots[node := child])
         return kept
 
 
@@ -180,39 +188,39 @@ class SSD(LMDrafter):
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
         laws: dict[int, list[Tensor]] = {row: [] for row in rows}
-        places: dict[int, list[int]] = {row: [] for row in rows}  # of its tokens among all levels'
-        growing, levels, count = list(rows), [], 0
+        growing, levels, grown = rows, [], []
         for depth in range(1, self.gamma + 1):
             tokens, sure = self._choose(growing, logits, depth, laws)
             levels.append(tokens)
-            for row in growing:
-                places[row].append(count)
-                count += 1
+            grown += growing
             if not sure or depth == self.gamma:
                 break
             if len(sure) < len(growing):
-                tokens = tokens.index_select(0, upload(sure, tokens.device))
-                growing = [growing[number] for number in sure]
-            logits = self._extend(growing, tokens)
+                numbers = [growing.index(row) for row in sure]
+                tokens = tokens.index_select(0, upload(numbers, tokens.device))
+                growing = sure
+            logits = self._extend(growing, tokens, depth)
         drafted = torch.cat(levels)
-        parts = [drafted]
-        if len(rows) > 1:
-            order = [place for row in rows for place in places[row]]
-            drafted = drafted.index_select(0, upload(order, drafted.device))
-            parts = drafted.split([len(places[row]) for row in rows])
+        if len(rows) == 1:
+            return [self._tree(rows[0], drafted, laws[rows[0]])]
+        places: dict[int, list[int]] = {row: [] for row in rows}  # of its tokens among all levels'
+        for place, row in enumerate(grown):
+            places[row].append(place)
+        order = upload([place for row in rows for place in places[row]], drafted.device)
+        parts = drafted.index_select(0, order).split([len(places[row]) for row in rows])
         return [self._tree(row, part, laws[row]) for row, part in zip(rows, parts, strict=True)]
 
     def _choose(
         self, rows: list[int], logits: Tensor, depth: int, laws: dict[int, list[Tensor]]
     ) -> tuple[Tensor, list[int]]:
-        """The next token of each row [R], and of which rows the draft goes on behind it."""
+        """The next token of each row [R], and the rows whose draft goes on behind it."""
         ranked = self.rank(dict.fromkeys(rows, 1), logits, depth)
         if self.theta:
             chances, tokens = ranked.softmax(-1).topk(1)
-            tokens = tokens.squeeze(1)
+            tokens = tokens.view(-1)
         else:
-            tokens = most_probable(ranked)
-        for number, row in enumerate(rows):
+            chances, tokens = None, most_probable(ranked)
+        for number, row in enumerate(() if self.greedy else rows):
             if is_drawn(self.memory[row].request):
                 drawn, law = self.draw(row, logits[number, None], depth, width=1)
                 tokens[number] = drawn[0, 0]
@@ -220,21 +228,20 @@ class SSD(LMDrafter):
                 if self.theta:
                     chances[number] = law[0, drawn[0, 0]]
         # Without a threshold the host need not wait for the device.
-        if not self.theta:
-            return tokens, [*range(len(rows))]
-        return tokens, [n for n, (chance,) in enumerate(chances.tolist()) if chance >= self.theta]
+        if chances is None:
+            return tokens, rows
+        known = zip(rows, chances.tolist(), strict=True)
+        return tokens, [row for row, (chance,) in known if chance >= self.theta]
 
-    def _extend(self, rows: list[int], tokens: Tensor) -> Tensor:
-        """Read one drafted token per row; return the logits [R, V] after it."""
-        segments = []
-        for row in rows:
-            cached = self.memory[row].cached
-            # In a chain a token sees all that is before it: there is nothing to hide.
-            segments.append(Segment(row, self.pool.lengths[row] + len(cached), 1, CAUSAL))
-            cached.append(len(cached) + 1)
+    def _extend(self, rows: list[int], tokens: Tensor, depth: int) -> Tensor:
+        """Read one drafted token per row, at a depth; return the logits [R, V] after it."""
+        lengths = self.pool.lengths
+        # In a chain a token sees all that is before it: there is nothing to hide.
+        segments = [Segment(row, lengths[row] + depth - 1, 1, CAUSAL) for row in rows]
         positions = [segment.start for segment in segments]
         return self.forward(tokens, positions, segments, asked=None)
 
     def _tree(self, row: int, tokens: Tensor, laws: list[Tensor]) -> Tree:
-        sources = [*range(len(tokens)), -1]
-        return Tree(chain(len(tokens)), tokens, self.draws(row, laws, sources))
+        count = tokens.numel()
+        self.memory[row].cached = [*range(1, count)]  # the last one was not read
+        return Tree(chain(count), tokens, self.draws(row, laws, [*range(count), -1]))
