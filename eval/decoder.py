@@ -91,20 +91,20 @@ class Verdict(NamedTuple):
 
     tokens: list[int]  # of the nodes, the root included
     greedy: list[int]  # argmax after each node
-    logits: Tensor | None  # [nodes, V] on the host; None for a greedy request
-    probs: Tensor | None  # that the tree was drawn from, on the host; None: it was not
+    logits: Tensor | None = None  # [nodes, V] on the host; None for a greedy request
+    probs: Tensor | None = None  # that the tree was drawn from, on the host; None: it was not
 
 
 def _laws(parts: list[Part], logits: Tensor) -> dict[tuple[int, str], Tensor]:
-    """Of the slots that sample: what from ("target"), and what their draft was drawn from
-    ("draft")."""
-    laws = {}
-    owns = logits.split([part.stop - part.root for part in parts])
-    for part, own in zip(parts, owns, strict=True):
+    """Of the slots that sample, the `logits` and `probs` of their verdicts, on the device."""
+    laws, first = {}, 0
+    for part in parts:
+        stop = first + part.stop - part.root
         if part.row.request.temperature > 0:
-            laws[part.slot, "target"] = own
+            laws[part.slot, "logits"] = logits[first:stop]
             if part.tree.draws:
-                laws[part.slot, "draft"] = part.tree.draws.probs
+                laws[part.slot, "probs"] = part.tree.draws.probs
+        first = stop
     return laws
 
 
@@ -135,6 +135,7 @@ class Decoder:
         self.timing = Timing()
         self._warned = False
         self._nothing = Tree.empty(target.device)
+        self._inference = torch.inference_mode()  # entered anew at every step
 
     def _pack(self, target: Target, rows: int, capacity: int) -> PackedTarget:
         return PackedTarget(target, rows, capacity)
@@ -151,9 +152,10 @@ class Decoder:
         waiting = enumerate(requests)
         self.rows = [None] * len(self.rows)
         while True:
-            yield from self._admit(waiting)
-            if not any(self.rows):
-                return
+            if not all(self.rows):
+                yield from self._admit(waiting)
+                if not any(self.rows):
+                    return
             yield from self.step()
 
     def _admit(self, waiting: Iterator[tuple[int, Request]]) -> Iterator[Update]:
@@ -177,22 +179,22 @@ class Decoder:
             self._guard([slot], self.drafter.start, slot, request)
         return row
 
-    @torch.inference_mode()
     def step(self) -> list[Update]:
         """Draft for, verify and advance every running row; return what each has gained."""
-        began = time.perf_counter()
-        parts = self._draft(self._share())
-        verdicts, features = self._verify(parts)
-        updates = []
-        for part, verdict in zip(parts, verdicts, strict=True):
-            update = self._advance(part, verdict, features)
-            if update:
-                updates.append(update)
-            if update and update.completion:
-                self.rows[part.slot] = None
-        self.timing.total += time.perf_counter() - began
-        self.timing.forwards += 1
-        return updates
+        with self._inference:
+            began = time.perf_counter()
+            parts = self._draft(self._share())
+            verdicts, features = self._verify(parts)
+            updates = []
+            for part, verdict in zip(parts, verdicts, strict=True):
+                update = self._advance(part, verdict, features)
+                if update:
+                    updates.append(update)
+                    if update.completion:
+                        self.rows[part.slot] = None
+            self.timing.total += time.perf_counter() - began
+            self.timing.forwards += 1
+            return updates
 
     def _share(self) -> list[tuple[int, Row, int]]:
         """(slot, row, unread tokens to read now) of the rows that take part in this step.
@@ -205,12 +207,14 @@ class Decoder:
                 shares.append((slot, row, 1))
             elif row:
                 prompts.append((row.index, slot, row))
+        if not prompts:
+            return shares
         for _, slot, row in sorted(prompts):
             count = min(len(row.unread), left)
             left -= count
             if count:
                 shares.append((slot, row, count))
-        return sorted(shares) if prompts else shares  # by slot, no two of which are equal
+        return sorted(shares)  # by slot, no two of which are equal
 
     def _draft(self, shares: list[tuple[int, Row, int]]) -> list[Part]:
         slots = [slot for slot, row, count in shares if row.drafts and self._can_draft(row, count)]
@@ -291,22 +295,17 @@ class Decoder:
     def _hear(self, asked: list[Part], ids: Tensor, logits: Tensor) -> dict[int, Verdict]:
         """By slot, the target's choices after the nodes of the parts that have reached their
         end."""
-        sampled = any(part.row.request.temperature > 0 for part in asked)
-        laws = _laws(asked, logits) if sampled else {}
+        laws = _laws(asked, logits)
         # The one synchronisation of the step; on CUDA the host waits here for the forward.
         wanted = (most_probable(logits), ids, *laws.values())
         choices, read, *known = self._timed(download, *wanted)
-        laws = dict(zip(laws, known, strict=True))
         choices, read, verdicts, first = choices.tolist(), read.tolist(), {}, 0
         for part in asked:
             stop = first + part.stop - part.root
-            verdicts[part.slot] = Verdict(
-                read[part.root : part.stop],
-                choices[first:stop],
-                laws.get((part.slot, "target")),
-                laws.get((part.slot, "draft")),
-            )
+            verdicts[part.slot] = Verdict(read[part.root : part.stop], choices[first:stop])
             first = stop
+        for (slot, name), law in zip(laws, known, strict=True):
+            verdicts[slot] = verdicts[slot]._replace(**{name: law})
         return verdicts
 
     def _advance(self, part: Part, verdict: Verdict | None, features: Tensor) -> Update | None:

@@ -87,10 +87,11 @@ def chain(length: int) -> Topology:
 
 def behind(count: int, topology: Topology) -> Topology:
     """A chain of `count` tokens with a topology behind it; the same object behind nothing."""
-    if count and len(topology) == 1:
+    if not count:
+        return topology
+    if len(topology) == 1:
         return chain(count)
-    parents = (parent + count for parent in topology.parents)
-    return Topology([*range(-1, count - 1), *parents]) if count else topology
+    return Topology([*range(-1, count - 1), *(parent + count for parent in topology.parents)])
 
 
 @dataclass(frozen=True)

@@ -214,24 +214,36 @@ class SSD(LMDrafter):
         self, rows: list[int], logits: Tensor, depth: int, laws: dict[int, list[Tensor]]
     ) -> tuple[Tensor, list[int]]:
         """The next token of each row [R], and the rows whose draft goes on behind it."""
-        ranked = self.rank(dict.fromkeys(rows, 1), logits, depth)
+        ranked = logits if self.greedy else self.rank(dict.fromkeys(rows, 1), logits, depth)
         if self.theta:
-            chances, tokens = ranked.softmax(-1).topk(1)
+            chances, tokens = ranked.softmax(-1, dtype=torch.float32).topk(1)
             tokens = tokens.view(-1)
         else:
             chances, tokens = None, most_probable(ranked)
-        for number, row in enumerate(() if self.greedy else rows):
+        if not self.greedy:
+            self._sample(rows, logits, depth, tokens, chances, laws)
+        if chances is None:  # without a threshold the host need not wait for the device
+            return tokens, rows
+        known = zip(rows, chances.tolist(), strict=True)
+        return tokens, [row for row, (chance,) in known if chance >= self.theta]
+
+    def _sample(
+        self,
+        rows: list[int],
+        logits: Tensor,
+        depth: int,
+        tokens: Tensor,
+        chances: Tensor | None,
+        laws: dict[int, list[Tensor]],
+    ) -> None:
+        """Replace the tokens of rows that draw theirs, and the chances."""
+        for number, row in enumerate(rows):
             if is_drawn(self.memory[row].request):
                 drawn, law = self.draw(row, logits[number, None], depth, width=1)
                 tokens[number] = drawn[0, 0]
                 laws[row].append(law)
-                if self.theta:
+                if chances is not None:
                     chances[number] = law[0, drawn[0, 0]]
-        # Without a threshold the host need not wait for the device.
-        if chances is None:
-            return tokens, rows
-        known = zip(rows, chances.tolist(), strict=True)
-        return tokens, [row for row, (chance,) in known if chance >= self.theta]
 
     def _extend(self, rows: list[int], tokens: Tensor, depth: int) -> Tensor:
         """Read one drafted token per row, at a depth; return the logits [R, V] after it."""
