@@ -12,6 +12,7 @@ import time
 import warnings
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from specdraft.recipes.errors import DataError, in_a_line
 PREFILL = 1024  # prompt tokens that one step reads at most, over all rows
 
 
-@dataclass
+@dataclass(slots=True)
 class Timing:
     """Seconds of the loop, and tokens that were real and pads, summed over steps.
 
@@ -49,7 +50,7 @@ class Timing:
     cache_pads: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class Row:
     """A running request: what is committed, and what of it the target has not read."""
 
@@ -135,7 +136,6 @@ class Decoder:
         self.timing = Timing()
         self._warned = False
         self._nothing = Tree.empty(target.device)
-        self._inference = torch.inference_mode()  # entered anew at every step
 
     def _pack(self, target: Target, rows: int, capacity: int) -> PackedTarget:
         return PackedTarget(target, rows, capacity)
@@ -181,7 +181,9 @@ class Decoder:
 
     def step(self) -> list[Update]:
         """Draft for, verify and advance every running row; return what each has gained."""
-        with self._inference:
+        # To enter it costs as much as a handful of operations: who runs many steps may hold it.
+        held = torch.is_inference_mode_enabled()
+        with nullcontext() if held else torch.inference_mode():
             began = time.perf_counter()
             parts = self._draft(self._share())
             verdicts, features = self._verify(parts)

@@ -59,7 +59,8 @@ class Engine:
         decoder.timing = Timing()
         before = _spent(drafter)
         began = time.perf_counter()
-        ended = [update.completion for update in self.stream(requests) if update.completion]
+        with torch.inference_mode():
+            ended = [update.completion for update in self.stream(requests) if update.completion]
         seconds = time.perf_counter() - began
         completions = sorted(ended, key=lambda done: done.index)
         for done in completions:

@@ -28,7 +28,7 @@ from specdraft.models.lstm import State
 from specdraft.models.target import Target
 
 
-@dataclass
+@dataclass(slots=True)
 class Memory:
     """What one row has to read, and the LSTM's way back by up to K - 1 positions.
 

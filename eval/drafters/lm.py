@@ -25,7 +25,7 @@ from specdraft.eval.tree import Draws, Tree, chain
 from specdraft.models.target import Target
 
 
-@dataclass
+@dataclass(slots=True)
 class Memory:
     """What one row has committed and drafted. The pool's length says how much of it is cached."""
 
@@ -187,7 +187,7 @@ class SSD(LMDrafter):
         self.gamma, self.theta = gamma, theta
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
-        laws: dict[int, list[Tensor]] = {row: [] for row in rows}
+        laws: dict[int, list[Tensor]] = {row: [] for row in rows}  # of those that draw
         growing, levels, grown = rows, [], []
         for depth in range(1, self.gamma + 1):
             tokens, sure = self._choose(growing, logits, depth, laws)
@@ -215,14 +215,14 @@ class SSD(LMDrafter):
     ) -> tuple[Tensor, list[int]]:
         """The next token of each row [R], and the rows whose draft goes on behind it."""
         ranked = logits if self.greedy else self.rank(dict.fromkeys(rows, 1), logits, depth)
-        if self.theta:
+        if self.theta and depth < self.gamma:
             chances, tokens = ranked.softmax(-1, dtype=torch.float32).topk(1)
             tokens = tokens.view(-1)
         else:
             chances, tokens = None, most_probable(ranked)
         if not self.greedy:
             self._sample(rows, logits, depth, tokens, chances, laws)
-        if chances is None:  # without a threshold the host need not wait for the device
+        if chances is None:  # no threshold, or the end: the host need not wait for the device
             return tokens, rows
         known = zip(rows, chances.tolist(), strict=True)
         return tokens, [row for row, (chance,) in known if chance >= self.theta]
