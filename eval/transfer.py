@@ -15,35 +15,43 @@ from torch import Tensor
 SLAB = 4096  # integers
 
 
-class _Slab(threading.local):
-    """Host memory of one thread, handed out slice by slice and each slot once: what someone holds
-    is never written again."""
+class _Slab:
+    """Host memory handed out slice by slice and each slot once: what someone holds is never
+    written again."""
 
-    def __init__(self):
-        self._renew()
-
-    def _renew(self) -> None:
-        memory = array("q", bytes(8 * SLAB))
+    def __init__(self, size: int = SLAB):
+        memory = array("q", bytes(8 * size))
         self.used, self.writable = 0, memoryview(memory)
         with torch.inference_mode(False):  # or its slices could take no part in training
             self.tensor = torch.frombuffer(memory, dtype=torch.long)
 
-    def hold(self, values: Sequence[int]) -> Tensor:
-        """The values, SLAB at most, as a slice [N]."""
-        if self.used + len(values) > SLAB:
-            self._renew()
-        first, self.used = self.used, self.used + len(values)
-        self.writable[first : self.used] = array("q", values)
-        return self.tensor[first : self.used]
+    def hold(self, values: array) -> Tensor | None:
+        """The values as a slice [N]; None when there is no room left."""
+        first = self.used
+        self.used = stop = first + len(values)
+        if stop > len(self.writable):
+            return None
+        self.writable[first:stop] = values
+        return self.tensor[first:stop]
 
 
-_slab = _Slab()
+class _Slabs(threading.local):
+    """The slab that a thread writes on."""
+
+    def __init__(self):
+        self.current = _Slab()
+
+
+_slabs = _Slabs()
 
 
 def upload(values: Sequence[int], device: torch.device) -> Tensor:
     """Integers as a long tensor [N] on a device; the host does not wait."""
-    if device.type == "cpu" and len(values) <= SLAB:
-        return _slab.hold(values)
+    if device.type == "cpu":
+        packed = array("q", values)
+        while (held := _slabs.current.hold(packed)) is None:
+            _slabs.current = _Slab(max(SLAB, len(packed)))
+        return held
     if device.type != "cuda":
         return torch.tensor(values, dtype=torch.long, device=device)
     pinned = torch.tensor(values, dtype=torch.long).pin_memory()

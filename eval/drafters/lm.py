@@ -76,8 +76,12 @@ class LMDrafter:
         memory.draft, memory.cached = None, []
 
     def draft(self, rows: list[int]) -> list[Tree]:
-        able = [row for row in rows if len(self.memory[row].tokens) <= self.room]
-        self.greedy = all(self.memory[row].request.temperature == 0 for row in able)
+        able, self.greedy = [], True
+        for row in rows:
+            memory = self.memory[row]
+            if len(memory.tokens) <= self.room:
+                able.append(row)
+                self.greedy = self.greedy and memory.request.temperature == 0
         trees = dict(zip(able, self.grow(able, self._read(able)), strict=True)) if able else {}
         for row, tree in trees.items():
             self.memory[row].draft = tree
