@@ -276,7 +276,7 @@ class Decoder:
         features, logits = self._timed(self._forward, ids, positions, segments, nodes)
         timing.inputs += count
         timing.input_pads += self.packed.inputs - count
-        verdicts = self._hear(asked, ids, logits) if asked else {}
+        verdicts = self._verdicts(asked, ids, logits) if asked else {}
         return [verdicts.get(part.slot) for part in parts], features
 
     def _timed(self, call, *arguments):
@@ -294,9 +294,8 @@ class Decoder:
         asked = features if nodes is None else features.index_select(0, nodes)
         return features, self.target.logits(asked)
 
-    def _hear(self, asked: list[Part], ids: Tensor, logits: Tensor) -> dict[int, Verdict]:
-        """By slot, the target's choices after the nodes of the parts that have reached their
-        end."""
+    def _verdicts(self, asked: list[Part], ids: Tensor, logits: Tensor) -> dict[int, Verdict]:
+        """By slot, of the parts that have reached their end."""
         laws = _laws(asked, logits)
         # The one synchronisation of the step; on CUDA the host waits here for the forward.
         wanted = (most_probable(logits), ids, *laws.values())

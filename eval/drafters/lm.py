@@ -191,7 +191,7 @@ class SSD(LMDrafter):
         self.gamma, self.theta = gamma, theta
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
-        laws: dict[int, list[Tensor]] = {row: [] for row in rows}  # of those that draw
+        laws: dict[int, list[Tensor]] = {row: [] for row in rows}  # filled where drawn
         growing, levels, grown = rows, [], []
         for depth in range(1, self.gamma + 1):
             tokens, sure = self._choose(growing, logits, depth, laws)
@@ -225,29 +225,17 @@ class SSD(LMDrafter):
         else:
             chances, tokens = None, most_probable(ranked)
         if not self.greedy:
-            self._sample(rows, logits, depth, tokens, chances, laws)
+            for number, row in enumerate(rows):
+                if is_drawn(self.memory[row].request):
+                    drawn, law = self.draw(row, logits[number, None], depth, width=1)
+                    tokens[number] = drawn[0, 0]
+                    laws[row].append(law)
+                    if chances is not None:
+                        chances[number] = law[0, drawn[0, 0]]
         if chances is None:  # no threshold, or the end: the host need not wait for the device
             return tokens, rows
         known = zip(rows, chances.tolist(), strict=True)
         return tokens, [row for row, (chance,) in known if chance >= self.theta]
-
-    def _sample(
-        self,
-        rows: list[int],
-        logits: Tensor,
-        depth: int,
-        tokens: Tensor,
-        chances: Tensor | None,
-        laws: dict[int, list[Tensor]],
-    ) -> None:
-        """Replace the tokens of rows that draw theirs, and the chances."""
-        for number, row in enumerate(rows):
-            if is_drawn(self.memory[row].request):
-                drawn, law = self.draw(row, logits[number, None], depth, width=1)
-                tokens[number] = drawn[0, 0]
-                laws[row].append(law)
-                if chances is not None:
-                    chances[number] = law[0, drawn[0, 0]]
 
     def _extend(self, rows: list[int], tokens: Tensor, depth: int) -> Tensor:
         """Read one drafted token per row, at a depth; return the logits [R, V] after it."""
