@@ -183,6 +183,27 @@ def test_a_report_is_written_whole_and_shown(report, tmp_path, capsys):
     assert "a step" in shown
 
 
+def test_baselines_run_in_the_same_mode_as_ours(tiny):
+    methods = ["plain", "generate", "hf_prompt_lookup", "hf_assisted"]
+    recipe = load_recipe("recipes/tiny_distill.yaml", ["eval.limit=1", "eval.max_new_tokens=4"])
+    student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
+    modes = []
+    seen = tiny.model.base_model.layers[0].register_forward_pre_hook(
+        lambda *_: modes.append(torch.is_inference_mode_enabled())
+    )
+    runner = {
+        name: make_method(name, recipe, tiny, Trained(student=student), 600) for name in methods
+    }
+    modes.clear()  # of what the making reads
+    prompts = load_prompts(recipe, tiny.tokenizer)
+    with seen:
+        for name in methods:
+            runner[name]([Request(prompts[0].input_ids, 4)])
+            assert modes, name
+            assert all(modes), name
+            modes.clear()
+
+
 def test_a_narrow_terminal_loses_no_column(report, capsys):
     print_report(report, Console(width=40))
     shown = capsys.readouterr().out
