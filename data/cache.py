@@ -15,18 +15,18 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from rich.console import Console
 from rich.table import Table
 
-from specdraft.data.feature_cache import FeatureCache
-from specdraft.data.online_features import Features
+from specdraft.data.store.feature_cache import FeatureCache
+from specdraft.data.store.online_features import Features
+from specdraft.data.store.tokens import TokenCache
 from specdraft.data.template import preview
-from specdraft.data.tokens import TokenCache
-from specdraft.eval.answers import build_caches
+from specdraft.eval.generation.answers import build_caches
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
+from specdraft.train.fit.ranks import load_target
 from specdraft.train.plan import counted, duration, lines, make_plan, measured_flops
-from specdraft.train.ranks import load_target
 
 
 @entry

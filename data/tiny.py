@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from specdraft.data.tiny_card import write_card
-from specdraft.data.tiny_measure import measure
-from specdraft.data.tiny_tokenizer import build_tokenizer
-from specdraft.data.tiny_train import TrainSettings, load_trained, train
-from specdraft.data.world import conversations, held_out_prompts
+from specdraft.data.world.card import write_card
+from specdraft.data.world.measures import measure
+from specdraft.data.world.tokenizer import build_tokenizer
+from specdraft.data.world.training import TrainSettings, load_trained, train
+from specdraft.data.world.world import conversations, held_out_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLES = {"user": "human", "assistant": "gpt"}  # in ShareGPT's words

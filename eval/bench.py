@@ -8,8 +8,9 @@ several batch sizes it ends with their curves: each method over plain decoding o
 A method may be decoded the vanilla padded way (METHOD:padded, METHOD:pad_kv, METHOD:pad_inputs;
 EMS-SD, Table 2) or from one queue instead of batches that end together (METHOD:dynamic).
 
-Cut off, the same command goes on where it stopped (DIR/measured.jsonl, eval/logbook.py). A method
-that fails on a prompt is shown as failed there, the others go on, and the exit code is 1.
+Cut off, the same command goes on where it stopped (DIR/measured.jsonl,
+eval/measure/logbook.py). A method that fails on a prompt is shown as failed there, the others go
+on, and the exit code is 1.
 """
 
 import argparse
@@ -20,15 +21,15 @@ from pathlib import Path
 
 from specdraft.data.fingerprint import of_settings
 from specdraft.data.prompts import Prompt, load_prompts
-from specdraft.eval.logbook import NAME, Logbook
-from specdraft.eval.report import (
+from specdraft.eval.drafters.trained import Trained, load_trained
+from specdraft.eval.measure.logbook import NAME, Logbook
+from specdraft.eval.measure.report import (
     environment,
     evaluate,
     print_curves,
     print_report,
     write_report,
 )
-from specdraft.eval.trained import Trained, load_trained
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from specdraft.data.chat import read_conversations
 from specdraft.eval.drafters.maxgram import CONTINUATIONS
-from specdraft.eval.suffix import Suffixes
+from specdraft.eval.drafters.suffix import Suffixes
 from specdraft.models.target import BUNDLED, bundled_target_dir, load_tokenizer
 from specdraft.recipes.errors import entry
 

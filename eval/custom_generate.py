@@ -28,16 +28,16 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from specdraft.eval.decoder import Decoder
-from specdraft.eval.drafter import Drafter
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
-from specdraft.eval.generate_call import GenerateCall, read_call
-from specdraft.eval.methods import make_maxgram
-from specdraft.eval.static import StaticTree
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.drafter import Drafter
+from specdraft.eval.generation.generate_call import GenerateCall, read_call
+from specdraft.eval.measure.methods import make_maxgram
 from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.maxgram import MaxGramTable, load_table
 from specdraft.models.medusa import MedusaHeads, load_medusa

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
 from specdraft.data.template import preview
-from specdraft.eval.cache_checkup import Caches, check_caches
-from specdraft.eval.drafter_checkup import check_drafters, check_methods
-from specdraft.eval.finding import FAIL, print_findings
+from specdraft.eval.checkup.caches import Caches, check_caches
+from specdraft.eval.checkup.drafters import check_drafters, check_methods
+from specdraft.eval.checkup.finding import FAIL, print_findings
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry

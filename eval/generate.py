@@ -15,10 +15,10 @@ from contextlib import suppress
 
 from rich.console import Console
 
-from specdraft.eval.chat import Chat
-from specdraft.eval.live import Answer, show
-from specdraft.eval.report import cpu_threads
-from specdraft.eval.trained import showcase
+from specdraft.eval.drafters.trained import showcase
+from specdraft.eval.generation.chat import Chat
+from specdraft.eval.generation.live import Answer, show
+from specdraft.eval.measure.report import cpu_threads
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import UserError, entry

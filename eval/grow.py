@@ -18,10 +18,10 @@ import yaml
 from torch import Tensor
 
 from specdraft.data.prompts import validation_prompts
-from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.medusa import MedusaDrafter
-from specdraft.eval.request import Request
-from specdraft.eval.static import StaticTree
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
 from specdraft.models.falcon import FalconHead, block_index, load_head
 from specdraft.models.medusa import MedusaHeads, load_medusa
 from specdraft.models.target import Target

@@ -3,8 +3,9 @@
     python eval/tune.py recipes/tiny_cascade.yaml [--method ssd] [--by swi] [--candidates 24]
         [--prompts 16] [--out FILE.yaml] [section.key=value ..]
 
-Successive halving (eval/tuning.py) by wall-clock over plain decoding or by SWI with measured costs.
-SWI leaves out that verifying longer drafts takes longer, and that Max-Gram takes any time at all.
+Successive halving (eval/measure/tuning.py) by wall-clock over plain decoding or by SWI
+with measured costs. SWI leaves out that verifying longer drafts takes longer, and that Max-Gram
+takes any time at all.
 Writes the best setting as a part of a recipe, which any command takes after the recipe:
 
     python eval/bench.py recipes/tiny_cascade.yaml runs/tiny_cascade/tuned_cascade.yaml
@@ -16,8 +17,8 @@ import yaml
 from rich.console import Console
 
 from specdraft.data.prompts import tuning_prompts
-from specdraft.eval.trained import load_trained
-from specdraft.eval.tuning import (
+from specdraft.eval.drafters.trained import load_trained
+from specdraft.eval.measure.tuning import (
     FIRST,
     SPACES,
     Measured,

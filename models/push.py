@@ -9,12 +9,12 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from specdraft.models.card import KINDS
 from specdraft.models.hub import check_login
+from specdraft.models.publish import only_kind, publish
 from specdraft.recipes.errors import HeadError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import OutputSection
-from specdraft.train.card import KINDS
-from specdraft.train.publish import only_kind, publish
 
 
 @entry

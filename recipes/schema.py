@@ -278,7 +278,7 @@ class EvalSection(Section):
     temperature: NonNegative = 0.0  # 0: greedy
     top_k: Natural = 0  # 0: off
     top_p: Annotated[float, Interval(0, 1, above=True)] = 1.0
-    # Rule when sampling: eval/accept.py. rsd_c, rsd_s, specinfer and spectr have their own.
+    # Rule when sampling: eval/engine/accept.py. rsd_c, rsd_s, specinfer and spectr have their own.
     acceptance: Acceptance = "gumbel"
     batch_size: Count = 1  # rows decoded at once
     repeats: Count = 1  # times each batch is decoded; the median by wall-clock stands

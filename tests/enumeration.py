@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specdraft.eval.accept import Chance, Rule
-from specdraft.eval.tree import Draws, Topology, Tree
+from specdraft.eval.engine.accept import Chance, Rule
+from specdraft.eval.engine.tree import Draws, Topology, Tree
 
 Text = tuple[int, ...]
 Laws = dict[Text, Tensor]

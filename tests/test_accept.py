@@ -7,7 +7,7 @@ import pytest
 import torch
 from enumeration import KINDS, branches, drawn, law_error, play, random_laws
 
-from specdraft.eval.accept import (
+from specdraft.eval.engine.accept import (
     RULES,
     block,
     kseq,
@@ -18,8 +18,8 @@ from specdraft.eval.accept import (
     sample_and_walk,
     walk,
 )
-from specdraft.eval.sampling import SeededChance
-from specdraft.eval.tree import Draws, Topology, Tree, chain
+from specdraft.eval.engine.sampling import SeededChance
+from specdraft.eval.engine.tree import Draws, Topology, Tree, chain
 
 EXACT = 1e-12
 SIBLINGS = {count: Topology([-1] + [0] * count) for count in (1, 2, 3)}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from enumeration import drawn, law_error, play, random_laws
 
-from specdraft.eval.accept import kseq, multistep, recursive, sample_and_walk, walk
-from specdraft.eval.sampling import warp
-from specdraft.eval.tree import Draws, Topology, Tree, chain
+from specdraft.eval.engine.accept import kseq, multistep, recursive, sample_and_walk, walk
+from specdraft.eval.engine.sampling import warp
+from specdraft.eval.engine.tree import Draws, Topology, Tree, chain
 
 WRONG = 1e-3
 THREE, TWO_BY_TWO = Topology([-1, 0, 0, 0]), Topology([-1, 0, 0, 1, 1, 2, 2])

@@ -6,19 +6,19 @@ from random_models import VOCAB, random_head, random_target
 from test_decoder import decode, plain_tokens, prompts
 from test_lm_drafter import near
 
-from specdraft.eval.accept import review_greedy
-from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.cascade import CascadeDrafter, Reviewer
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.suffix import FirstSuffixes
 from specdraft.eval.drafters.tail import MaxGramTail, deepest, grafted, path_to
-from specdraft.eval.methods import make_method
-from specdraft.eval.request import Request
-from specdraft.eval.static import StaticTree
-from specdraft.eval.suffix import FirstSuffixes
-from specdraft.eval.trained import Trained, load_trained
-from specdraft.eval.tree import Topology, Tree
+from specdraft.eval.drafters.trained import Trained, load_trained
+from specdraft.eval.engine.accept import review_greedy
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.tree import Topology, Tree
+from specdraft.eval.measure.methods import make_method
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, HeadError, RecipeError, TargetError

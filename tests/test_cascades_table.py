@@ -14,12 +14,12 @@ from test_decoder import prompts as random_prompts
 from test_lm_drafter import near
 
 from specdraft.data.prompts import Prompt, load_prompts, tuning_prompts
-from specdraft.eval import contenders as module
-from specdraft.eval.contenders import Contender, alone, contenders, measured, tuned
-from specdraft.eval.questions import make_requests
-from specdraft.eval.trained import Trained
-from specdraft.eval.tuning import SPACES, Measured, applied, k_of, settings, space_of
-from specdraft.eval.turns import balanced, take_turns
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.questions import make_requests
+from specdraft.eval.measure.tuning import SPACES, Measured, applied, k_of, settings, space_of
+from specdraft.eval.measure.turns import balanced, take_turns
+from specdraft.eval.papers import contenders as module
+from specdraft.eval.papers.contenders import Contender, alone, contenders, measured, tuned
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.student import make_student
 from specdraft.models.target import Target
@@ -230,7 +230,7 @@ def test_the_command_tunes_on_other_prompts_than_it_measures(drafters, tmp_path,
     monkeypatch.setattr(module, "Measured", Watched)
     out = tmp_path / "deep" / "table.json"
     options = ["--candidates", "2", "--prompts", "2", "--by", "swi", "--out", str(out)]
-    done = run_here("eval/cascades.py", RECIPE, *drafters, *options)
+    done = run_here("eval/papers/cascades.py", RECIPE, *drafters, *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     recipe, tokenizer = load_recipe(RECIPE, drafters), Target.load("tiny").tokenizer
@@ -283,7 +283,7 @@ def check_gains(report: dict) -> None:
 )  # fmt: skip
 def test_bad_input_is_one_clear_line(drafters, overrides, message, tmp_path):
     out = tmp_path / "new" / "table.json"
-    done = run_here("eval/cascades.py", RECIPE, *drafters, "--out", str(out), *overrides)
+    done = run_here("eval/papers/cascades.py", RECIPE, *drafters, "--out", str(out), *overrides)
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if message in line]
     assert "Traceback" not in done.stderr

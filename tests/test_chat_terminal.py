@@ -11,10 +11,10 @@ import pytest
 from commands import ROOT, SURROUNDINGS, run_here
 from rich.console import Console
 
-from specdraft.eval.chat import Chat
-from specdraft.eval.decoder import Decoder
-from specdraft.eval.live import Answer, show
-from specdraft.eval.request import Request, Step, Update
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request, Step, Update
+from specdraft.eval.generation.chat import Chat
+from specdraft.eval.generation.live import Answer, show
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import load_recipe

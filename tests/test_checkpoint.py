@@ -18,7 +18,7 @@ from test_loop import ToyRows, assert_close, command, end, log_lines, train, two
 from specdraft.models.falcon import FalconHead
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import CacheError, RecipeError
-from specdraft.train.checkpoint import (
+from specdraft.train.fit.checkpoint import (
     FREE,
     Checkpoints,
     Launch,
@@ -26,7 +26,7 @@ from specdraft.train.checkpoint import (
     read_state,
     save_drafter,
 )
-from specdraft.train.interrupt import StopRequest
+from specdraft.train.fit.interrupt import StopRequest
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from random_models import VOCAB, random_head, random_target
 
-from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
-from specdraft.eval.request import Request
-from specdraft.eval.static import StaticTree
-from specdraft.eval.tree import Topology, Tree
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.tree import Topology, Tree
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, TargetError
 

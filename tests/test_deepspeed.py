@@ -14,7 +14,7 @@ from test_checkpoint import wait_for
 from test_loop import assert_close, end, log_lines, train
 
 from specdraft.models.falcon import FalconHead
-from specdraft.train.checkpoint import read_state
+from specdraft.train.fit.checkpoint import read_state
 
 deepspeed = pytest.importorskip("deepspeed", reason="needs pip install 'specdraft[deepspeed]'")
 ROOT = Path(__file__).parents[1]

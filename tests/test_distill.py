@@ -20,11 +20,11 @@ from specdraft.models.student import make_student
 from specdraft.models.target import TargetEnds
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict, load_recipe
-from specdraft.train.batches import Loader, SamplingPlan
-from specdraft.train.distillation import Distillation
-from specdraft.train.loop import fit
-from specdraft.train.on_policy import OnPolicy, answer_starts, check_prompts
-from specdraft.train.ranks import make_accelerator
+from specdraft.train.fit.batches import Loader, SamplingPlan
+from specdraft.train.fit.loop import fit
+from specdraft.train.fit.ranks import make_accelerator
+from specdraft.train.objectives.distillation import Distillation
+from specdraft.train.objectives.on_policy import OnPolicy, answer_starts, check_prompts
 
 RECIPES = ROOT / "recipes"
 MIXED = {"distill.on_policy": 0.5, "distill.max_new_tokens": 5, "distill.jsd": 0.5}

@@ -14,8 +14,8 @@ import torch
 from commands import ROOT, run_here
 from transformers import AutoTokenizer
 
-from specdraft.data import shards
-from specdraft.eval import drafter_checkup
+from specdraft.data.store import shards
+from specdraft.eval.checkup import drafters as drafter_checkup
 from specdraft.models.target import bundled_target_dir
 
 SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=24"]

@@ -9,11 +9,11 @@ from random_models import random_target
 from test_placement import accelerator
 from test_regenerate import contents
 
-from specdraft.data.tokens import TokenCache
-from specdraft.eval.answers import build_token_cache
+from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import LMDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.generation.answers import build_token_cache
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError

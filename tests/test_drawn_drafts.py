@@ -11,15 +11,15 @@ from random_models import random_target
 from test_decoder import prompts
 from test_rules_in_decoder import WARP, check_law, fits
 
-from specdraft.eval.accept import RULES
-from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.beam import Beams, StochasticBeam, conditioned, step
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.drawing import draw
 from specdraft.eval.drafters.lm import SSD
-from specdraft.eval.request import Request
-from specdraft.eval.sampling import gumbel
-from specdraft.eval.tree import Draws, Topology, Tree, chain
+from specdraft.eval.engine.accept import RULES
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.sampling import gumbel
+from specdraft.eval.engine.tree import Draws, Topology, Tree, chain
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 

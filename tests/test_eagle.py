@@ -8,19 +8,19 @@ from random_models import random_head, random_target
 from test_decoder import decode, plain_tokens, prompts
 from test_loop import ToyRows, log_lines, make_ends, make_head, make_recipe
 
-from specdraft.eval.decoder import Decoder
-from specdraft.eval.methods import make_drafter, make_method
-from specdraft.eval.request import Request
-from specdraft.eval.trained import Trained, load_trained
+from specdraft.eval.drafters.trained import Trained, load_trained
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
+from specdraft.eval.measure.methods import make_drafter, make_method
 from specdraft.models.falcon import FalconHead, load_head
+from specdraft.models.shapes import TargetShape, head_config
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
-from specdraft.train.csgd import CoupledGlancing
 from specdraft.train.eagle import check
+from specdraft.train.fit.loop import fit
+from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.heads import sar_head
-from specdraft.train.loop import fit
-from specdraft.train.ranks import make_accelerator
-from specdraft.train.shapes import TargetShape, head_config
+from specdraft.train.objectives.csgd import CoupledGlancing
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RECIPE = RECIPES / "tiny_eagle.yaml"

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from specdraft.eval.ewif import (
+from specdraft.eval.measure.ewif import (
     Proposer,
     best_assignment,
     ewif,
@@ -17,8 +17,13 @@ from specdraft.eval.ewif import (
     of_mixture,
     simulate,
 )
-from specdraft.eval.plot import chosen, read_runs
-from specdraft.eval.plots import acceptance_by_position, of_horizontal_cascade, of_one_drafter, save
+from specdraft.eval.papers.plot import chosen, read_runs
+from specdraft.eval.papers.plots import (
+    acceptance_by_position,
+    of_horizontal_cascade,
+    of_one_drafter,
+    save,
+)
 from specdraft.recipes.errors import DataError
 
 

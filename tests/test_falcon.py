@@ -4,10 +4,10 @@ import pytest
 import torch
 from random_models import VOCAB, kept_for_backward, random_head, random_target
 
-from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.request import Request
-from specdraft.eval.static import StaticTree
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.lstm import LSTM
 from specdraft.recipes.errors import TargetError

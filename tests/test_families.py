@@ -9,12 +9,12 @@ from random_models import HIDDEN, VOCAB, random_head
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
-from specdraft.eval.packed import PackedTarget
-from specdraft.eval.request import Request
-from specdraft.eval.static import StaticTree
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.engine.request import Request
 from specdraft.models.target import Target, TargetEnds, identity
 from specdraft.recipes.errors import TargetError
 

@@ -18,10 +18,11 @@ import torch
 from test_tokens import chats, recipe, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdraft.data import shards, whole
-from specdraft.data.features import FeatureCache, build_features
-from specdraft.data.storage import Storage
-from specdraft.data.tokens import build_tokens
+from specdraft.data import whole
+from specdraft.data.store import shards
+from specdraft.data.store.features import FeatureCache, build_features
+from specdraft.data.store.storage import Storage
+from specdraft.data.store.tokens import build_tokens
 from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError, DataError
 
@@ -165,9 +166,9 @@ def test_a_finished_cache_needs_no_forward(made):
 
 KILLED = """
 import os, signal, sys
-from specdraft.data import shards
+from specdraft.data.store import shards
 from test_features import build, make_target
-from specdraft.data.tokens import TokenCache
+from specdraft.data.store.tokens import TokenCache
 from specdraft.recipes.load import load_recipe
 write, written = os.fsync, []
 def fsync(handle):

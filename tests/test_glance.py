@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdraft.models.falcon import block_index
-from specdraft.train.glance import (
+from specdraft.train.objectives.glance import (
     block_offsets,
     choose_runs,
     glancing_ratio,

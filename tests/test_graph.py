@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from specdraft.eval.graph import TokenGraph
+from specdraft.eval.drafters.token_graph import TokenGraph
 
 CONTEXT = [0, 2, 1, 0, 1]
 

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from local_hub import DROP, LocalHub
 
+from specdraft.models.card import PICTURE
+from specdraft.models.curve import curve
 from specdraft.models.hub import fetch, is_hub_id
+from specdraft.models.publish import contents
 from specdraft.recipes.errors import HubError
 from specdraft.recipes.load import from_dict, load_recipe
-from specdraft.train.card import PICTURE
-from specdraft.train.curve import curve
-from specdraft.train.publish import contents
 
 # Three small runs are made once for all tests: keep them in one worker.
 

@@ -20,12 +20,14 @@ TEXTS = (".py", ".md", ".yaml", ".json", ".toml", ".txt", ".jinja")
 HIDDEN = {"datasets", "evaluate", "logging", "tokenizers", "trl", "code", "queue", "token", "peft"}
 VAGUE = {"utils", "util", "common", "helpers", "helper", "misc", "core"}
 
-NAMED_IN_THE_DESIGN = """recipes/schema.py recipes/load.py recipes/errors.py
-recipes/static_trees.py models/target.py models/falcon.py data/cache.py data/chat.py data/tokens.py
-data/features.py data/prompts.py data/regenerate.py data/tiny.py eval/tree.py eval/kv.py
-eval/packed.py eval/accept.py eval/decoder.py eval/report.py eval/bench.py eval/generate.py
-train/loop.py train/losses.py train/glance.py train/checkpoint.py train/falcon.py pyproject.toml
-constraints.txt README.md LICENSE .gitignore .ci/run"""
+NAMED_IN_THE_DESIGN = """recipes/schema.py
+recipes/load.py recipes/errors.py recipes/static_trees.py models/target.py
+models/falcon.py data/cache.py data/chat.py data/store/tokens.py data/store/features.py
+data/prompts.py data/regenerate.py data/tiny.py eval/engine/tree.py eval/engine/kv.py
+eval/engine/packed.py eval/engine/accept.py eval/engine/decoder.py eval/measure/report.py
+eval/bench.py eval/generate.py train/fit/loop.py train/objectives/losses.py
+train/objectives/glance.py train/fit/checkpoint.py train/falcon.py pyproject.toml constraints.txt
+README.md LICENSE .gitignore .ci/run"""
 
 
 def short(path: Path) -> str:

@@ -5,10 +5,10 @@ import torch
 from random_models import VOCAB, random_target
 from test_decoder import decode, plain_tokens, prompts
 
-from specdraft.eval.accept import RULES
-from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.lm import SSD
-from specdraft.eval.request import Request
+from specdraft.eval.engine.accept import RULES
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
 from specdraft.models.target import Target
 
 # A drafter that raises is left out with a warning, and every output is right without it.

@@ -16,13 +16,13 @@ from commands import ROOT, SURROUNDINGS, run_here
 from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.categories import macro
-from specdraft.eval.decoder import Timing
-from specdraft.eval.logbook import NAME, Logbook
-from specdraft.eval.outcome import Outcome
-from specdraft.eval.report import evaluate, print_report, tokens_per_step, write_report
-from specdraft.eval.request import Completion, Step
-from specdraft.eval.trained import Trained
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.engine.decoder import Timing
+from specdraft.eval.engine.request import Completion, Step
+from specdraft.eval.measure.categories import macro
+from specdraft.eval.measure.logbook import NAME, Logbook
+from specdraft.eval.measure.outcome import Outcome
+from specdraft.eval.measure.report import evaluate, print_report, tokens_per_step, write_report
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError

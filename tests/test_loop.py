@@ -22,11 +22,11 @@ from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import TargetEnds
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict
-from specdraft.train.batches import Loader, SamplingPlan, collate
-from specdraft.train.csgd import CoupledGlancing
-from specdraft.train.loop import fit
-from specdraft.train.ranks import make_accelerator
-from specdraft.train.schedules import learning_rate, total_steps
+from specdraft.train.fit.batches import Loader, SamplingPlan, collate
+from specdraft.train.fit.loop import fit
+from specdraft.train.fit.ranks import make_accelerator
+from specdraft.train.fit.schedules import learning_rate, total_steps
+from specdraft.train.objectives.csgd import CoupledGlancing
 
 HIDDEN, VOCAB, SCALE = 16, 23, 3.0
 

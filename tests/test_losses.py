@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div, smooth_l1_loss
 
-from specdraft.train.losses import ChunkedDistillation, head_loss
+from specdraft.train.objectives.losses import ChunkedDistillation, head_loss
 
 WEIGHTS = {"feature_scale": 2.5, "feature_weight": 1.3, "distill_weight": 0.1, "soft_weight": 0.9}
 

@@ -20,12 +20,12 @@ from random_models import VOCAB, random_target
 from small_tokenizer import CHATML_MARKED, small_tokenizer
 
 from specdraft.data import fingerprint
-from specdraft.data.tokens import TokenCache, build_tokens
-from specdraft.eval.decoder import Decoder
+from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
-from specdraft.eval.request import Request
-from specdraft.eval.suffix import FirstSuffixes, RecentSuffixes
+from specdraft.eval.drafters.suffix import FirstSuffixes, RecentSuffixes
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable, load_table
 from specdraft.recipes.errors import CacheError, DataError, HeadError, RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe

@@ -13,23 +13,23 @@ from test_distill import ToyTexts
 from test_loop import assert_close, log_lines
 from test_rules_in_decoder import CHAIN, check_law
 
-from specdraft.eval.accept import RULES
 from specdraft.eval.custom_generate import Speculative, medusa
-from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.engine.accept import RULES
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
 from specdraft.eval.grow import WIDTH, medusa_rank_shares
-from specdraft.eval.methods import make_method
-from specdraft.eval.request import Request
-from specdraft.eval.static import StaticTree
-from specdraft.eval.trained import Trained
+from specdraft.eval.measure.methods import make_method
 from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
-from specdraft.train.ahead import TokensAhead
-from specdraft.train.loop import fit
+from specdraft.train.fit.loop import fit
+from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.medusa import check, medusa_heads
+from specdraft.train.objectives.ahead import TokensAhead
 from specdraft.train.plan import lines, make_plan
-from specdraft.train.ranks import make_accelerator
 
 RECIPE = ROOT / "recipes" / "tiny_medusa.yaml"
 DEPTH = max(map(len, PATHS))
@@ -255,7 +255,7 @@ def test_generate_drafts_with_the_heads_of_a_folder(target, tmp_path):
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_draft_ranks_the_tokens_of_each_head_behind_the_last_feature(target, temperature):
     """Whatever was accepted before; by log q + G with the noise of the token's own position."""
-    from specdraft.eval.sampling import gumbel
+    from specdraft.eval.engine.sampling import gumbel
 
     heads = random_heads(target)
     drafter = MedusaDrafter(heads, target, StaticTree(PATHS, DEPTH))

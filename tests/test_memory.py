@@ -8,9 +8,9 @@ import pytest
 import torch
 from random_models import VOCAB, random_target
 
-from specdraft.eval.decoder import Decoder
-from specdraft.eval.request import Request
-from specdraft.eval.tree import Topology, Tree
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.tree import Topology, Tree
 
 STATUS = Path("/proc/self/status")
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div
 
 from specdraft.recipes.schema import DistillSection
-from specdraft.train.objectives import Mixture, objective_sums
+from specdraft.train.objectives.divergences import Mixture, objective_sums
 
 COUNT, VOCAB = 7, 9
 SINGLE = {

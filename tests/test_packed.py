@@ -5,12 +5,12 @@ import torch
 from random_models import random_head, random_target
 from test_decoder import PATHS, decode, plain_tokens, prompts
 
-from specdraft.eval import packed
-from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
-from specdraft.eval.request import Request
-from specdraft.eval.static import StaticTree
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine import packed
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["gqa", "mha"])

@@ -7,9 +7,9 @@ from test_decoder import PATHS, decode, plain_tokens, prompts
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.lookup import PromptLookup
-from specdraft.eval.padded import PADDINGS, PaddedDecoder
-from specdraft.eval.request import Request
-from specdraft.eval.static import StaticTree
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.padded import PADDINGS, PaddedDecoder
+from specdraft.eval.engine.request import Request
 
 
 @pytest.fixture(scope="module")

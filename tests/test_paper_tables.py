@@ -7,14 +7,14 @@ import pytest
 from commands import ROOT, run_here
 
 from specdraft.data.sources import bundled_file
+from specdraft.eval.papers.paper_budgets import BudgetTable
+from specdraft.eval.papers.paper_falcon import FALCON_TABLES, VARIANTS
+from specdraft.eval.papers.paper_graphs import GraphTable
+from specdraft.eval.papers.paper_padding import WAYS, PaddingTable
+from specdraft.eval.papers.paper_table import Plan, make, show
+from specdraft.eval.papers.paper_tables import TABLES
+from specdraft.eval.papers.seeded import over_seeds
 from specdraft.recipes.load import load_recipe
-from specdraft.train.paper_budgets import BudgetTable
-from specdraft.train.paper_falcon import FALCON_TABLES, VARIANTS
-from specdraft.train.paper_graphs import GraphTable
-from specdraft.train.paper_padding import WAYS, PaddingTable
-from specdraft.train.paper_table import Plan, make, show
-from specdraft.train.paper_tables import TABLES
-from specdraft.train.seeded import over_seeds
 
 SMALL = ("data.limit=24", "train.steps=2", "train.batch_size=4", "eval.limit=2")
 SMALL += ("eval.max_new_tokens=8",)
@@ -73,7 +73,7 @@ def test_the_papers_figures_stand_in_rows_and_columns_that_there_are():
 
 def command(plan: Plan, *options: str):
     places = ["--runs", str(plan.runs), "--seeds", "3"]
-    return run_here("train/paper.py", "fusion", *plan.overrides, *places, *options)
+    return run_here("eval/paper.py", "fusion", *plan.overrides, *places, *options)
 
 
 def test_heads_are_trained_once_and_the_table_has_their_figures(plan):
@@ -143,6 +143,6 @@ def test_a_seed_chooses_the_prompts_of_a_batch(plan):
 
 
 def test_an_unknown_table_names_the_known_ones():
-    done = run_here("train/paper.py", "table_4")
+    done = run_here("eval/paper.py", "table_4")
     assert done.returncode == 2
     assert f"unknown table 'table_4'; known: {', '.join(TABLES)}" in done.stderr

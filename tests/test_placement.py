@@ -13,23 +13,23 @@ from small_tokenizer import small_tokenizer
 from test_decoder import PATHS, decode, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdraft.data.online_features import OnlineFeatures
-from specdraft.data.tokens import build_tokens
-from specdraft.eval.answers import build_caches
-from specdraft.eval.decoder import Decoder
+from specdraft.data.store.online_features import OnlineFeatures
+from specdraft.data.store.tokens import build_tokens
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
-from specdraft.eval.kv import KVPool
-from specdraft.eval.packed import PackedTarget, Plan, Segment
-from specdraft.eval.request import Request
-from specdraft.eval.static import StaticTree
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.kv import KVPool
+from specdraft.eval.engine.packed import PackedTarget, Plan, Segment
+from specdraft.eval.engine.request import Request
+from specdraft.eval.generation.answers import build_caches
 from specdraft.models.student import pruned
 from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.recipes.schema import TargetSection
+from specdraft.train.fit.ranks import check_launch, load_target
 from specdraft.train.plan import lines, make_plan
-from specdraft.train.ranks import check_launch, load_target
 
 LAYERS = {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(4)}
 MIDDLE = {"model.embed_tokens": "cpu", **LAYERS, "model.norm": "cpu", "model.rotary_emb": "cpu"}

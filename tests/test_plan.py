@@ -11,16 +11,16 @@ from test_loop import SCALE, ToyRows
 from transformers import AutoConfig, LlamaConfig
 
 from specdraft.models.falcon import FalconHead, block_index
+from specdraft.models.shapes import KNOWN, TargetShape, head_config, target_shape
 from specdraft.models.student import make_student
 from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import load_recipe
-from specdraft.train.csgd import CoupledGlancing
+from specdraft.train.fit.loop import fit
+from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.heads import sar_head
-from specdraft.train.loop import fit
+from specdraft.train.objectives.csgd import CoupledGlancing
 from specdraft.train.plan import duration, lines, make_plan, measured_flops, size
-from specdraft.train.ranks import make_accelerator
-from specdraft.train.shapes import KNOWN, TargetShape, head_config, target_shape
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

@@ -9,13 +9,13 @@ from test_tokens import write
 
 from specdraft.data.prompt_sets import SETS, read_questions
 from specdraft.data.prompts import load_prompts, next_turn, validation_prompts
-from specdraft.eval.categories import add_speedups, by_category, macro
-from specdraft.eval.decoder import Decoder, Timing
-from specdraft.eval.outcome import Outcome
-from specdraft.eval.questions import play_turns
-from specdraft.eval.report import evaluate
-from specdraft.eval.request import Completion, Request, Step
-from specdraft.eval.trained import Trained
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.engine.decoder import Decoder, Timing
+from specdraft.eval.engine.request import Completion, Request, Step
+from specdraft.eval.measure.categories import add_speedups, by_category, macro
+from specdraft.eval.measure.outcome import Outcome
+from specdraft.eval.measure.questions import play_turns
+from specdraft.eval.measure.report import evaluate
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import load_recipe

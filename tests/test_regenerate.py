@@ -7,7 +7,7 @@ import small_tokenizer as st
 from test_tokens import chats, recipe, write
 
 from specdraft.data.regenerate import Answer, Ask
-from specdraft.data.tokens import TokenCache, build_tokens
+from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.recipes.errors import DataError
 
 IDENTITY = {"name": "parrot", "weights": "0" * 64}

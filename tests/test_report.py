@@ -10,17 +10,23 @@ from random_models import random_target
 from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.decoder import Decoder, Timing
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.engine.decoder import Decoder, Timing
+from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.grow import best_paths, probability
-from specdraft.eval.identity import first_difference
-from specdraft.eval.methods import make_method
-from specdraft.eval.metrics import Costs, acceptance_by_depth, acceptance_by_node, counts, times
-from specdraft.eval.outcome import Outcome
-from specdraft.eval.report import agreement, evaluate, paired, print_report, write_report
-from specdraft.eval.request import Completion, Request, Step
-from specdraft.eval.show import ACCEPTED, pieces, replay
-from specdraft.eval.trained import Trained
+from specdraft.eval.measure.identity import first_difference
+from specdraft.eval.measure.methods import make_method
+from specdraft.eval.measure.metrics import (
+    Costs,
+    acceptance_by_depth,
+    acceptance_by_node,
+    counts,
+    times,
+)
+from specdraft.eval.measure.outcome import Outcome
+from specdraft.eval.measure.report import agreement, evaluate, paired, print_report, write_report
+from specdraft.eval.measure.show import ACCEPTED, pieces, replay
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.student import make_student

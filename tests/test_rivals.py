@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from commands import run
 
+from specdraft.eval.papers import rivals as module
+from specdraft.eval.papers.rivals import AGAINST, line_up
+from specdraft.eval.papers.seeded import Job, over_seeds, run_all, told
 from specdraft.recipes.arguments import whole_numbers
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
-from specdraft.train import rivals as module
-from specdraft.train.rivals import AGAINST, line_up
-from specdraft.train.seeded import Job, over_seeds, run_all, told
 
 SMALL = (
     "data.limit=24",
@@ -84,7 +84,7 @@ def test_heads_are_trained_and_take_turns(tmp_path):
     """Two kinds of heads from one seed, to the table."""
     options = ["--against", "recipes/tiny_medusa.yaml", "--steps", "2", "--seeds", "1"]
     places = ["--runs", str(tmp_path), f"data.cache_dir={tmp_path / 'cache'}"]
-    done = run("train/rivals.py", "recipes/tiny.yaml", *SMALL, *options, *places)
+    done = run("eval/papers/rivals.py", "recipes/tiny.yaml", *SMALL, *options, *places)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "rivals.json").read_text())
     names = [rival["name"] for rival in report["rivals"]]

@@ -5,12 +5,12 @@ import torch
 from random_models import VOCAB, random_head, random_target
 from test_decoder import PATHS, prompts
 
-from specdraft.eval.accept import RULES
-from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
-from specdraft.eval.request import Request
-from specdraft.eval.static import StaticTree
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.accept import RULES
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
 
 WARP = {"temperature": 4.0, "top_k": 12, "top_p": 0.95}
 CHAIN = StaticTree.chain(4, 2)
@@ -28,7 +28,7 @@ def target():
 
 def exact_law(target, prompt: list[int]) -> torch.Tensor:
     """P(t1, t2, t3) of the warped target [V, V, V], by running every continuation."""
-    from specdraft.eval.sampling import warp
+    from specdraft.eval.engine.sampling import warp
 
     grid = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
     ids = torch.cat((torch.tensor(prompt).expand(len(grid), -1), grid), 1)

@@ -9,7 +9,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specdraft.eval.sampling import (
+from specdraft.eval.engine.sampling import (
     SeededChance,
     _mix,
     _mix_int,

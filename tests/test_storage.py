@@ -15,16 +15,16 @@ from test_loop import ToyRows, train
 from test_medusa import make_recipe, random_heads
 from test_tokens import chats, recipe, write
 
-from specdraft.data import shards
-from specdraft.data.feature_cache import FeatureCache
-from specdraft.data.features import build_features, feature_settings
-from specdraft.data.storage import LARGEST, TYPES, Storage, decode
-from specdraft.data.tokens import TokenCache, build_tokens
-from specdraft.eval.cache_checkup import check_rows
+from specdraft.data.store import shards
+from specdraft.data.store.feature_cache import FeatureCache
+from specdraft.data.store.features import build_features, feature_settings
+from specdraft.data.store.storage import LARGEST, TYPES, Storage, decode
+from specdraft.data.store.tokens import TokenCache, build_tokens
+from specdraft.eval.checkup.caches import check_rows
 from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError, RecipeError
 from specdraft.recipes.schema import Recipe
-from specdraft.train.ahead import TokensAhead
+from specdraft.train.objectives.ahead import TokensAhead
 
 SMALL = 4096  # bytes of a shard: a handful of rows
 Made = tuple[Recipe, TokenCache, Target]

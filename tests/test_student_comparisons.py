@@ -10,12 +10,19 @@ import torch
 from random_models import random_target
 from test_decoder import decode, plain_tokens, prompts
 
-from specdraft.eval.budgets import Shape, at_budget, at_length, compare, factorings, standard_error
-from specdraft.eval.decoder import Decoder, Timing
 from specdraft.eval.drafters.strategies import make_strategy
-from specdraft.eval.methods import Outcome
-from specdraft.eval.request import Completion, Request, Step
-from specdraft.eval.tau import ComparingGSD, divergence, sweep
+from specdraft.eval.engine.decoder import Decoder, Timing
+from specdraft.eval.engine.request import Completion, Request, Step
+from specdraft.eval.measure.methods import Outcome
+from specdraft.eval.papers.budgets import (
+    Shape,
+    at_budget,
+    at_length,
+    compare,
+    factorings,
+    standard_error,
+)
+from specdraft.eval.papers.tau import ComparingGSD, divergence, sweep
 from specdraft.models.student import make_student
 from specdraft.models.target import Target
 from specdraft.recipes.load import load_recipe

@@ -4,7 +4,13 @@ import random
 
 import pytest
 
-from specdraft.eval.suffix import LONGEST, LOOKED, FirstSuffixes, FrequentSuffixes, RecentSuffixes
+from specdraft.eval.drafters.suffix import (
+    LONGEST,
+    LOOKED,
+    FirstSuffixes,
+    FrequentSuffixes,
+    RecentSuffixes,
+)
 
 
 def ends(tokens: list[int], pattern: list[int]) -> list[int]:

@@ -9,9 +9,9 @@ import pytest
 import small_tokenizer as st
 import torch
 
-from specdraft.data import tokens as tokens_module
+from specdraft.data.store import tokens as tokens_module
+from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.data.template import Template
-from specdraft.data.tokens import TokenCache, build_tokens
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.schema import Recipe

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from specdraft.eval.transfer import SLAB, download, upload
+from specdraft.eval.engine.transfer import SLAB, download, upload
 
 CPU = torch.device("cpu")
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from specdraft.eval.kv import KVPool
-from specdraft.eval.static import StaticTree
-from specdraft.eval.tree import Topology, chain
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.kv import KVPool
+from specdraft.eval.engine.tree import Topology, chain
 from specdraft.recipes.static_trees import known_trees, load_tree_paths
 
 

@@ -7,15 +7,15 @@ from test_decoder import decode, plain_tokens, prompts
 from test_graph import Naive
 from test_lm_drafter import near, students
 
-from specdraft.eval.decoder import Decoder
 from specdraft.eval.drafters.beam import StochasticBeam
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.drawing import ranking
-from specdraft.eval.drafters.graph import GSD
+from specdraft.eval.drafters.gsd import GSD
 from specdraft.eval.drafters.level import TSD
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.strategies import make_strategy
-from specdraft.eval.request import GUMBEL, Request
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import GUMBEL, Request
 from specdraft.recipes.schema import STUDENT_METHODS, DraftingSection
 
 # A drafter that raises is left out with a warning, and every output is right without it.

@@ -7,8 +7,8 @@ import torch
 import yaml
 
 from specdraft.data.prompts import load_prompts, tuning_prompts, validation_prompts
-from specdraft.eval.trained import Trained
-from specdraft.eval.tuning import (
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.tuning import (
     SPACES,
     Measured,
     applied,

@@ -11,19 +11,19 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdraft.data.tiny_measure import Answer, distinct, faithful, loops, perplexity
-from specdraft.data.tiny_train import LENGTHS, TrainSettings, batches, encode, learning_rate
-from specdraft.data.world import (
+from specdraft.data.world.arithmetic import apply, final_number
+from specdraft.data.world.functions import EXAMPLES, Function
+from specdraft.data.world.lexicon import NAMES, TOWNS, facts, say
+from specdraft.data.world.measures import Answer, distinct, faithful, loops, perplexity
+from specdraft.data.world.retelling import Passage
+from specdraft.data.world.training import LENGTHS, TrainSettings, batches, encode, learning_rate
+from specdraft.data.world.world import (
     KINDS,
     conversations,
     held_out_prompts,
     is_held_out,
     to_messages,
 )
-from specdraft.data.world_code import EXAMPLES, Function
-from specdraft.data.world_lexicon import NAMES, TOWNS, facts, say
-from specdraft.data.world_math import apply, final_number
-from specdraft.data.world_retell import Passage
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "models" / "tiny"

@@ -30,25 +30,25 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from specdraft.data import shards
-from specdraft.data.feature_cache import FeatureCache
-from specdraft.data.features import BATCH_TOKENS, batches, build_features, pad
-from specdraft.data.online_features import Features
-from specdraft.data.storage import Storage
-from specdraft.data.tokens import TokenCache
-from specdraft.eval.answers import build_caches
-from specdraft.eval.report import environment
+from specdraft.data.store import shards
+from specdraft.data.store.feature_cache import FeatureCache
+from specdraft.data.store.features import BATCH_TOKENS, batches, build_features, pad
+from specdraft.data.store.online_features import Features
+from specdraft.data.store.storage import Storage
+from specdraft.data.store.tokens import TokenCache
+from specdraft.eval.generation.answers import build_caches
+from specdraft.eval.measure.report import environment
 from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import OutputSection, Recipe
-from specdraft.train.batches import Batch, Loader, SamplingPlan
+from specdraft.train.fit.batches import Batch, Loader, SamplingPlan
+from specdraft.train.fit.journal import LOG
+from specdraft.train.fit.loop import fit
+from specdraft.train.fit.ranks import make_accelerator
+from specdraft.train.fit.run import Objective
 from specdraft.train.heads import Kind, medusa_heads, sar_head
-from specdraft.train.journal import LOG
-from specdraft.train.loop import fit
-from specdraft.train.ranks import make_accelerator
-from specdraft.train.run import Objective
 
 GOALS = {"loop": ">= 0.90", "wait": "< 2%", "cold": "< 2%", "CSGD": "<= 1.45", "cache": ">= 0.90"}
 

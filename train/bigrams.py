@@ -27,12 +27,12 @@ from transformers import PreTrainedTokenizerBase
 from specdraft.data import chat, fingerprint
 from specdraft.data.examples import Renderer, check_rendered
 from specdraft.data.sources import Source
-from specdraft.data.tokens import TokenCache
+from specdraft.data.store.tokens import TokenCache
 from specdraft.data.whole import write_whole
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.schema import Recipe
-from specdraft.train.checkpoint import sync_tree
+from specdraft.train.fit.checkpoint import sync_tree
 
 VERSION = 1  # of the counts on disk; another one is another folder
 SHARD_TOKENS = 1 << 22  # about 150 MB while it is counted

@@ -15,8 +15,8 @@ from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
+from specdraft.train.fit.ranks import check_launch, load_target, make_accelerator
 from specdraft.train.plan import counted, lines, make_plan, measured_flops
-from specdraft.train.ranks import check_launch, load_target, make_accelerator
 
 
 class LoadTarget(Protocol):

@@ -14,23 +14,23 @@ from pathlib import Path
 from accelerate import Accelerator
 from transformers.utils import logging as transformers_logging
 
-from specdraft.data.feature_cache import FeatureCache
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
-from specdraft.eval.answers import build_caches, build_token_cache
-from specdraft.eval.report import evaluate, print_report, tokens_per_step, write_report
-from specdraft.eval.trained import HOW, Trained, needs
+from specdraft.data.store.feature_cache import FeatureCache
+from specdraft.eval.drafters.trained import HOW, Trained, needs
+from specdraft.eval.generation.answers import build_caches, build_token_cache
+from specdraft.eval.measure.report import evaluate, print_report, tokens_per_step, write_report
 from specdraft.models.hub import check_login
+from specdraft.models.publish import publish
 from specdraft.models.student import Student, finished_student, make_student
 from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.schema import Recipe
-from specdraft.train.batches import Rows
-from specdraft.train.checkpoint import SHARDING
 from specdraft.train.command import LoadTarget, run
-from specdraft.train.distillation import Distillation
-from specdraft.train.loop import fit
-from specdraft.train.on_policy import check_prompts
-from specdraft.train.publish import publish
+from specdraft.train.fit.batches import Rows
+from specdraft.train.fit.checkpoint import SHARDING
+from specdraft.train.fit.loop import fit
+from specdraft.train.objectives.distillation import Distillation
+from specdraft.train.objectives.on_policy import check_prompts
 
 
 @entry

@@ -12,25 +12,25 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from specdraft.data.feature_cache import FeatureCache
-from specdraft.data.online_features import Features
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
-from specdraft.eval.answers import build_caches
-from specdraft.eval.report import evaluate, print_report, tokens_per_step, write_report
-from specdraft.eval.trained import HOW, Trained, needs
+from specdraft.data.store.feature_cache import FeatureCache
+from specdraft.data.store.online_features import Features
+from specdraft.eval.drafters.trained import HOW, Trained, needs
+from specdraft.eval.generation.answers import build_caches
+from specdraft.eval.measure.report import evaluate, print_report, tokens_per_step, write_report
 from specdraft.models.falcon import FalconHead
 from specdraft.models.hub import check_login
 from specdraft.models.medusa import MedusaHeads
+from specdraft.models.publish import publish
+from specdraft.models.shapes import TargetShape, head_config, medusa_config
 from specdraft.models.target import Target, TargetEnds
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
-from specdraft.train.ahead import TokensAhead
 from specdraft.train.command import LoadTarget
-from specdraft.train.csgd import CoupledGlancing
-from specdraft.train.loop import fit
-from specdraft.train.publish import publish
-from specdraft.train.run import Objective
-from specdraft.train.shapes import TargetShape, head_config, medusa_config
+from specdraft.train.fit.loop import fit
+from specdraft.train.fit.run import Objective
+from specdraft.train.objectives.ahead import TokensAhead
+from specdraft.train.objectives.csgd import CoupledGlancing
 
 
 @dataclass(frozen=True)

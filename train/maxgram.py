@@ -17,21 +17,21 @@ from rich.table import Table
 
 from specdraft.data import fingerprint
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.answers import build_token_cache, ranks
-from specdraft.eval.report import evaluate, print_report, write_report
-from specdraft.eval.trained import Trained
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.generation.answers import build_token_cache, ranks
+from specdraft.eval.measure.report import evaluate, print_report, write_report
 from specdraft.models.hub import check_login
 from specdraft.models.maxgram import MaxGramTable
+from specdraft.models.publish import publish
+from specdraft.models.shapes import target_shape
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import dump, load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.train.bigrams import CachedTokens, Corpus, StreamedTexts, count, save_table
+from specdraft.train.fit.ranks import load_target, make_accelerator
 from specdraft.train.plan import counted, size
-from specdraft.train.publish import publish
-from specdraft.train.ranks import load_target, make_accelerator
-from specdraft.train.shapes import target_shape
 
 
 @entry

@@ -11,16 +11,13 @@ import torch
 
 from specdraft.data.chat import split_holdout
 from specdraft.data.fingerprint import of_settings
-from specdraft.data.shards import feature_bytes
 from specdraft.data.sources import BUNDLED as TINY_SOURCE
-from specdraft.data.storage import Storage
-from specdraft.data.tokens import TokenCache, token_settings
+from specdraft.data.store.shards import feature_bytes
+from specdraft.data.store.storage import Storage
+from specdraft.data.store.tokens import TokenCache, token_settings
 from specdraft.models.falcon import FalconHead
 from specdraft.models.medusa import MedusaHeads
-from specdraft.models.target import BUNDLED, identity, load_tokenizer, resolve
-from specdraft.recipes.schema import Recipe
-from specdraft.train.schedules import total_steps
-from specdraft.train.shapes import (
+from specdraft.models.shapes import (
     BYTES,
     BYTES_PER_PARAMETER,
     LOGITS_BYTES,
@@ -29,6 +26,9 @@ from specdraft.train.shapes import (
     medusa_config,
     target_shape,
 )
+from specdraft.models.target import BUNDLED, identity, load_tokenizer, resolve
+from specdraft.recipes.schema import Recipe
+from specdraft.train.fit.schedules import total_steps
 from specdraft.train.student_plan import StudentPlan
 
 GPU_FLOPS = 125e12  # an A100 in bfloat16 at 40% of its peak, for plans made elsewhere

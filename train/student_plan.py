@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from specdraft.recipes.schema import Recipe
-from specdraft.train.objectives import Mixture
-from specdraft.train.shapes import (
+from specdraft.models.shapes import (
     BYTES,
     BYTES_PER_PARAMETER,
     LOGITS_BYTES,
     TargetShape,
     student_shape,
 )
+from specdraft.recipes.schema import Recipe
+from specdraft.train.objectives.divergences import Mixture
 
 
 @dataclass(frozen=True)

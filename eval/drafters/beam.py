@@ -17,9 +17,9 @@ from torch import Tensor
 
 from specdraft.eval.drafters.drawing import DRAFTS, is_drawn
 from specdraft.eval.drafters.level import Growth, LevelDrafter, Open
-from specdraft.eval.request import Request
-from specdraft.eval.sampling import derive, gumbel, warp
-from specdraft.eval.transfer import download
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.sampling import derive, gumbel, warp
+from specdraft.eval.engine.transfer import download
 from specdraft.models.target import Target
 
 

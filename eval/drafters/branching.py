@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specdraft.eval.drafters.drawing import DRAWN
 from specdraft.eval.drafters.level import Growth, LevelDrafter, Open
-from specdraft.eval.transfer import download
+from specdraft.eval.engine.transfer import download
 from specdraft.models.target import Target
 
 

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from specdraft.eval.drafters.drawing import draw
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
-from specdraft.eval.packed import PackedTarget
-from specdraft.eval.request import Request
-from specdraft.eval.transfer import download, upload
-from specdraft.eval.tree import Tree, chain
+from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.transfer import download, upload
+from specdraft.eval.engine.tree import Tree, chain
 from specdraft.models.target import Target
 
 

@@ -11,9 +11,9 @@ Shapes: D distributions, V vocabulary, W width.
 import torch
 from torch import Tensor
 
-from specdraft.eval.accept import RULES
-from specdraft.eval.request import GUMBEL, Request
-from specdraft.eval.sampling import derive, gumbel, warp
+from specdraft.eval.engine.accept import RULES
+from specdraft.eval.engine.request import GUMBEL, Request
+from specdraft.eval.engine.sampling import derive, gumbel, warp
 
 DRAFTS = 1  # the stream of `SeededChance` and `derive` that belongs to drafters
 DRAWN = frozenset(name for name, entry in RULES.items() if entry.drafts != "any")

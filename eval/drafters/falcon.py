@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdraft.eval.accept import RULES
 from specdraft.eval.drafters.drawing import DRAWN, draw, is_ranked
-from specdraft.eval.kv import KVPool
-from specdraft.eval.packed import CAUSAL, LONG, Plan, Segment, TreeBias
-from specdraft.eval.request import Request
-from specdraft.eval.static import Pass, StaticTree
-from specdraft.eval.transfer import upload
-from specdraft.eval.tree import Draws, Tree
+from specdraft.eval.drafters.static import Pass, StaticTree
+from specdraft.eval.engine.accept import RULES
+from specdraft.eval.engine.kv import KVPool
+from specdraft.eval.engine.packed import CAUSAL, LONG, Plan, Segment, TreeBias
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.transfer import upload
+from specdraft.eval.engine.tree import Draws, Tree
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.lstm import State
 from specdraft.models.target import Target

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.drafters.lm import LMDrafter
-from specdraft.eval.packed import Segment
-from specdraft.eval.transfer import download, upload
-from specdraft.eval.tree import Topology, Tree
+from specdraft.eval.engine.packed import Segment
+from specdraft.eval.engine.transfer import download, upload
+from specdraft.eval.engine.tree import Topology, Tree
 from specdraft.models.target import Target
 
 

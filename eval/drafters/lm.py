@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdraft.eval.accept import RULES
 from specdraft.eval.drafters.drawing import DRAWN, draw, is_drawn, ranking
-from specdraft.eval.families import position_limit
-from specdraft.eval.packed import CAUSAL, PackedTarget, Segment
-from specdraft.eval.request import Request
-from specdraft.eval.sampling import most_probable
-from specdraft.eval.transfer import upload
-from specdraft.eval.tree import Draws, Tree, chain
+from specdraft.eval.engine.accept import RULES
+from specdraft.eval.engine.families import position_limit
+from specdraft.eval.engine.packed import CAUSAL, PackedTarget, Segment
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.sampling import most_probable
+from specdraft.eval.engine.transfer import upload
+from specdraft.eval.engine.tree import Draws, Tree, chain
 from specdraft.models.target import Target
 
 

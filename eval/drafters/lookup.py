@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
-from specdraft.eval.suffix import RecentSuffixes
+from specdraft.eval.drafters.suffix import RecentSuffixes
 
 
 class PromptLookup(MaxGramDrafter):

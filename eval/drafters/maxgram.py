@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from specdraft.eval.request import Request
-from specdraft.eval.suffix import FirstSuffixes, FrequentSuffixes, RecentSuffixes, Suffixes
-from specdraft.eval.transfer import upload
-from specdraft.eval.tree import Topology, Tree, chain
+from specdraft.eval.drafters.suffix import FirstSuffixes, FrequentSuffixes, RecentSuffixes, Suffixes
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.transfer import upload
+from specdraft.eval.engine.tree import Topology, Tree, chain
 
 CONTINUATIONS: dict[str, Callable[[], Suffixes]] = {
     "first": FirstSuffixes,

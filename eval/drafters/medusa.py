@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdraft.eval.accept import RULES
 from specdraft.eval.drafters.drawing import DRAWN, draw
-from specdraft.eval.request import Request
-from specdraft.eval.static import StaticTree
-from specdraft.eval.tree import Draws, Tree
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.accept import RULES
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.tree import Draws, Tree
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
 

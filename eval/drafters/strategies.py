@@ -2,7 +2,7 @@
 
 from specdraft.eval.drafters.beam import StochasticBeam
 from specdraft.eval.drafters.branching import Branching
-from specdraft.eval.drafters.graph import GSD
+from specdraft.eval.drafters.gsd import GSD
 from specdraft.eval.drafters.level import TSD
 from specdraft.eval.drafters.lm import SSD, LMDrafter
 from specdraft.models.target import Target

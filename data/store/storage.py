@@ -1,0 +1,119 @@
+"""How a feature cache stores features: of which tokens, and in which numbers.
+
+    storage = Storage.of(recipe.data)
+    kept = storage.kept(loss_mask)             # [T] bool
+    tensors = storage.encode(features[kept])   # {"features": [M, H]}, with "scales" [M] in one byte
+    features = decode(tensors)                 # [M, H]
+
+A value of one byte is a float8 (e4m3fn) or an int8, and each token has a float32 scale s:
+
+    q = round(f / s),    s = max |f| / Q,    Q = 448 (float8) or 127 (int8)
+
+so an int8 is off by at most s / 2, and a float8 by 2^-4 of itself, or 2^-10 s where it is small.
+
+Shapes: T tokens of a row, M of them with a stored feature, H hidden.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdraft.data.store.tokens import TokenCache
+from specdraft.recipes.schema import DataSection
+
+TYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+LARGEST = {"float8": 448.0, "int8": 127.0}  # Q; the others need no scale
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What of the features goes to the disk."""
+
+    dtype: str
+    context: int | None = None  # see `kept`
+
+    @classmethod
+    def of(cls, data: DataSection) -> "Storage":
+        """Read a recipe's storage."""
+        return cls(data.feature_dtype, data.feature_context)
+
+    @classmethod
+    def of_settings(cls, settings: dict[str, Any]) -> "Storage":
+        """Read the storage of a cache that exists from its settings."""
+        return cls(settings["dtype"], settings.get("context"))
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the settings of a cache say of it."""
+        return {"dtype": self.dtype} | ({} if self.context is None else {"context": self.context})
+
+    @property
+    def eps(self) -> float:
+        """The step from 1 to the next number: of int8, in units of the largest value."""
+        dtype = TYPES[self.dtype]
+        return torch.finfo(dtype).eps if dtype.is_floating_point else 1 / LARGEST[self.dtype]
+
+    def token_bytes(self, hidden_size: int) -> int:
+        """Return the size of one stored feature."""
+        return hidden_size * TYPES[self.dtype].itemsize + _SCALE_BYTES * (self.dtype in LARGEST)
+
+    def kept(self, loss_mask: Tensor) -> Tensor:
+        """Return which tokens of a row [T] have a stored feature: [T] bool.
+
+        With a context c, those with a supervised token among the next c; without, all. No loss
+        reads a feature that has no supervised token behind it, so a context as long as the rows
+        loses nothing. Nor does 1 for a student, which reads the feature before each supervised
+        token, or D + 1 for D Medusa heads. A SAR head reads all before them: for it, a
+        shorter context is an approximation.
+        """
+        if self.context is None:
+            return torch.ones_like(loss_mask)
+        before = torch.nn.functional.pad(loss_mask.cumsum(0), (1, 0))  # [T + 1], supervised ones
+        behind = torch.arange(len(loss_mask)) + 1
+        return before[(behind + self.context).clamp(max=len(loss_mask))] > before[behind]
+
+    def counts(self, tokens: TokenCache) -> list[int]:
+        """Return how many features of every row are stored."""
+        if self.context is None:
+            return tokens.lengths
+        return [int(self.kept(mask).sum()) for mask in tokens.masks()]
+
+    def spread(self, features: Tensor, loss_mask: Tensor) -> Tensor:
+        """Return the stored features [M, H] of a row in their places [T, H], zeros elsewhere."""
+        if self.context is None:
+            return features
+        whole = features.new_zeros(len(loss_mask), features.shape[-1])
+        whole[self.kept(loss_mask)] = features
+        return whole
+
+    def read_back(self, features: Tensor, loss_mask: Tensor) -> Tensor:
+        """Return a row's features [T, H] as a cache gives them back: on the CPU."""
+        kept = features[self.kept(loss_mask).to(features.device)]
+        return self.spread(decode(self.encode(kept)).cpu(), loss_mask)
+
+    def encode(self, features: Tensor) -> dict[str, Tensor]:
+        """Return what a shard holds of features [M, H]."""
+        dtype = TYPES[self.dtype]
+        if self.dtype not in LARGEST:
+            return {"features": features.to(dtype)}
+        features = features.float()
+        # A feature of zeros has a scale, too, or it would be 0 / 0.
+        scales = (features.abs().amax(-1) / LARGEST[self.dtype]).clamp(min=torch.finfo().tiny)
+        values = features / scales[:, None]
+        values = values.round() if dtype is torch.int8 else values
+        return {"features": values.to(dtype), "scales": scales}
+
+
+def decode(tensors: dict[str, Tensor]) -> Tensor:
+    """Return what `encode` was given: a copy [M, H], in float32 where there are scales."""
+    features = tensors["features"]
+    if "scales" in tensors:
+        return features.float() * tensors["scales"][:, None]
+    return features.clone()

@@ -1,0 +1,131 @@
+"""Whether what was trained is whole, made for this target, and changes no token of its output."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specdraft.data.prompts import Prompt
+from specdraft.eval.checkup.finding import Finding, failed, judged, passed, skipped
+from specdraft.eval.drafters.trained import Trained, load_trained, needs
+from specdraft.eval.measure.identity import first_difference
+from specdraft.eval.measure.report import REFERENCE, cpu_threads, decode_all
+from specdraft.models.falcon import FalconHead
+from specdraft.models.target import Target
+from specdraft.recipes.errors import HeadError, TargetError, UserError
+from specdraft.recipes.schema import Recipe
+
+RETRAIN = "train one for this target with the same recipe"
+
+
+def check_drafters(
+    recipe: Recipe, target: Target, manifest: dict[str, Any] | None
+) -> tuple[dict[str, Trained], list[Finding]]:
+    """Load what each method of the recipe drafts with; return what could be loaded, by method.
+
+    manifest: of the feature cache, whose scales a head must have; None: there is none.
+    """
+    loaded: dict[str, Trained] = {}
+    findings: dict[str, list[Finding]] = {}
+    for method in recipe.eval.methods:
+        need = " and ".join(needs(method))
+        if not need:
+            loaded[method] = Trained()
+            continue
+        one = replace(recipe, eval=replace(recipe.eval, methods=(method,)))
+        trained, found = _check_drafter(one, need, target, manifest)
+        findings[need] = found
+        if trained is not None:
+            loaded[method] = trained
+    return loaded, [finding for found in findings.values() for finding in found]
+
+
+def _check_drafter(
+    recipe: Recipe, need: str, target: Target, manifest: dict[str, Any] | None
+) -> tuple[Trained | None, list[Finding]]:
+    folder = Path(recipe.output.dir) / need
+    whole, owner = f"{need} files", f"{need}'s target"
+    try:
+        trained = load_trained(recipe, target)
+    except HeadError as error:
+        problem, _, remedy = str(error).partition("; ")
+        if not folder.exists():
+            return None, [skipped(whole, problem, remedy), skipped(owner, "nothing is trained")]
+        remedy = f"delete {folder} and {RETRAIN}"
+        return None, [failed(whole, problem, remedy), skipped(owner, "its files are damaged")]
+    except TargetError as error:
+        problem, _, remedy = str(error).partition("; ")
+        return None, [passed(whole, f"whole at {folder}"), failed(owner, problem, remedy)]
+    findings = [passed(whole, f"whole at {folder}"), passed(owner, f"made for {target.name}")]
+    if isinstance(trained.head, FalconHead):
+        findings.append(check_shape(trained.head, target, manifest))
+    return trained, findings
+
+
+def check_shape(head: FalconHead, target: Target, manifest: dict[str, Any] | None) -> Finding:
+    """The head has the target's sizes, the cache's scales, and no weight that is not a number."""
+    config = head.config
+    pairs = {
+        "hidden size": (config.hidden_size, target.hidden_size),
+        "vocabulary": (config.vocab_size, target.vocab_size),
+    }
+    if manifest is not None:
+        for name in ("feature_scale", "embed_scale"):
+            # A longer cache of the same kind has another scale, by a little.
+            same = 0.9 < getattr(config, name) / manifest[name] < 1.1
+            pairs[name] = (getattr(config, name), getattr(config, name) if same else manifest[name])
+    wrong = [f"{name} {a:g}, wanted {b:g}" for name, (a, b) in pairs.items() if a != b]
+    odd = [n for n, p in head.named_parameters() if not p.isfinite().all()]
+    wrong += [f"{name} is not finite" for name in odd]
+    note = (
+        ", ".join(wrong) or f"hidden size {config.hidden_size}, {config.block_size} tokens a pass"
+    )
+    return judged("head shape", not wrong, note, RETRAIN)
+
+
+def check_methods(
+    recipe: Recipe, target: Target, loaded: dict[str, Trained], prompts: Sequence[Prompt]
+) -> Iterator[Finding]:
+    """Decode the prompts greedily by every method and compare with plain decoding."""
+    settings = replace(recipe.eval, temperature=0.0, spread=1.0, repeats=1)
+    recipe = replace(recipe, eval=settings)
+    with cpu_threads(settings.threads):
+        plain = _answers(recipe, target, Trained(), prompts, REFERENCE)
+        for method in settings.methods:
+            line = f"{method} = plain"
+            if method == REFERENCE:
+                continue
+            if method not in loaded:
+                yield skipped(line, f"its {' and '.join(needs(method))} could not be loaded")
+                continue
+            try:
+                ours = _answers(recipe, target, loaded[method], prompts, method)
+            except UserError as error:
+                yield failed(line, str(error), "change eval.methods")
+            else:
+                yield _compared(line, target, prompts, plain, ours)
+
+
+def _answers(
+    recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], method: str
+) -> list[list[int]]:
+    outcomes = decode_all(recipe, target, trained, prompts, [method], progress=False)
+    return [done.tokens for part in outcomes[method] for done in part.completions]
+
+
+def _compared(
+    line: str,
+    target: Target,
+    prompts: Sequence[Prompt],
+    plain: list[list[int]],
+    ours: list[list[int]],
+) -> Finding:
+    found = [
+        first_difference(target, prompt.input_ids, a, b)
+        for prompt, a, b in zip(prompts, plain, ours, strict=True)
+    ]
+    differing = [difference for difference in found if difference is not None]
+    faults = sum(not difference.near_tie for difference in differing)
+    note = f"{len(found) - len(differing)} of {len(found)} answers are identical"
+    note += f", {len(differing) - faults} differ by a near-tie" if len(differing) > faults else ""
+    return judged(line, faults == 0, note, "a fault of the decoder: report it with the recipe")

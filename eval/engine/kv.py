@@ -1,0 +1,79 @@
+"""One preallocated KV cache for many rows, each with its own length (EMS-SD's unpadded KV).
+
+EMS-SD (arXiv 2405.07542), "unpad KV": every row writes at its own offset into its own region, so
+rows that accepted different numbers of tokens need no padding between them.
+
+Shapes: R rows, C capacity, D head dimension, L layers of one device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdraft.eval.engine.transfer import upload
+
+
+class KVPool:
+    """Keys and values of R rows, [2, R, kv_heads, C, D] per entry of `layers`; `lengths[r]` valid.
+
+    devices: one per layer, where it runs. The layers of one device lie in one tensor.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        rows: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+    ):
+        shape = (2, rows, kv_heads, capacity, head_dim)
+        # Zeros, not empty: a masked slot still multiplies its value, and 0 * NaN is NaN.
+        tensors = {
+            device: torch.zeros((devices.count(device), *shape), dtype=dtype, device=device)
+            for device in dict.fromkeys(devices)
+        }
+        self.tensors = [*tensors.values()]  # [L, 2, R, kv_heads, C, D] each
+        unbound = {device: iter(tensor) for device, tensor in tensors.items()}
+        self.layers = [next(unbound[device]) for device in devices]
+        self.capacity = capacity
+        self.lengths = [0] * rows
+        # Every row's keys and values, [1, kv_heads, C, D] each: making a view costs as much as
+        # the work on it where a target is small.
+        self._views = [
+            [(layer[0, row, None], layer[1, row, None]) for row in range(rows)]
+            for layer in self.layers
+        ]
+
+    def write(self, layer: int, row: int, start: int, key: Tensor, value: Tensor) -> None:
+        """Put keys and values [1, kv_heads, T, D] at slots start .. start + T of a row."""
+        for cached, fresh in zip(self._views[layer][row], (key, value), strict=True):
+            cached.narrow(2, start, fresh.shape[2]).copy_(fresh)
+
+    def read(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Views of the first `stop` keys and values of a row, each [1, kv_heads, stop, D]."""
+        keys, values = self._views[layer][row]
+        return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
+
+    def region(self, layer: int, row: int, size: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Views of the first `stop` slots of neighbouring rows, each [size, kv_heads, stop, D]."""
+        rows = slice(row, row + size)
+        keys, values = self.layers[layer]
+        return keys[rows, :, :stop], values[rows, :, :stop]
+
+    def keep(self, row: int, path: list[int]) -> None:
+        """Commit an accepted path: slots length + path[j] move to length + j, in all layers.
+
+        `path` lists node numbers, ascending, the root first; what was not accepted is forgotten.
+        """
+        start = self.lengths[row]
+        self.lengths[row] = start + len(path)
+        if not path or path[-1] < len(path):  # a prefix of what was read
+            return
+        moved = next(j for j, node in enumerate(path) if node != j)
+        for tensor in self.tensors:
+            source = upload([start + node for node in path[moved:]], tensor.device)
+            cache = tensor.select(2, row)  # [L, 2, kv_heads, C, D]
+            cache.narrow(3, start + moved, len(source)).copy_(cache.index_select(3, source))

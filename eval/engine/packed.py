@@ -1,0 +1,276 @@
+"""The packed forward: tokens of all rows in one sequence, no pad anywhere (EMS-SD).
+
+EMS-SD, "unpad inputs": the rows' tokens are concatenated to [1, N]; linear layers see exactly the
+real tokens, and only attention needs to know which token belongs to which row. It learns that from
+a plan handed through the model's keyword arguments to an attention function registered with
+transformers, so any full-attention decoder-only model works unmodified.
+
+Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dimension.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from specdraft.eval.engine.families import check_forward, check_positions, check_supported, measure
+from specdraft.eval.engine.kv import KVPool
+from specdraft.eval.engine.transfer import upload
+from specdraft.eval.engine.tree import Topology, chain
+from specdraft.models.placement import shared
+from specdraft.models.target import Target
+
+ATTENTION = "specdraft_packed"
+CAUSAL = None  # a segment without a bias is a chain that starts an empty row
+LONG = 64  # tokens; a longer segment is a prompt: it attends alone and its mask is not kept
+KEPT_BIASES = 64  # topologies whose masks are kept, the most recently used
+
+
+class Segment(NamedTuple):
+    """The tokens of one row in a packed forward, written to its slots start .. start + count."""
+
+    row: int
+    start: int
+    count: int
+    # [count, start + count] added to attention scores. None: nothing to hide (one token) or, at
+    # start 0, a causal chain.
+    bias: Tensor | None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    @property
+    def is_causal(self) -> bool:
+        return self.bias is CAUSAL and self.start == 0 and self.count > 1
+
+    def on(self, device: torch.device) -> "Segment":
+        """The same segment with its bias on another device."""
+        return self if self.bias is None else self._replace(bias=self.bias.to(device))
+
+
+class Plan:
+    """Which token of a packed forward belongs to which row, and what it may attend to.
+
+    What is stored and what the linear layers see is never padded. Attention runs per row, or for
+    several neighbouring rows in one call over their regions of the pool, cut at the longest row.
+    """
+
+    def __init__(self, pool: KVPool, segments: Sequence[Segment], device: torch.device):
+        self.pool, self.segments, self.device = pool, segments, device
+        self._elsewhere: dict[torch.device, Plan] = {}
+        firsts = accumulate((segment.count for segment in segments), initial=0)
+        self.placed = list(zip(firsts, segments, strict=False))
+        self.alone = len(segments) == 1
+        if self.alone:
+            return
+        rows = [s.row for s in segments for _ in range(s.count)]
+        slots = [slot for s in segments for slot in range(s.start, s.stop)]
+        self.rows, self.slots = upload(rows, device), upload(slots, device)
+        parts = _neighbours(self.placed, device)
+        self.groups = [Group(pool, part, device) for part in parts]
+
+    def on(self, device: torch.device) -> "Plan":
+        """The plan of the same forward for layers on this device, made when the first one asks."""
+        if device == self.device:
+            return self
+        if device not in self._elsewhere:
+            segments = [segment.on(device) for segment in self.segments]
+            self._elsewhere[device] = Plan(self.pool, segments, device)
+        return self._elsewhere[device]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None):
+        """Write keys and values to the pool and attend; query and result are [1, heads, N, D]."""
+        options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+        if self.alone:
+            return self._attend_alone(layer, query, key, value, options)
+        for kind, fresh in enumerate((key, value)):
+            self.pool.layers[layer][kind, self.rows, :, self.slots] = fresh[0].transpose(0, 1)
+        output = torch.empty_like(query)
+        for group in self.groups:
+            group.attend(layer, query, output, options)
+        return output
+
+    def _attend_alone(self, layer, query, key, value, options) -> Tensor:
+        """One row: written by slices, attended as it lies."""
+        segment = self.placed[0][1]
+        self.pool.write(layer, segment.row, segment.start, key, value)
+        keys, values = self.pool.read(layer, segment.row, segment.stop)
+        return F.scaled_dot_product_attention(
+            query, keys, values, segment.bias, is_causal=segment.is_causal, **options
+        )
+
+
+class Group:
+    """Neighbouring rows that attend in one call, S of them with up to T tokens each.
+
+    On a CPU a group's rows bring equally many tokens, so that queries are a view; on CUDA, where a
+    call costs more than a pad inside it, all short segments are one group.
+    """
+
+    def __init__(self, pool: KVPool, placed: Sequence[tuple[int, Segment]], device: torch.device):
+        segments = [segment for _, segment in placed]
+        self.pool, self.segments = pool, segments
+        self.first, self.row = placed[0][0], segments[0].row
+        self.size = segments[-1].row + 1 - self.row
+        self.count = max(segment.count for segment in segments)
+        self.longest = max(segment.stop for segment in segments)
+        self.total = sum(segment.count for segment in segments)
+        self.mask, self.cells = segments[0].bias, None
+        self.is_causal = len(segments) == 1 and segments[0].is_causal
+        if len(segments) > 1:
+            self.mask = self._mask(segments, device)
+        if self.size * self.count != self.total:
+            cells = [(s.row - self.row) * self.count + n for s in segments for n in range(s.count)]
+            self.cells = upload(cells, device)
+
+    def _mask(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
+        """[S, 1, T, longest]; what no token asks for stays visible, so that nothing is NaN."""
+        shape = (self.size, 1, self.count, self.longest)
+        mask = torch.zeros(shape, dtype=self.pool.layers[0].dtype, device=device)
+        for segment in segments:
+            place = mask[segment.row - self.row, 0, : segment.count]
+            place[:, segment.stop :] = float("-inf")
+            if segment.bias is not CAUSAL:
+                place[:, : segment.stop] = segment.bias
+            elif segment.is_causal:
+                place[:, : segment.stop].masked_fill_(
+                    _later(segment.count, mask.device), -torch.inf
+                )
+        return mask
+
+    def attend(self, layer: int, query: Tensor, output: Tensor, options: dict) -> None:
+        """Attend for this group's part of query [1, heads, N, D], into the same part of output."""
+        part = slice(self.first, self.first + self.total)
+        mine, heads = query[0, :, part], query.shape[1]  # [heads, total, D]
+        shape = (heads, self.size, self.count, query.shape[-1])
+        if self.cells is not None:
+            spread = mine.new_zeros(heads, self.size * self.count, shape[-1])
+            mine = spread.index_copy_(1, self.cells, mine)
+        keys, values = self.pool.region(layer, self.row, self.size, self.longest)
+        attended = F.scaled_dot_product_attention(
+            mine.reshape(shape).transpose(0, 1),
+            keys,
+            values,
+            self.mask,
+            is_causal=self.is_causal,
+            **options,
+        )
+        attended = attended.transpose(0, 1).flatten(1, 2)
+        if self.cells is not None:
+            attended = attended.index_select(1, self.cells)
+        output[0, :, part] = attended
+
+
+def _later(count: int, device: torch.device) -> Tensor:
+    return torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
+
+
+def _neighbours(
+    placed: Sequence[tuple[int, Segment]], device: torch.device
+) -> list[list[tuple[int, Segment]]]:
+    """Cut placed segments into runs that attend together."""
+    ragged = device.type == "cuda"
+
+    def key(item: tuple[int, tuple[int, Segment]]) -> tuple:
+        number, (_, segment) = item
+        if segment.count > LONG:
+            return (number, -1, -1)
+        if ragged:
+            return (-1, -1, -1)
+        return (-1, segment.count, segment.row - number)
+
+    return [[part for _, part in run] for _, run in groupby(enumerate(placed), key)]
+
+
+class TreeBias:
+    """Additive masks of one topology behind any number of cached tokens, without allocating.
+
+    One row-major tensor [T, C + T] holds zeros (the whole prefix is visible) and then the tree;
+    the mask behind `start` cached tokens is the view of its last start + T columns.
+    """
+
+    def __init__(self, visible: Tensor, capacity: int, dtype: torch.dtype, device: torch.device):
+        self.capacity = capacity
+        bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        zeros = torch.zeros(len(visible), capacity, dtype=dtype)
+        self.full = torch.cat((zeros, bias), 1).to(device)
+
+    def behind(self, start: int) -> Tensor:
+        """The mask [T, start + T]."""
+        return self.full[:, self.capacity - start :]
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, plan=None, **_):
+    attended = plan.on(query.device).attend(module.layer_idx, query, key, value, scaling)
+    return attended.transpose(1, 2), None
+
+
+class PackedTarget:
+    """A target ready for packed forwards: its own KV pool, the target's tensors, shared."""
+
+    def __init__(self, target: Target, rows: int, capacity: int):
+        target.check_runs()
+        check_supported(target)
+        check_positions(target, capacity)
+        AttentionInterface.register(ATTENTION, _attention)
+        # A structural copy that shares every tensor, so that the caller's model keeps its own
+        # attention function.
+        view = copy.deepcopy(target.model, shared(target.model))
+        geometry = measure(target, view)
+        view.config._attn_implementation = ATTENTION
+        self.base = view.base_model
+        self.target = target
+        self.pool = KVPool(
+            **vars(geometry),
+            rows=rows,
+            capacity=capacity,
+            dtype=target.dtype,
+        )
+        self.inputs = 0  # tokens that the linear layers saw in the last forward, pads included
+
+        def bias(topology: Topology) -> TreeBias:
+            return TreeBias(topology.ancestors, capacity, target.dtype, target.device)
+
+        # Kept for the next draft of the same shape; not bound to self, which would be a cycle.
+        self._bias, self._kept_bias = bias, lru_cache(KEPT_BIASES)(bias)
+        check_forward(target, self._read_in_two, capacity)
+
+    def segment(self, row: int, topology: Topology) -> Segment:
+        """Plan one row's tree (or, on an empty row, its prompt as a chain) behind its cache."""
+        start, count = self.pool.lengths[row], len(topology)
+        if count == 1 or (start == 0 and topology.is_chain):
+            return Segment(row, start, count, CAUSAL)
+        bias = self._kept_bias if count <= LONG else self._bias
+        return Segment(row, start, count, bias(topology).behind(start))
+
+    def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Run packed ids [N] at absolute positions [N]; return features [N, H]."""
+        self.inputs = len(ids)
+        return self._run(ids, positions, Plan(self.pool, segments, ids.device))
+
+    def _run(self, ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
+        hidden = self.base(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan
+        )
+        return hidden.last_hidden_state[0].to(ids.device)
+
+    @torch.inference_mode()
+    def _read_in_two(self, ids: Tensor) -> Tensor:
+        """Features [T, H] of one row read as a prompt and then a chain behind it."""
+        positions, half = torch.arange(len(ids), device=ids.device), (len(ids) + 1) // 2
+        features = []
+        for part in (slice(0, half), slice(half, len(ids))):
+            if count := len(ids[part]):
+                # Not self.segment: a subclass is not built yet when this runs.
+                segments = [PackedTarget.segment(self, 0, chain(count - 1))]
+                features.append(PackedTarget.forward(self, ids[part], positions[part], segments))
+                self.pool.lengths[0] += count
+        self.pool.lengths[0] = 0
+        return torch.cat(features)

@@ -1,0 +1,65 @@
+"""What goes into the decoder and what comes out: a request, its steps, its completion."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from specdraft.recipes.errors import UserError
+
+GUMBEL = "gumbel"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it. Temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    # How drafts are accepted when sampling: "gumbel" (token for token what plain decoding gives),
+    # or a rule of eval/engine/accept.py, exact in law.
+    rule: str = GUMBEL
+    eos_ids: frozenset[int] | None = None  # ids that end it; None: the target's
+    stop: tuple[str, ...] = ()  # strings that end it; the token that completes one is kept
+
+
+@dataclass(slots=True)
+class Step:
+    """What one verification of one row did, for metrics and replays."""
+
+    emitted: int  # tokens committed, the bonus included
+    drafted: int  # nodes of the verified tree, the root not counted
+    depth: int  # depth of the deepest drafted node
+    accepted: int  # depth of the accepted path, before a stop cut it
+    copied: int = 0  # nodes of this path that were copied from elsewhere in the draft (GSD)
+    parents: tuple[int, ...] = ()  # of the verified tree's nodes; none where it is not ours
+    tokens: Sequence[int] = ()  # of its nodes after the root
+    path: Sequence[int] = ()  # the accepted nodes, the root first
+    copies: int = 0  # nodes of the tree that no drafter drafted: copied from elsewhere in it
+
+
+@dataclass
+class Completion:
+    """A finished request. `tokens` are the new ones, the end-of-sequence token included.
+
+    A request that cannot be decoded ends as "refused", with the reason in `error`.
+    """
+
+    index: int
+    tokens: list[int]
+    steps: list[Step]
+    reason: Literal["eos", "stop", "length", "refused"] = "length"
+    error: UserError | None = None
+    fallback: str | None = None  # why it was finished by plain decoding: what its drafter raised
+
+
+class Update(NamedTuple):
+    """What one step added to one request; the last one of a request carries its completion."""
+
+    index: int
+    tokens: list[int]
+    steps: list[Step]
+    completion: Completion | None = None

@@ -1,0 +1,103 @@
+"""The target answers many prompts at once: what data/regenerate.py is handed by an entry."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from specdraft.data.regenerate import Answer, Ask
+from specdraft.data.server import Server
+from specdraft.data.store.features import Announce, build_features, unannounced
+from specdraft.data.store.online_features import Features, OnlineFeatures
+from specdraft.data.store.tokens import TokenCache, build_tokens
+from specdraft.eval.drafters.trained import Trained, load_drafters
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.drafter import Drafter
+from specdraft.eval.engine.request import Request
+from specdraft.eval.measure.methods import make_drafter
+from specdraft.models.target import Target
+from specdraft.recipes.schema import Recipe
+
+MakeDrafter = Callable[[int], Drafter | None]  # for rows of so many prompt and new tokens
+
+
+def answer(
+    target: Target, rows: int, asks: Sequence[Ask], make: MakeDrafter = lambda capacity: None
+) -> Iterator[tuple[int, Answer]]:
+    """Decode all asks, `rows` at a time; yield (index, answer) as each is finished."""
+    requests = [
+        Request(ask.prompt_ids, ask.max_new_tokens, ask.temperature, seed=ask.seed) for ask in asks
+    ]
+    capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    drafter = make(capacity)
+    room = capacity + (drafter.max_nodes if drafter else 0)
+    for completion in Decoder(target, drafter, rows, room).run(requests):
+        if completion.error:
+            raise completion.error
+        yield completion.index, Answer(completion.tokens, ended=completion.reason == "eos")
+
+
+class Answers:
+    """Has the target answer, `data.batch_rows` at a time, drafting as `data.drafter` says.
+
+    Decoding is lossless, so a drafter changes how soon answers are there, and nothing else. Called
+    with asks, it raises HeadError or TargetError for a drafter that is missing or another target's.
+    """
+
+    def __init__(self, recipe: Recipe, target: Target):
+        # Drafters are made for as many rows as an evaluation has.
+        rows = replace(recipe.eval, batch_size=recipe.data.batch_rows)
+        self.recipe, self.target = replace(recipe, eval=rows), target
+
+    def __call__(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
+        return answer(self.target, self.recipe.data.batch_rows, asks, self._drafter)
+
+    @cached_property
+    def trained(self) -> Trained:
+        """What the drafter drafts with; only loaded when there is something to answer."""
+        data = self.recipe.data
+        folder = Path(data.drafter_run or self.recipe.output.dir)
+        return load_drafters([data.drafter], self.recipe, self.target, folder)
+
+    def _drafter(self, capacity: int) -> Drafter | None:
+        name = self.recipe.data.drafter
+        return make_drafter(name, self.recipe, self.target, self.trained, capacity)
+
+
+def build_caches(
+    recipe: Recipe, target: Target, accelerator: Accelerator, announce: Announce = unannounced
+) -> tuple[TokenCache, Features]:
+    """Build, or open, a recipe's token and feature caches; every rank writes its own share.
+
+    With data.features=online there is no feature cache: the target goes on computing them.
+    announce: see `build_features`.
+    """
+    tokens = build_token_cache(recipe, target, accelerator)
+    if recipe.data.features == "online":
+        return tokens, OnlineFeatures(recipe, tokens, target)
+    every = ranks(accelerator)
+    return tokens, build_features(recipe, tokens, target, announce=announce, **every)
+
+
+def build_token_cache(recipe: Recipe, target: Target, accelerator: Accelerator) -> TokenCache:
+    """Build, or open, a recipe's token cache; every rank has the target write its own share."""
+    generate = Server if recipe.data.server else Answers
+    return build_tokens(
+        recipe,
+        target.tokenizer,
+        generate(recipe, target),
+        target.identity(),
+        **ranks(accelerator),
+    )
+
+
+def ranks(accelerator: Accelerator) -> dict[str, Any]:
+    """What the data floor needs to know of the processes: rank, world, barrier."""
+    return {
+        "rank": accelerator.process_index,
+        "world": accelerator.num_processes,
+        "barrier": accelerator.wait_for_everyone,
+    }

@@ -1,0 +1,96 @@
+"""A conversation with a target, decoded by any method: what was said, and the next answer's steps.
+
+A chat is rendered with the target's template, history included. A base model without one is given
+all texts so far and goes on. What outgrows the context is forgotten from the beginning.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from specdraft.data.prompts import chat_prompt
+from specdraft.data.template import Messages
+from specdraft.eval.drafters.trained import load_trained
+from specdraft.eval.engine.request import Request, Update
+from specdraft.eval.measure.methods import Engine, make_method
+from specdraft.eval.measure.outcome import DecodingMethod
+from specdraft.eval.measure.questions import request_of
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError, RecipeError
+from specdraft.recipes.schema import Recipe
+
+CONTEXT = 4096  # tokens of a conversation at most, where the target has so many positions
+DRAFTS = 128  # positions left for drafts behind it
+
+
+class Chat:
+    """A conversation. `context`: tokens of prompt and answer; None: CONTEXT, if the target has so
+    many positions. Raises RecipeError for one that is too small or too large."""
+
+    def __init__(self, recipe: Recipe, target: Target, method: str, context: int | None = None):
+        self.recipe, self.target = recipe, target
+        positions = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+        most = positions - DRAFTS if positions else context or CONTEXT
+        self.context = context or min(CONTEXT, most)
+        self.room = self.context - recipe.eval.max_new_tokens  # for what is read
+        if self.room < 1 or self.context > most:
+            raise RecipeError(
+                f"a context of {self.context} tokens with eval.max_new_tokens = "
+                f"{recipe.eval.max_new_tokens}; allowed: more than an answer takes, at most {most}"
+            )
+        self.messages: Messages = []
+        self.answers = 0
+        self.use(method)
+
+    def use(self, name: str) -> None:
+        """Decode by this method from now on.
+
+        Raises UserError, and changes nothing, for an unknown one or one without its drafter.
+        """
+        settings = replace(self.recipe.eval, batch_size=1, methods=(name,))
+        recipe = replace(self.recipe, eval=settings)
+        trained = load_trained(recipe, self.target)
+        self.method = make_method(name, recipe, self.target, trained, self.context)
+        self.recipe, self.name = recipe, name
+
+    def forget(self) -> None:
+        """Begin a new conversation."""
+        self.messages = []
+
+    def ask(self, question: str) -> tuple[Iterator[Update], int]:
+        """Return the steps of the answer, and how many exchanges were forgotten to make room.
+
+        Raises DataError, and forgets nothing, for a question that is too long by itself.
+        """
+        messages = [*self.messages, {"role": "user", "content": question}]
+        while len(prompt := self._prompt(messages)) > self.room:
+            if len(messages) == 1:
+                raise DataError(
+                    f"the question has {len(prompt)} tokens; {self.room} fit into a context of "
+                    f"{self.context} beside {self.recipe.eval.max_new_tokens} of an answer"
+                )
+            messages = messages[2:]
+        forgotten = (len(self.messages) + 1 - len(messages)) // 2
+        self.messages = messages
+        settings = self.recipe.eval
+        request = request_of(settings, prompt, self.answers, settings.max_new_tokens)
+        self.answers += 1
+        return steps_of(self.method, request), forgotten
+
+    def answered(self, text: str) -> None:
+        """Remember an answer, whole or stopped; where there is none, forget the question."""
+        if text.strip():
+            self.messages.append({"role": "assistant", "content": text.strip()})
+        else:
+            self.messages.pop()
+
+    def _prompt(self, messages: Messages) -> list[int]:
+        return chat_prompt(self.recipe, self.target.tokenizer, messages).input_ids
+
+
+def steps_of(method: DecodingMethod, request: Request) -> Iterator[Update]:
+    """Decode a request step by step, or, where steps cannot be seen (transformers), in one go."""
+    if isinstance(method, Engine):
+        yield from method.stream([request])
+    else:
+        (done,) = method([request]).completions
+        yield Update(0, done.tokens, done.steps, done)

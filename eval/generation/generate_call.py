@@ -1,0 +1,159 @@
+"""What one call of transformers' `model.generate` asks for, in the terms of our decoder.
+
+Everything is honoured or refused by name. A generation config is compared field by field with its
+defaults, so that a field we have never heard of is refused and not ignored; logits processors,
+which is what most fields turn into, are checked once more as objects.
+
+Shapes: B rows of the call, T padded prompt length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdraft.eval.engine.request import Request
+from specdraft.recipes.errors import DataError
+
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # in the order of `warp`
+HONOURED = {
+    "bos_token_id",
+    "do_sample",
+    "eos_token_id",
+    "max_length",
+    "max_new_tokens",
+    "max_time",
+    "num_return_sequences",
+    "pad_token_id",
+    "return_dict_in_generate",
+    "stop_strings",
+    "temperature",
+    "top_k",
+    "top_p",
+}
+# These change how transformers computes, or beams, which are refused: never our tokens.
+WITHOUT_EFFECT = {
+    "cache_config",
+    "cache_implementation",
+    "compile_config",
+    "disable_compile",
+    "early_stopping",
+    "length_penalty",
+    "max_cache_len",
+    "prefill_chunk_size",
+    "transformers_version",
+    "use_cache",
+}
+UNUSED = {"logits_to_keep", "past_key_values", "use_cache"}  # what generate prepares for a forward
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """Requests, in the order of the rows, and what ends and pads them."""
+
+    requests: list[Request]
+    criteria: StoppingCriteriaList  # other than length and end-of-sequence tokens
+    pad_id: int | None
+
+    def stops(self, index: int, tokens: list[int], device: torch.device) -> bool:
+        """Whether a criterion ends a row behind these new tokens."""
+        if not self.criteria:
+            return False
+        ids = torch.tensor([[*self.requests[index].prompt, *tokens]], device=device)
+        return bool(self.criteria(ids, None))
+
+
+def read_call(
+    input_ids: Tensor,  # [B, T]
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    arguments: dict,
+) -> GenerateCall:
+    """Translate what `generate` hands to a decoding method; DataError for what we cannot honour.
+
+    Seeds of sampled rows are drawn from torch's global generator: `torch.manual_seed` decides.
+    """
+    _check_config(config)
+    prompts = _prompts(input_ids, arguments)
+    eos = [c.eos_token_id.tolist() for c in criteria if type(c) is EosTokenCriteria]
+    eos_ids = [token for ids in eos for token in ids]
+    settings = _sampling(processors, config.do_sample)
+    new_tokens = criteria.max_length - input_ids.shape[1]
+    settings |= {"eos_ids": frozenset(eos_ids)}
+    requests = [Request(prompt, new_tokens, **settings) for prompt in prompts]
+    if config.do_sample:
+        seeds = torch.randint(2**63 - 1, (len(requests),)).tolist()
+        requests = [replace(r, seed=seed) for r, seed in zip(requests, seeds, strict=True)]
+    others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    pad = config.pad_token_id if config.pad_token_id is not None else next(iter(eos_ids), None)
+    return GenerateCall(requests, StoppingCriteriaList(others), pad)
+
+
+def _check_config(config: GenerationConfig) -> None:
+    neutral = vars(GenerationConfig()) | GenerationConfig._get_default_generation_params()
+    wanted = {
+        name: value
+        for name, value in vars(config).items()
+        if not name.startswith("_")
+        and name not in HONOURED | WITHOUT_EFFECT
+        and value is not None
+        and value is not False
+        and value != neutral.get(name)
+    }
+    if wanted:
+        found = ", ".join(f"{name}={value!r}" for name, value in sorted(wanted.items()))
+        raise DataError(
+            f"generate: {found} cannot be honoured by speculative decoding; "
+            "leave it out or generate without custom_generate"
+        )
+
+
+def _prompts(input_ids: Tensor, arguments: dict) -> list[list[int]]:
+    """Each row without its left padding."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    mask = given.pop("attention_mask", torch.ones_like(input_ids)).bool()
+    positions = given.pop("position_ids", None)
+    cache = given.get("past_key_values")
+    if cache is not None and getattr(cache, "_is_user_defined", False):
+        raise DataError("generate: past_key_values cannot be continued; the decoder has its own")
+    if unknown := sorted(given.keys() - UNUSED):
+        raise DataError(f"generate: {', '.join(unknown)} cannot be honoured; leave it out")
+    if not (mask[:, -1].all() and (mask.long().diff(dim=-1) >= 0).all()):
+        raise DataError(
+            "generate: the attention mask hides tokens inside or behind a prompt; "
+            "pad on the left (tokenizer.padding_side = 'left')"
+        )
+    expected = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    if positions is not None and not torch.equal(positions.expand_as(expected), expected):
+        raise DataError("generate: position_ids of your own cannot be honoured; leave them out")
+    return [ids[kept].tolist() for ids, kept in zip(input_ids, mask, strict=True)]
+
+
+def _sampling(processors: Sequence, do_sample: bool) -> dict:
+    """Temperature, top-k and top-p, read from the processors themselves."""
+    kinds = [type(processor) for processor in processors]
+    if kinds != [kind for kind in WARPERS if kind in kinds] or (kinds and not do_sample):
+        names = ", ".join(kind.__name__ for kind in kinds)
+        allowed = ", ".join(kind.__name__ for kind in WARPERS)
+        raise DataError(
+            f"generate: cannot honour these logits processors: {names}; when sampling, {allowed} "
+            "are possible, in this order; else none"
+        )
+    found = dict(zip(kinds, processors, strict=True))
+    if any(getattr(warper, "min_tokens_to_keep", 1) != 1 for warper in processors):
+        raise DataError("generate: min_tokens_to_keep of a logits warper must be 1")
+    settings = {"temperature": 1.0 if do_sample else 0.0}
+    for kind, name in zip(WARPERS, ("temperature", "top_k", "top_p"), strict=True):
+        if kind in found:
+            settings[name] = getattr(found[kind], name)
+    return settings

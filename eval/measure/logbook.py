@@ -1,0 +1,98 @@
+"""measured.jsonl: what a benchmark has measured so far, so that one that is cut off goes on there.
+
+The first line says what the figures depend on: hashes of recipe, prompts and weights, and the
+machine. Figures of two machines are no comparison: where a single one differs, all starts afresh.
+Every other line is one turn (eval/measure/turns.py), with all that its methods have made of it.
+The file is gone once report.json is there.
+"""
+
+import json
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Self
+
+from specdraft.data.lines import cut_torn_line
+from specdraft.eval.engine.decoder import Timing
+from specdraft.eval.engine.request import Completion, Step
+from specdraft.eval.measure.outcome import Outcome
+from specdraft.eval.measure.turns import Place, Turn
+from specdraft.recipes.errors import DataError
+
+NAME = "measured.jsonl"
+
+
+class Logbook:
+    """The turns of a benchmark, of which a setting (prompts, batch size, temperature) is one part.
+
+    depends_on: what the figures depend on, by name, as JSON.
+    """
+
+    def __init__(self, folder: Path, depends_on: Mapping[str, Any]):
+        self.path = folder / NAME
+        folder.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(self.path)
+        head, self.turns = self._read()
+        changed = sorted(k for k in {*head, *depends_on} if head.get(k) != depends_on.get(k))
+        self.note = ""  # what a user should know
+        if head and changed:
+            self.note = f"{self.path} is of another {', '.join(changed)}: starting afresh"
+        elif self.turns:
+            self.note = f"{self.path} has {len(self.turns)} turns of this benchmark: going on there"
+        self.file = self.path.open("w" if changed else "a", encoding="utf-8")
+        if changed:
+            self.turns = {}
+            self._write(depends_on)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def recall(self, part: int, place: Place, make: Callable[[], Turn]) -> Turn:
+        """Return the turn at a place of a part: as it was, or made and written down now."""
+        if known := self.turns.get((part, *place)):
+            return {name: _outcome(told) for name, told in json.loads(known)["outcomes"].items()}
+        turn = make()
+        self._write({"place": [part, *place], "outcomes": turn})
+        return turn
+
+    def remove(self) -> None:
+        """Forget everything: it is in the report."""
+        self.file.close()
+        self.path.unlink()
+
+    def _read(self) -> tuple[dict, dict[tuple[int, ...], str]]:
+        """The first line, and the others by their place, as they are: few are needed at a time."""
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        try:
+            places = [tuple(json.loads(line)["place"]) for line in lines[1:]]
+            return json.loads(lines[0]) if lines else {}, dict(zip(places, lines[1:], strict=True))
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{self.path} is damaged; delete it to measure afresh") from None
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self.file.write(json.dumps(record, default=_plain) + "\n")
+        self.file.flush()
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists, outcomes and what they hold as dicts."""
+    if isinstance(value, array):
+        return value.tolist()
+    return {item.name: getattr(value, item.name) for item in fields(value)}
+
+
+def _outcome(told: dict) -> Outcome:
+    told["completions"] = [
+        Completion(**one | {"steps": [_step(step) for step in one["steps"]]})
+        for one in told["completions"]
+    ]
+    told["timing"] = Timing(**told["timing"])
+    return Outcome(**told | {key: tuple(told[key]) for key in ("drafter_passes", "tries")})
+
+
+def _step(told: dict) -> Step:
+    return Step(**told | {key: tuple(told[key]) for key in ("parents", "path")})

@@ -1,0 +1,205 @@
+"""report.html: a report as one page that needs nothing else, for phones too.
+
+`write_report` makes it of what report.json holds; a figure that an older report lacks is left out.
+The template (page.html.jinja) escapes whatever comes from models and prompts, and a content
+security policy lets no script run but its own.
+"""
+
+import base64
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from specdraft.data.whole import write_whole
+from specdraft.eval.measure.failure import reasons, told
+from specdraft.eval.measure.page_plots import (
+    Plot,
+    bars,
+    curves,
+    method_colours,
+    node_tree,
+    stacks,
+    to_svg,
+    write_png,
+)
+
+Run = dict[str, Any]
+COLUMNS = {  # key in report.json: (heading, digits)
+    "tokens_per_step": ("tokens /step", 2),
+    "acceptance_rate": ("acceptance rate", 2),
+    "drafted_per_step": ("nodes /step", 1),
+    "tokens_per_second": ("tokens/s", 0),
+    "speedup": ("x plain", 2),
+    "speedup_over_generate": ("x generate", 2),
+    "macro_speedup": ("x plain, by question", 2),
+    "draft_ms_per_step": ("draft ms", 2),
+    "verify_ms_per_step": ("verify ms", 2),
+    "overhead_ms_per_step": ("rest ms", 2),
+}
+PHASES = {"draft": "draft_ms", "verify": "verify_ms", "rest": "overhead_ms"}
+
+
+def write_page(report: dict, folder: Path) -> Path:
+    """Write report.html into a folder, whole or not at all; with matplotlib, a PNG of each plot."""
+    sections = [_section(runs, report["runs"]) for runs in _settings(report["runs"])]
+    across = _batch_curves(report["runs"])
+    page = folder / "report.html"
+    write_whole(page, render(report, sections, across).encode())
+    if importlib.util.find_spec("matplotlib"):
+        for plot in (*across, *(plot for section in sections for plot in section["plots"])):
+            write_png(plot, folder)
+    return page
+
+
+def render(report: dict, sections: list[dict], across: list[Plot]) -> str:
+    """Fill the template."""
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"svg": to_svg, "figure": _figure}
+    environment.filters |= {"draft_lines": draft_lines, "hash": _hash}
+    environment.filters |= {"trouble": told, "reasons": reasons, "category": _category}
+    template = Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
+    recipe = report.get("recipe", {})
+    return environment.from_string(template).render(
+        name=recipe.get("name", "report"),
+        target=recipe.get("target", {}).get("model", ""),
+        environment={k: v for k, v in report.get("environment", {}).items() if v is not None},
+        best=_best(report["runs"]),
+        columns=COLUMNS,
+        sections=sections,
+        across=across,
+        samples=report.get("samples", []),
+        recipe=json.dumps(recipe, indent=1, ensure_ascii=False),
+    )
+
+
+def _settings(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that can be compared: of one prompt set, temperature and batch size."""
+
+    def setting(run: Run) -> tuple:
+        return run["prompt_set"], run["temperature"], run["batch_size"]
+
+    return [list(group) for _, group in groupby(sorted(runs, key=setting), setting)]
+
+
+def _best(runs: Sequence[Run]) -> Run | None:
+    """The fastest run over plain decoding."""
+    return max((r for r in runs if r.get("speedup")), key=lambda r: r["speedup"], default=None)
+
+
+def _section(runs: list[Run], every: Sequence[Run]) -> dict:
+    """What the page shows of one setting. Columns that no run has a figure for are left out."""
+    colours = method_colours(list(dict.fromkeys(run["method"] for run in every)))
+    columns = [key for key in COLUMNS if any(run.get(key) is not None for run in runs)]
+    categories = [e["category"] for run in runs for e in run.get("categories", [])]
+    categories = list(dict.fromkeys(categories))
+    return {
+        "prompts": _prompts(runs[0]),
+        "runs": runs,
+        "columns": columns,
+        "plots": _plots(runs, colours),
+        "categories": categories if len(categories) > 1 else [],
+        "troubled": [run for run in runs if run.get("failures")],
+    }
+
+
+def _plots(runs: list[Run], colours: dict[str, str]) -> list[Plot]:
+    first = runs[0]
+    tag = _slug(f"{_prompts(first)}-t{first['temperature']:g}-b{first['batch_size']}")
+    speeds = {run["method"]: run["speedup"] for run in runs if run.get("speedup")}
+    repeats = {run["method"]: run["speedup_repeats"] for run in runs if run.get("speedup_repeats")}
+    spreads = {method: (min(values), max(values)) for method, values in repeats.items()}
+    lengths = {run["method"]: run["tokens_per_step"] for run in runs if run["outputs"]}
+    depths = {
+        run["method"]: dict(enumerate(run["acceptance_by_depth"], start=1))
+        for run in runs
+        if run.get("acceptance_by_depth")
+    }
+    times = {
+        run["method"]: {name: run[f"{key}_per_step"] for name, key in PHASES.items()}
+        for run in runs
+        if run.get("verify_ms_per_step")
+    }
+    plots = []
+    if speeds:
+        title = "Speedup over plain decoding" + (", spread of repeats" if spreads else "")
+        plots.append(bars(f"speedup-{tag}", title, speeds, spreads, colours, baseline=1.0))
+    if lengths:
+        plots.append(bars(f"tokens-{tag}", "Tokens per step", lengths, {}, colours, baseline=1.0))
+    if depths:
+        title = "Acceptance by depth, given the depth before"
+        plots.append(curves(f"depth-{tag}", title, depths, colours, "depth", highest=1.0))
+    if times:
+        plots.append(stacks(f"time-{tag}", "Milliseconds per step", times))
+    for run in runs:
+        nodes = run.get("acceptance_by_node") or []
+        if any(node["path"][-1] > 0 for node in nodes):  # a chain is its curve by depth
+            title = f"Tree of {run['method']}: how often a node is accepted"
+            plots.append(node_tree(_slug(f"tree-{run['method']}-{tag}"), title, nodes))
+    return plots
+
+
+def _batch_curves(runs: Sequence[Run]) -> list[Plot]:
+    """Speedup by batch size, one plot for each prompt set and temperature with several sizes."""
+
+    def setting(run: Run) -> tuple:
+        return _prompts(run), run["temperature"]
+
+    colours = method_colours(list(dict.fromkeys(run["method"] for run in runs)))
+    plots = []
+    for (prompts, temperature), group in groupby(sorted(runs, key=setting), setting):
+        series: dict[str, dict[int, float]] = {}
+        for run in group:
+            if run.get("speedup"):
+                series.setdefault(run["method"], {})[run["batch_size"]] = run["speedup"]
+        if len({size for points in series.values() for size in points}) > 1:
+            tag = _slug(f"{prompts}-t{temperature:g}")
+            title = f"Speedup by batch size, {prompts}, temperature {temperature:g}"
+            plots.append(curves(f"batch-{tag}", title, series, colours, "batch size"))
+    return plots
+
+
+def draft_lines(draft: dict) -> list[dict]:
+    """The nodes of a draft as indented lines, every node below its parent."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(draft["parents"]):
+        children.setdefault(parent, []).append(node)
+    lines, stack = [], [(child, 0) for child in reversed(children.get(0, []))]
+    while stack:
+        node, depth = stack.pop()
+        accepted = node in draft["accepted"]
+        lines.append({"text": draft["texts"][node], "depth": depth, "accepted": accepted})
+        stack += [(child, depth + 1) for child in reversed(children.get(node, []))]
+    return lines
+
+
+def _figure(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _category(run: Run, name: str) -> dict:
+    """A run's figures of a category; none where it failed on all of it."""
+    return next((entry for entry in run["categories"] if entry["category"] == name), {})
+
+
+def _hash(script: str) -> str:
+    """The hash by which a content security policy knows a script."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _prompts(run: Run) -> str:
+    """The name of a run's prompts, without the place of their file."""
+    return Path(run["prompt_set"].partition(":")[0]).stem
+
+
+def _slug(text: str) -> str:
+    """A file name of a text: its last part, without what a shell or a browser would trip over."""
+    return re.sub(r"[^\w.-]+", "-", text)[-80:].strip("-.")

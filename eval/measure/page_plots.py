@@ -1,0 +1,293 @@
+"""The plots of a report, as shapes on a small canvas: SVG for the page, PNG for other documents.
+
+A canvas is 360 units wide, so that its text can be read on a phone. Every figure stands beside
+its mark as text, as in report.json but rounded.
+"""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specdraft.eval.engine.tree import Topology
+
+WIDTH = 360
+FONT, LETTER = 11, 6.2  # size of text, and the width of an average letter of it
+INK, FAINT, GRID = "#1f2933", "#66727f", "#d9dee3"
+# Okabe and Ito's palette: told apart with every kind of colour vision.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c6d31")
+PHASES = {"draft": "#e69f00", "verify": "#0072b2", "rest": "#a9b4be"}
+
+
+@dataclass(frozen=True)
+class Box:
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    tip: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    points: Sequence[tuple[float, float]]
+    colour: str
+    width: float = 1.0
+
+
+@dataclass(frozen=True)
+class Dot:
+    x: float
+    y: float
+    radius: float
+    colour: str
+    tip: str = ""
+
+
+@dataclass(frozen=True)
+class Label:
+    x: float
+    y: float  # of the baseline
+    text: str
+    anchor: str = "start"  # start, middle, end
+    colour: str = INK
+    size: float = FONT
+
+
+Shape = Box | Line | Dot | Label
+
+
+@dataclass
+class Plot:
+    """A titled canvas. `name` is that of its PNG file."""
+
+    name: str
+    title: str
+    height: float = 0
+    shapes: list[Shape] = field(default_factory=list)
+
+    def add(self, *shapes: Shape) -> None:
+        self.shapes += shapes
+
+
+def bars(
+    name: str,
+    title: str,
+    values: Mapping[str, float],
+    spreads: Mapping[str, tuple[float, float]],
+    colours: Mapping[str, str],
+    baseline: float | None = None,
+) -> Plot:
+    """One bar per method, with its figure, and a whisker where repeats give it a spread."""
+    plot, left = Plot(name, title), _label_width(values)
+    ends = [*values.values(), *(high for _, high in spreads.values())]
+    scale = (WIDTH - left - 42) / max(ends)
+    if baseline:
+        x = left + baseline * scale
+        plot.add(Line([(x, 0), (x, 24 * len(values))], "#b8c0c8"))
+    for number, (method, value) in enumerate(values.items()):
+        y, end = 24 * number, left + value * scale
+        plot.add(Label(left - 6, y + 16, method, "end"))
+        plot.add(Box(left, y + 5, value * scale, 15, colours[method], f"{method}: {value}"))
+        if method in spreads:
+            low, high = (left + limit * scale for limit in spreads[method])
+            plot.add(Line([(low, y + 12.5), (high, y + 12.5)], INK, 1.2))
+            plot.add(*(Line([(x, y + 8), (x, y + 17)], INK, 1.2) for x in (low, high)))
+            end = max(end, high)
+        plot.add(Label(end + 5, y + 16, f"{value:.2f}"))
+    plot.height = 24 * len(values) + 4
+    return plot
+
+
+def stacks(name: str, title: str, parts: Mapping[str, Mapping[str, float]]) -> Plot:
+    """One bar per method, cut into phases, with its sum."""
+    plot, left = Plot(name, title), _label_width(parts)
+    scale = (WIDTH - left - 42) / max(sum(phases.values()) for phases in parts.values())
+    for number, (method, phases) in enumerate(parts.items()):
+        y, x = 24 * number, left
+        plot.add(Label(left - 6, y + 16, method, "end"))
+        for phase, value in phases.items():
+            tip = f"{method}, {phase}: {value} ms"
+            plot.add(Box(x, y + 5, max(value, 0) * scale, 15, PHASES[phase], tip))
+            x += max(value, 0) * scale
+        plot.add(Label(x + 5, y + 16, f"{sum(phases.values()):.2f}"))
+    _legend(plot, PHASES, 24 * len(parts) + 8)
+    return plot
+
+
+def curves(
+    name: str,
+    title: str,
+    series: Mapping[str, Mapping[int, float]],
+    colours: Mapping[str, str],
+    axis: str,
+    highest: float | None = None,
+) -> Plot:
+    """One line per method over a few whole numbers, which stand at equal distances."""
+    plot = Plot(name, title)
+    ticks = sorted({x for points in series.values() for x in points})
+    unit, most = _grid(max(max(points.values()) for points in series.values()), highest)
+    left, bottom, wide, high = 34, 182, WIDTH - 50, 170
+    place = {x: left + wide * (n + 0.5) / len(ticks) for n, x in enumerate(ticks)}
+    for n in range(round(most / unit) + 1):
+        y = bottom - high * n * unit / most
+        plot.add(Line([(left, y), (left + wide, y)], GRID))
+        plot.add(Label(left - 5, y + 4, f"{unit * n:g}", "end", FAINT, 10))
+    plot.add(*(Label(place[x], bottom + 15, str(x), "middle", FAINT, 10) for x in ticks))
+    plot.add(Label(left + wide / 2, bottom + 30, axis, "middle", FAINT, 10))
+    for method, points in series.items():
+        at = [(place[x], bottom - high * y / most) for x, y in sorted(points.items())]
+        plot.add(Line(at, colours[method], 2))
+        for (x, y), (value, share) in zip(at, sorted(points.items()), strict=True):
+            plot.add(Dot(x, y, 3.5, colours[method], f"{method}, {axis} {value}: {share}"))
+    _legend(plot, {method: colours[method] for method in series}, bottom + 40)
+    return plot
+
+
+def _grid(value: float, highest: float | None) -> tuple[float, float]:
+    """Distance of the grid lines, a round number, and the topmost of at most six above zero."""
+    most = highest or value
+    units = (digit * 10**power for power in range(-3, 7) for digit in (1, 2, 2.5, 5))
+    unit = next(unit for unit in units if most / unit <= 6)
+    return unit, unit * math.ceil(most / unit - 1e-9)
+
+
+def node_tree(name: str, title: str, nodes: Sequence[Mapping]) -> Plot:
+    """A decoding tree from left to right; colour and width of a node: how often it is accepted.
+
+    nodes: {"path", "drafted", "accepted"} with parents first, as `acceptance_by_node` has them.
+    """
+    plot, paths = Plot(name, title), [tuple(node["path"]) for node in nodes]
+    index = {(): 0} | {path: n for n, path in enumerate(paths, start=1)}
+    tree = Topology([-1, *(index[path[:-1]] for path in paths)])
+    step, row, rows = (WIDTH - 36) / tree.depth, 26, _rows(tree)
+    at = [(10 + depth * step, 24 + row * y) for depth, y in zip(tree.depths, rows, strict=True)]
+    for number, (path, node) in reversed(list(enumerate(zip(paths, nodes, strict=True), start=1))):
+        share = node["accepted"] / node["drafted"]
+        (x, y), (from_x, from_y) = at[number], at[tree.parents[number]]
+        middle = from_x + 0.35 * step
+        line = [(from_x, from_y), (middle, y), (x, y)] if y != from_y else [(from_x, y), (x, y)]
+        plot.add(Line(line, _heat(share), 0.8 + 7 * share))
+        ranks = ".".join(map(str, path))
+        tip = f"ranks {ranks}: accepted {node['accepted']} of {node['drafted']}"
+        plot.add(Dot(x, y, 2.5 + 3 * share, _heat(share), tip))
+        plot.add(Label(x, y - 8, _percent(share), "middle", size=9.5))
+    plot.add(Dot(*at[0], 4, INK, "the last committed token"))
+    plot.height = 24 + row * max(rows) + 12
+    return plot
+
+
+def _rows(tree: Topology) -> list[int]:
+    """A row for every leaf; a parent stands in the row of its first child."""
+    rows, leaves, stack = [0] * len(tree), 0, [0]
+    while stack:
+        node = stack.pop()
+        rows[node] = leaves
+        leaves += not tree.children[node]
+        stack += reversed(tree.children[node])
+    return rows
+
+
+def method_colours(methods: Sequence[str]) -> dict[str, str]:
+    """The same colour for a method in every plot of a report."""
+    return {method: COLOURS[n % len(COLOURS)] for n, method in enumerate(methods)}
+
+
+def _heat(share: float) -> str:
+    """From pale to dark blue."""
+    pale, dark = (190, 205, 219), (0, 70, 130)
+    mixed = (round(a + (b - a) * share**0.5) for a, b in zip(pale, dark, strict=True))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.01 or not share else "<1%"
+
+
+def _label_width(names: Sequence[str] | Mapping) -> float:
+    return min(LETTER * max(map(len, names)) + 10, WIDTH / 2)
+
+
+def _legend(plot: Plot, colours: Mapping[str, str], top: float) -> None:
+    x, y = 10.0, top
+    for name, colour in colours.items():
+        if x + 24 + LETTER * len(name) > WIDTH:
+            x, y = 10.0, y + 17
+        plot.add(Box(x, y, 10, 10, colour), Label(x + 14, y + 9, name))
+        x += 28 + LETTER * len(name)
+    plot.height = y + 18
+
+
+# -- drawing -------------------------------------------------------------------------------------
+
+
+def to_svg(plot: Plot) -> str:
+    """Return a plot as an SVG element; every text in it is escaped."""
+    shapes = "\n".join(_svg(shape) for shape in plot.shapes)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {plot.height:.0f}" role="img" data-plot="{_escape(plot.name)}" '
+        f'aria-label="{_escape(plot.title)}">\n{shapes}\n</svg>'
+    )
+
+
+def _svg(shape: Shape) -> str:
+    match shape:
+        case Box(x, y, width, height, colour, tip):
+            place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+            return f'<rect {place} fill="{colour}">{_tip(tip)}</rect>'
+        case Line(points, colour, width):
+            at = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            style = f'fill="none" stroke="{colour}" stroke-width="{width:.1f}"'
+            return f'<polyline points="{at}" {style} stroke-linejoin="round"/>'
+        case Dot(x, y, radius, colour, tip):
+            place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"'
+            return f'<circle {place} fill="{colour}">{_tip(tip)}</circle>'
+        case Label(x, y, text, anchor, colour, size):
+            style = f'text-anchor="{anchor}" fill="{colour}" font-size="{size}"'
+            return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{_escape(text)}</text>'
+
+
+def _tip(text: str) -> str:
+    return f"<title>{_escape(text)}</title>" if text else ""
+
+
+def _escape(text: str) -> str:
+    return html.escape(text, quote=True)
+
+
+def write_png(plot: Plot, folder: Path) -> Path:
+    """Draw a plot with matplotlib, three pixels per unit, into folder/NAME.png.
+
+    Raises: ImportError without matplotlib (the extra `plots`).
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure((WIDTH / 72, (plot.height + 22) / 72), dpi=216)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, WIDTH), ylim=(plot.height, -22))
+    axes.axis("off")
+    for shape in (Label(8, -7, plot.title, size=12), *plot.shapes):
+        _paint(axes, shape)
+    path = folder / f"{plot.name}.png"
+    temporary = path.with_suffix(".png.partial")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
+    return path
+
+
+def _paint(axes, shape: Shape) -> None:
+    from matplotlib.patches import Circle, Rectangle
+
+    match shape:
+        case Box(x, y, width, height, colour):
+            axes.add_patch(Rectangle((x, y), width, height, color=colour, linewidth=0))
+        case Line(points, colour, width):
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=width)
+        case Dot(x, y, radius, colour):
+            axes.add_patch(Circle((x, y), radius, color=colour, linewidth=0, zorder=3))
+        case Label(x, y, text, anchor, colour, size):
+            side = {"start": "left", "middle": "center", "end": "right"}[anchor]
+            # A text of ours is no formula, whatever dollar signs it holds.
+            axes.text(x, y, text, ha=side, color=colour, fontsize=size, parse_math=False)

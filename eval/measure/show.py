@@ -1,0 +1,105 @@
+"""Answers with accepted draft tokens coloured: green was drafted, plain is the target's own.
+
+A replay tells of every step which tokens it gave and which tree was drafted for it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from specdraft.eval.engine.request import Completion, Step
+
+ACCEPTED, BONUS, PLAIN = "accepted", "bonus", "plain"
+STYLES = {ACCEPTED: "bold green", BONUS: ""}
+
+
+def pieces(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], steps: Sequence[Step]
+) -> list[tuple[str, str]]:
+    """Cut an answer into runs of (text, "accepted" or "bonus"), in order."""
+    return Pieces(tokenizer).add(tokens, steps)
+
+
+class Pieces:
+    """An answer that grows by such runs: its tokens and its text so far."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer, self.tokens, self.text = tokenizer, [], ""
+
+    def add(self, tokens: Sequence[int], steps: Sequence[Step]) -> list[tuple[str, str]]:
+        """Append the tokens of some steps; return their runs."""
+        runs, done = [], len(self.tokens)
+        self.tokens += tokens
+        for count, kind in _runs(steps):
+            done += count
+            # Decoded as a whole each time: a token may be part of a character, or carry a space.
+            text = self.tokenizer.decode(self.tokens[:done], skip_special_tokens=True)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                runs.append((text[len(self.text) :], kind))
+                self.text = text
+        return runs
+
+
+def _runs(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
+    for step in steps:
+        if step.emitted > 1:  # without a draft that is known, nobody can tell whose they are
+            yield step.emitted - 1, ACCEPTED if step.drafted else BONUS
+        yield 1, BONUS
+
+
+def replay(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], steps: Sequence[Step]
+) -> list[dict]:
+    """Of every step, its tokens as (text, kind) and its draft: parents, texts, accepted nodes.
+
+    `kind` is "accepted", "bonus" (the target's own behind a draft) or "plain" (nothing was
+    drafted). Node 0 of a draft is its root and has no text.
+    """
+    shown, done, told = "", 0, []
+    for step in steps:
+        kinds = [ACCEPTED] * step.accepted + [BONUS if step.drafted or step.accepted else PLAIN]
+        given = []
+        for kind in kinds[: step.emitted]:
+            done += 1
+            text = tokenizer.decode(tokens[:done])
+            whole = not text.endswith("\N{REPLACEMENT CHARACTER}") or done == len(tokens)
+            given.append((text[len(shown) :] if whole else "", kind))
+            shown = text if whole else shown
+        told.append({"tokens": given, "draft": _draft(tokenizer, step)})
+    return told
+
+
+def _draft(tokenizer: PreTrainedTokenizerBase, step: Step) -> dict | None:
+    if not step.drafted or not step.parents:
+        return None
+    return {
+        "parents": list(step.parents),
+        "texts": ["", *(tokenizer.decode([token]) for token in step.tokens)],
+        "accepted": list(step.path[1:]),
+    }
+
+
+def sample(
+    tokenizer: PreTrainedTokenizerBase, question: str, completion: Completion
+) -> dict[str, object]:
+    """One answer as it goes into a report."""
+    return {
+        "prompt": question,
+        "tokens": len(completion.tokens),
+        "steps": len(completion.steps),
+        "pieces": pieces(tokenizer, completion.tokens, completion.steps),
+        "replay": replay(tokenizer, completion.tokens, completion.steps),
+    }
+
+
+def print_sample(sample: dict, console: Console | None = None) -> None:
+    """Print one answer of a report with its accepted tokens coloured."""
+    console = console or Console()
+    ratio = sample["tokens"] / sample["steps"]
+    console.print(Text(sample["prompt"].strip()[-400:], style="dim"))
+    console.print(Text.assemble(*((text, STYLES[kind]) for text, kind in sample["pieces"])))
+    console.print(
+        Text(f"{sample['tokens']} tokens in {sample['steps']} steps: {ratio:.2f} a step\n", "cyan")
+    )

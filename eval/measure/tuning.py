@@ -1,0 +1,203 @@
+"""Find the best setting of a drafter: successive halving over a grid, on prompts of its own.
+
+CS Drafting (arXiv 2312.11462) tunes its cascades by a halving grid search. Every candidate is
+measured on a few prompts, the better half on twice as many, until one is left. What is tuned is
+declared in `SPACES`; a new method needs a line there and nothing else. K's entries are addressed by
+their place: the paper's k11, k12 and k21, the entries of a row from its diagonal on, are k.0.0,
+k.0.1 and k.1.1 of a K for one student; more students have more of them.
+"""
+
+import json
+import random
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+from specdraft.data.prompts import Prompt
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.methods import make_method
+from specdraft.eval.measure.metrics import Costs, counts, times
+from specdraft.eval.measure.questions import make_requests
+from specdraft.eval.measure.report import REFERENCE, cpu_threads
+from specdraft.eval.measure.turns import Outcomes, capacity_for, take_turns
+from specdraft.models.target import Target
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.load import from_dict
+from specdraft.recipes.schema import Recipe
+
+Setting = dict[str, Any]  # recipe paths (section.key, section.key.row.column) and their values
+T = TypeVar("T")
+MEASURES = ("wall", "swi")
+FIRST = 2  # prompts of the first rung
+LENIENCIES = (1.0, 2.0, 3.0, 5.0)
+SPACES: dict[str, dict[str, tuple]] = {
+    "cascade": {  # of one student, who has nobody to be lenient with; of more: `space_of`
+        "cascade.k.0.0": (1, 2, 3, 4, 6, 8),
+        "cascade.k.0.1": (0, 1, 2, 4),
+        "cascade.k.1.1": (1, 2, 4, 7, 10),
+    },
+    "ssd": {
+        "drafting.gamma": (1, 2, 3, 4, 5, 6, 8),
+        "drafting.theta_prob": (0.0, 0.2, 0.4, 0.6),
+    },
+    "gsd": {
+        "drafting.depth": (3, 4, 6, 8, 10),
+        "drafting.out_degree": (2, 3, 4),
+        "drafting.theta_prob": (0.1, 0.2, 0.4),
+        "drafting.theta_sib": (0.1, 0.3, 0.5),
+        "drafting.tau": (1, 2, 3),
+    },
+    "maxgram": {"maxgram.n": (1, 2, 3, 4, 5, 7, 10)},
+}
+
+
+def parse_tuning(parser: ArgumentParser, candidates: int) -> Namespace:
+    """Parse the command line of a script that tunes; RecipeError where there is nothing to try."""
+    parser.add_argument("--by", choices=MEASURES, default="wall", help="what is tuned for")
+    parser.add_argument("--candidates", type=int, default=candidates, help="of the first rung")
+    parser.add_argument("--prompts", type=int, default=16, help="of the last rung")
+    options = parser.parse_intermixed_args()
+    if min(options.candidates, options.prompts) < 1:
+        raise RecipeError("--candidates and --prompts must be at least 1")
+    return options
+
+
+def settings(recipe: Recipe, method: str, limit: int, seed: int = 0) -> list[Setting]:
+    """Return up to `limit` different settings of a method: the recipe's own, then a sample of all.
+
+    Raises RecipeError for a method that has no space.
+    """
+    space = space_of(recipe, method)
+    own = {path: look_up(recipe, path) for path in space}
+    count = prod(map(len, space.values()))
+    sample = random.Random(seed).sample(range(count), min(limit, count))
+    others = [other for place in sample if (other := _at(space, place)) != own]
+    return [own, *others[: limit - 1]]
+
+
+def space_of(recipe: Recipe, method: str) -> dict[str, tuple]:
+    """Return the values of everything that is tuned of a method; RecipeError where nothing is."""
+    if method not in SPACES:
+        raise RecipeError(f"nothing to tune for {method!r}; known: {', '.join(SPACES)}")
+    if method != "cascade" or recipe.cascade.size == 1:
+        return SPACES[method]
+    return k_of(recipe.cascade.size) | {"cascade.leniency": LENIENCIES}
+
+
+def k_of(students: int) -> dict[str, tuple]:
+    """Return the values of K's entries, from the diagonal on, for more than one student.
+
+    Fewer for each than for one student, since there are more entries. No entry of the diagonal is
+    0: every drafter has something to do.
+    """
+    places = [(i, j) for i in range(students + 1) for j in range(i, students + 1)]
+    return {f"cascade.k.{i}.{j}": (1, 2, 4) if i == j else (0, 1, 2) for i, j in places}
+
+
+def _at(space: dict[str, tuple], place: int) -> Setting:
+    """Return one point of a space, all of which are numbered."""
+    setting = {}
+    for path, values in space.items():
+        place, which = divmod(place, len(values))
+        setting[path] = values[which]
+    return setting
+
+
+def look_up(recipe: Recipe, path: str) -> Any:
+    """Return the value at a path of a recipe."""
+    value: Any = recipe.to_dict()
+    for key in _keys(path):
+        value = value[key]
+    return value
+
+
+def applied(recipe: Recipe, setting: Setting) -> Recipe:
+    """Return the recipe with a setting in it; InvalidRecipeError where that is none."""
+    tree = recipe.to_dict()
+    for path, value in setting.items():
+        *above, last = _keys(path)
+        place = tree
+        for key in above:
+            place = place[key]
+        place[last] = value
+    return from_dict(tree)
+
+
+def _keys(path: str) -> list[str | int]:
+    return [int(key) if key.isdigit() else key for key in path.split(".")]
+
+
+def halve(
+    candidates: Sequence[T], measure: Callable[[T, int], float], first: int, most: int
+) -> Iterator[tuple[int, list[tuple[float, T]]]]:
+    """Yield (budget, scores and candidates, the best first) of every rung until one is left.
+
+    measure(candidate, budget): higher is better. The budget starts at `first`, doubles when the
+    field is halved, and is `most` in the last rung, in which two or three meet.
+    """
+    field, budget = list(candidates), first
+    while True:
+        budget = most if len(field) <= 3 else min(budget, most)
+        scored = [(measure(candidate, budget), candidate) for candidate in field]
+        scored.sort(key=lambda item: item[0], reverse=True)
+        yield budget, scored
+        if len(field) <= 3:
+            return
+        field = [candidate for _, candidate in scored[: len(field) // 2]]
+        budget *= 2
+
+
+def fragment(recipe: Recipe, setting: Setting) -> dict[str, dict]:
+    """Return a setting as part of a recipe: sections with whole values, ready for YAML."""
+    tree, part = applied(recipe, setting).to_dict(), {}
+    for path in setting:
+        section, key, *_ = path.split(".")
+        part.setdefault(section, {})[key] = tree[section][key]
+    return part
+
+
+def overrides(part: dict[str, dict]) -> list[str]:
+    """Return a part of a recipe as `section.key=value` arguments."""
+    return [
+        f"{section}.{key}={json.dumps(value)}"  # which YAML reads as it is
+        for section, values in part.items()
+        for key, value in values.items()
+    ]
+
+
+@dataclass
+class Measured:
+    """Speed of settings on tuning prompts: each is decoded in turns with plain decoding, so that a
+    machine that slows down slows both. One drafter is alive at a time."""
+
+    recipe: Recipe
+    method: str
+    target: Target
+    trained: Trained
+    prompts: Sequence[Prompt]
+    by: str  # one of MEASURES
+
+    def __call__(self, setting: Setting, budget: int) -> float:
+        """Over the first `budget` prompts: tokens/s over plain's, or SWI with measured costs."""
+        recipe = applied(self.recipe, setting)
+        with cpu_threads(recipe.eval.threads):
+            outcomes = self._decode(recipe, self.prompts[:budget])
+        plain, ours = outcomes[REFERENCE], outcomes[self.method]
+        if self.by == "wall":
+            return sum(part.seconds for part in plain) / sum(part.seconds for part in ours)
+        forwards = sum(part.drafter_forwards for part in ours)
+        per_step = times(plain, 1)["verify_ms_per_step"]
+        drafting = 1e3 * sum(part.drafter_seconds for part in ours)
+        cost = drafting / forwards / per_step if forwards else 0.0
+        return counts(ours, Costs(0.0, cost))["swi_measured"]
+
+    def _decode(self, recipe: Recipe, prompts: Sequence[Prompt]) -> Outcomes:
+        requests = make_requests(recipe.eval, prompts)
+        capacity = capacity_for(recipe.eval, requests)
+        runners = {
+            name: make_method(name, recipe, self.target, self.trained, capacity)
+            for name in (REFERENCE, self.method)
+        }
+        return take_turns(runners, requests, recipe.eval, progress=False)

@@ -1,0 +1,118 @@
+"""The rows of CS Drafting's Table 2 (arXiv 2312.11462): what a cascade is compared with, tuned.
+
+Plain decoding, SD with each student, Max-Gram alone, each student above Max-Gram, and the cascade
+of all. Every row is tuned by itself (eval/measure/tuning.py), on prompts that none is measured
+on; then all take turns on the measured prompts (eval/measure/turns.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from specdraft.data.prompts import Prompt
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.methods import make_method
+from specdraft.eval.measure.questions import make_requests
+from specdraft.eval.measure.report import REFERENCE, cpu_threads, summarise
+from specdraft.eval.measure.tuning import (
+    FIRST,
+    Measured,
+    Setting,
+    applied,
+    fragment,
+    halve,
+    settings,
+)
+from specdraft.eval.measure.turns import Outcomes, capacity_for, take_turns
+from specdraft.models.target import Target
+from specdraft.recipes.schema import CascadeSection, Recipe
+
+OF_A_CATEGORY = ("swi_params", "swi_measured", "speedup", "identical", "near_ties")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row: a method with what it drafts with, and the setting that tuning chose."""
+
+    name: str
+    method: str
+    recipe: Recipe
+    trained: Trained
+    setting: Setting = field(default_factory=dict)
+    score: float | None = None  # of the last rung of tuning
+
+
+def contenders(recipe: Recipe, trained: Trained) -> list[Contender]:
+    """Return the rows, untuned; students are called by their number in `cascade.students`."""
+    table, students = trained.table, trained.cascade
+    numbered = list(enumerate(students, start=1))
+    rows = [Contender("plain", REFERENCE, recipe, Trained())]
+    rows += [Contender(f"SD {n}", "ssd", recipe, Trained(student=one)) for n, one in numbered]
+    rows.append(Contender("MaG", "maxgram", recipe, Trained(table=table)))
+    for n, one in numbered:
+        lone = Trained(table=table, cascade=(one,))
+        rows.append(Contender(f"{n} + MaG", "cascade", alone(recipe, n - 1), lone))
+    if len(students) > 1:
+        name = " + ".join([*(str(n) for n, _ in numbered), "MaG"])
+        everyone = Trained(table=table, cascade=students)
+        rows.append(Contender(name, "cascade", recipe, everyone))
+    return rows
+
+
+def alone(recipe: Recipe, place: int) -> Recipe:
+    """Return the recipe with one student of its cascade, which contributes what it did to whoever
+    reviewed it; Max-Gram contributes as before to the target and to its own reviewer."""
+    k, names = recipe.cascade.k, recipe.cascade.students
+    section = CascadeSection(
+        students=names and (names[place],),
+        k=((max(k[place][place], 1), k[0][-1]), (0, k[-1][-1])),
+    )
+    return replace(recipe, cascade=section)
+
+
+def tuned(
+    row: Contender, target: Target, prompts: Sequence[Prompt], candidates: int, by: str
+) -> Contender:
+    """Return a row with the best of up to `candidates` settings in its recipe."""
+    if row.method == REFERENCE:
+        return row
+    tried = settings(row.recipe, row.method, candidates, row.recipe.eval.seed)
+    measure = Measured(row.recipe, row.method, target, row.trained, prompts, by)
+    *_, (_, scored) = halve(tried, measure, FIRST, len(prompts))
+    score, best = scored[0]
+    return replace(row, recipe=applied(row.recipe, best), setting=best, score=score)
+
+
+def measured(
+    rows: Sequence[Contender], target: Target, prompts: Sequence[Prompt], progress: bool = True
+) -> list[dict]:
+    """Decode all prompts by all rows in turns; return each row's report, categories with SWI.
+
+    The batch size is 1: a category has the forwards and the time of its own prompts.
+    """
+    section = rows[0].recipe.eval
+    requests = make_requests(section, prompts)
+    capacity = capacity_for(section, requests)
+    with cpu_threads(section.threads):
+        runners = {
+            row.name: make_method(row.method, row.recipe, target, row.trained, capacity)
+            for row in rows
+        }
+        outcomes = take_turns(runners, requests, section, progress)
+    plain = outcomes[rows[0].name]
+    return [
+        {"row": row.name, "score": row.score, "setting": fragment(row.recipe, row.setting)}
+        | _report(row, target, prompts, {REFERENCE: plain, row.method: outcomes[row.name]})
+        for row in rows
+    ]
+
+
+def _report(row: Contender, target: Target, prompts: Sequence[Prompt], outcomes: Outcomes) -> dict:
+    """A row of `summarise`, in which every category has also the figures of its prompts alone."""
+    whole = summarise(row.recipe, target, row.trained, prompts, outcomes)[-1]
+    for category in whole["categories"]:
+        own = [n for n, prompt in enumerate(prompts) if prompt.category == category["category"]]
+        parts = {name: [every[n] for n in own] for name, every in outcomes.items()}
+        some = [prompts[n] for n in own]
+        figures = summarise(row.recipe, target, row.trained, some, parts)[-1]
+        category |= {key: figures[key] for key in OF_A_CATEGORY}
+    return whole

@@ -1,0 +1,119 @@
+"""Figures: acceptance by position (CS Drafting, arXiv 2312.11462, Figures 1 and 3), and EWIF.
+
+They need matplotlib, which is an extra: pip install 'specdraft[plots]'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdraft.eval.measure.ewif import Proposer, ewif, of_assignment
+from specdraft.recipes.errors import DataError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SIZE = (9.0, 3.6)  # inches
+
+
+def figure() -> Figure:
+    """An empty figure that needs no display; DataError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise DataError(
+            "plots need matplotlib, which is not installed; pip install 'specdraft[plots]'"
+        ) from error
+    return Figure(figsize=SIZE, layout="constrained")
+
+
+def save(drawn: Figure, path: Path) -> Path:
+    """Write a figure in the format of its name, whole or not at all; DataError for an unknown."""
+    kind = path.suffix.lstrip(".")
+    known = drawn.canvas.get_supported_filetypes()
+    if kind not in known:
+        raise DataError(f"{path}: cannot draw {kind or 'a file without a suffix'}; give {path}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    drawn.savefig(partial, format=kind, dpi=150)
+    partial.replace(path)
+    return path
+
+
+def acceptance_by_position(runs: Sequence[dict]) -> Figure:
+    """Draw `acceptance_by_depth` of a report's runs: given the position before, and of all drafts.
+
+    Raises DataError where no run drafts.
+    """
+    drafting = [run for run in runs if run.get("acceptance_by_depth")]
+    if not drafting:
+        raise DataError("no run of this report has drafted anything: nothing to plot")
+    drawn = figure()
+    given, reached = drawn.subplots(1, 2, sharey=True)
+    for run in drafting:
+        rates = run["acceptance_by_depth"]
+        depths = range(1, len(rates) + 1)
+        given.plot(depths, rates, marker="o", markersize=3, label=_label(run, drafting))
+        reached.plot(depths, list(accumulate(rates, mul)), marker="o", markersize=3)
+    given.set(title="accepted, where the token before was", ylabel="probability", ylim=(0, 1.02))
+    reached.set(title="accepted, and all before it")
+    for axes in (given, reached):
+        axes.set(xlabel="position in the draft")
+        _grid(axes)
+    drawn.legend(loc="outside right center", fontsize="small")
+    return drawn
+
+
+def _label(run: dict, runs: Sequence[dict]) -> str:
+    """A run's method, and what else tells it from the others."""
+    parts = [run["method"]]
+    for key, sign in (("batch_size", "batch "), ("temperature", "T = ")):
+        if len({other[key] for other in runs}) > 1:
+            parts.append(f"{sign}{run[key]}")
+    return ", ".join(parts)
+
+
+def _grid(axes: Axes) -> None:
+    """Lines to read values by, and whole numbers of tokens."""
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+
+
+def of_one_drafter(alpha: float, costs: Sequence[float], most: int) -> Figure:
+    """Draw EWIF over k for several costs of a drafted token, with the best k of each marked."""
+    drawn = figure()
+    axes = drawn.subplots()
+    lengths = range(most + 1)
+    for cost in costs:
+        values = [ewif([alpha] * k, k * cost) for k in lengths]
+        (line,) = axes.plot(lengths, values, label=f"c = {cost:g}")
+        best = max(lengths, key=values.__getitem__)
+        axes.plot(best, values[best], "o", color=line.get_color())
+    axes.set(title=f"one drafter, alpha = {alpha:g}", xlabel="k: tokens drafted", ylabel="EWIF")
+    _grid(axes)
+    axes.legend()
+    return drawn
+
+
+def of_horizontal_cascade(large: Proposer, small: Proposer, most: int) -> Figure:
+    """Draw EWIF over k for a larger drafter alone, and with tails of a smaller one behind it."""
+    drawn = figure()
+    axes = drawn.subplots()
+    lengths = range(most + 1)
+    for tail in (0, 1, 2, 4, 8):
+        values = [of_assignment([large] * k + [small] * tail) for k in lengths]
+        axes.plot(lengths, values, label=f"{tail} behind" if tail else "alone")
+    axes.set(
+        title=f"alpha {large.alpha:g}, c {large.cost:g}; "
+        f"behind it alpha {small.alpha:g}, c {small.cost:g}",
+        xlabel="tokens of the larger drafter",
+        ylabel="EWIF",
+    )
+    _grid(axes)
+    axes.legend(title="tokens of the smaller")
+    return drawn

@@ -1,0 +1,208 @@
+"""Which rows make up which optimiser step, and how they become tensors.
+
+Everything random is a pure function of (train.seed, step, slot), slot being a row's place in the
+step's batch: the order of rows, block phases, feature noise, glanced blocks. So a batch gives the
+same numbers however it is cut into ranks and micro-batches, and resuming needs the step alone.
+
+Shapes: B rows of a micro-batch, T tokens (longest row), L = T - 1 input positions, H hidden.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from specdraft.models.falcon import block_index
+from specdraft.recipes.errors import DataError, RecipeError
+from specdraft.train.objectives.glance import block_offsets
+
+Key = tuple[int, int, int]  # (seed, step, slot) of a row
+
+
+class Rows(Protocol):
+    """What a drafter is trained on: features, a token cache, or a list of rows in a test.
+
+    Rows that are better read together have `__getitems__(rows)`, like torch's own data sets.
+    """
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
+
+
+def keyed_generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator seeded by a hash of its key that is the same on every machine."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class SamplingPlan:
+    """The rows of every optimiser step.
+
+    An epoch shows every row once; its last batch is filled up with rows of a second drawing. Rows
+    of similar length share a batch (rows are sorted within windows of `window` batches, then the
+    batches are shuffled), which saves padding without giving up the random order.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, window: int = 32):
+        if not len(lengths):
+            raise DataError("no rows to train on; check data.sources, data.limit and data.holdout")
+        self.lengths = torch.as_tensor(list(lengths))
+        self.batch_size, self.seed, self.window = batch_size, seed, window
+        self.steps_per_epoch = -(-len(lengths) // batch_size)
+        self._epoch: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    def rows(self, step: int) -> list[int]:
+        """Return the row numbers of one optimiser step, over all ranks."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._batches(epoch))
+        return self._epoch[1][batch].tolist()
+
+    def _batches(self, epoch: int) -> Tensor:  # [steps_per_epoch, batch_size]
+        generator = keyed_generator(self.seed, epoch, "order")
+        count, wanted = len(self.lengths), self.steps_per_epoch * self.batch_size
+        drawings = [torch.randperm(count, generator=generator) for _ in range(-(-wanted // count))]
+        order = torch.cat(drawings)[:wanted]
+        windows = order.split(self.window * self.batch_size)
+        order = torch.cat([w[self.lengths[w].argsort(stable=True)] for w in windows])
+        batches = order.view(self.steps_per_epoch, self.batch_size)
+        return batches[torch.randperm(self.steps_per_epoch, generator=generator)]
+
+
+class Batch(Protocol):
+    """One micro-batch, right-padded, as a trainer's `collate` makes it."""
+
+    lengths: list[int]  # tokens of each row
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on another device."""
+
+    def pinned(self) -> Self:
+        """Return a copy whose large tensors a GPU can fetch while it computes."""
+
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """A micro-batch of a head. Position i reads (t_(i+1), f_i) and answers f_(i+k)."""
+
+    tokens: Tensor  # [B, T] int64
+    features: Tensor  # [B, T, H]
+    blocks: Tensor  # [B, L] int64, the block each position belongs to
+    offsets: Tensor  # [B, L] int64, its place within that block, 0..k-1
+    valid: Tensor  # [B, L] bool
+    supervised: Tensor  # [B, L] bool, position i has an answer that counts
+    lengths: list[int]  # tokens of each row
+    keys: list[Key]
+    block_size: int
+
+    def to(self, device: torch.device) -> Self:
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("tokens", "features", "blocks", "offsets", "valid", "supervised")
+        }
+        return replace(self, **moved)
+
+    def pinned(self) -> Self:
+        pinned = {"tokens": self.tokens.pin_memory(), "features": self.features.pin_memory()}
+        return replace(self, **pinned)
+
+    def generators(self, purpose: str, device: torch.device | str = "cpu") -> Iterator:
+        """Yield one generator per row, keyed by the row's place in training."""
+        return (keyed_generator(*key, purpose, device=device) for key in self.keys)
+
+    def noise(self, amplitude: float) -> Tensor:
+        """Draw U(-amplitude, amplitude) noise for the input features, [B, L, H] float32."""
+        device, (rows, width, hidden) = self.features.device, self.features[:, 1:].shape
+        noise = torch.zeros(rows, width, hidden, device=device)
+        generators = self.generators("noise", device)
+        for row, length, generator in zip(noise, self.lengths, generators, strict=True):
+            row[: length - 1].uniform_(-amplitude, amplitude, generator=generator)
+        return noise
+
+
+def collate(rows: list[dict], keys: list[Key], block_size: int) -> HeadBatch:
+    """Pad rows {"input_ids", "loss_mask", "features"} to one micro-batch.
+
+    The size of each row's first block is drawn from 1..k: drafting meets every alignment.
+    """
+    lengths = [len(row["input_ids"]) for row in rows]
+    time, count = max(max(lengths), 2), len(rows)
+    features = rows[0]["features"]
+    tokens = torch.zeros(count, time, dtype=torch.long)
+    padded = features.new_zeros(count, time, features.shape[-1])
+    valid = torch.zeros(count, time - 1, dtype=torch.bool)
+    supervised, blocks = torch.zeros_like(valid), []
+    for number, (row, length, key) in enumerate(zip(rows, lengths, keys, strict=True)):
+        tokens[number, :length] = row["input_ids"]
+        padded[number, :length] = row["features"]
+        valid[number, : length - 1] = True
+        # Position i drafts t_(i+k+1), so its mask is the mask of that token.
+        answered = row["loss_mask"][block_size + 1 :].bool()
+        supervised[number, : len(answered)] = answered
+        generator = keyed_generator(*key, "phase")
+        phase = int(torch.randint(1, block_size + 1, (), generator=generator))
+        blocks.append(block_index(time - 1, block_size, phase))
+    offsets = torch.stack([block_offsets(b) for b in blocks])
+    return HeadBatch(
+        tokens=tokens,
+        features=padded,
+        blocks=torch.stack(blocks),
+        offsets=offsets,
+        valid=valid,
+        supervised=supervised,
+        lengths=lengths,
+        keys=keys,
+        block_size=block_size,
+    )
+
+
+class Loader:
+    """This rank's micro-batches of each step; the next step is read while one computes."""
+
+    def __init__(
+        self,
+        data: Rows,
+        plan: SamplingPlan,
+        collate: Callable[[list[dict], list[Key]], Batch],
+        accumulation: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        pin: bool = False,
+    ):
+        per_rank, rest = divmod(plan.batch_size, accumulation * ranks)
+        if rest:
+            raise RecipeError(
+                f"train.batch_size is {plan.batch_size}: it must be a multiple of "
+                f"train.accumulation x processes = {accumulation} x {ranks}"
+            )
+        self.data, self.plan, self.collate, self.pin = data, plan, collate, pin
+        first = rank * accumulation * per_rank
+        self.slots = [
+            range(first + n * per_rank, first + (n + 1) * per_rank) for n in range(accumulation)
+        ]
+
+    def load(self, step: int) -> list[Batch]:
+        """Read and pad the micro-batches of one step."""
+        rows = self.plan.rows(step)
+        return [self._load(rows, step, slots) for slots in self.slots]
+
+    def _load(self, rows: list[int], step: int, slots: range) -> Batch:
+        keys = [(self.plan.seed, step, slot) for slot in slots]
+        wanted = [rows[slot] for slot in slots]
+        together = getattr(self.data, "__getitems__", None)
+        batch = self.collate(together(wanted) if together else [self.data[n] for n in wanted], keys)
+        return batch.pinned() if self.pin else batch
+
+    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of steps start..stop-1, reading one step ahead in a thread."""
+        with ThreadPoolExecutor(1, "batches") as reader:
+            ahead = reader.submit(self.load, start) if start < stop else None
+            for step in range(start, stop):
+                batches = ahead.result()
+                if step + 1 < stop:
+                    ahead = reader.submit(self.load, step + 1)
+                yield batches

@@ -1,0 +1,244 @@
+"""What one training run holds together, and the optimiser step it repeats.
+
+Losses are sums and their count is the count of the whole optimiser step, over micro-batches and
+ranks, so the same batch gives the same update however it is cut. Per step: plan every micro-batch
+without gradient (the plan says which positions count), reduce the count once, then go through the
+micro-batches again with gradient.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.load import dump
+from specdraft.recipes.schema import Recipe
+from specdraft.train.fit.batches import Batch, Key, Loader, Rows, SamplingPlan
+from specdraft.train.fit.checkpoint import SHARDING, Checkpoints, TrainState, save_drafter
+from specdraft.train.fit.journal import Journal, StepTimer
+from specdraft.train.fit.schedules import learning_rate, total_steps
+
+# Decodes prompts with the drafter at a step; its `tokens_per_step` chooses the one that is kept.
+Evaluate = Callable[[nn.Module, int], dict[str, float]]
+Sums = dict[str, Tensor]
+
+STOP_TIME, STOP_ASKED = 1, 2
+
+
+class Objective(Protocol):
+    """What a kind of drafter has of its own in training; `fit` does the rest."""
+
+    folder: str  # below output.dir: where the best drafter is kept
+
+    def collate(self, rows: list[dict], keys: list[Key]) -> Batch:
+        """Pad rows to one micro-batch; what is random in it comes from the rows' keys."""
+
+    def plan(self, model: nn.Module, batch: Batch, progress: float) -> tuple[Any, Tensor]:
+        """Decide, without gradient, what `loss` is to do, and which positions count (bool).
+
+        progress: the share of the training that lies behind, 0..1.
+        """
+
+    def loss(self, model: nn.Module, batch: Batch, plan: Any, counted: Tensor) -> tuple:
+        """Return the loss summed over the counted positions, and the sums the log is made of."""
+
+    def report(self, sums: Sums) -> dict[str, float | list]:
+        """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""
+
+
+@dataclass
+class Run:
+    """Everything that one call of `fit` holds together."""
+
+    model: nn.Module  # as accelerate wrapped it
+    drafter: nn.Module  # the same without wrapper
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    loader: Loader
+    checkpoints: Checkpoints
+    state: TrainState
+    recipe: Recipe
+    accelerator: Accelerator
+    evaluate: Evaluate | None
+    steps: int
+    out: Path
+    whole: nn.Module | None  # where the launcher shards the drafter: what its weights go into
+
+    @classmethod
+    def prepare(cls, drafter, data, objective, recipe, accelerator, evaluate) -> "Run":
+        """Build optimiser, loader and checkpoints, and load the newest checkpoint."""
+        optim, train, out = recipe.optim, recipe.train, Path(recipe.output.dir)
+        plan = SamplingPlan(_lengths(data), train.batch_size, train.seed)
+        loader = Loader(
+            data,
+            plan,
+            objective.collate,
+            accumulation=train.accumulation,
+            rank=accelerator.process_index,
+            ranks=accelerator.num_processes,
+            pin=accelerator.device.type == "cuda",
+        )
+        trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained,
+            lr=optim.lr,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
+            fused=accelerator.device.type == "cuda",
+        )
+        sharding = accelerator.distributed_type in SHARDING and accelerator.is_main_process
+        whole = copy.deepcopy(drafter) if sharding else None
+        model, optimizer = accelerator.prepare(drafter.train(), optimizer)
+        checkpoints = Checkpoints(out, recipe.to_dict(), len(data), accelerator, train.keep)
+        state = checkpoints.resume() or TrainState()
+        if accelerator.is_main_process:  # only now: another recipe's run keeps its own
+            dump(recipe, out / "recipe.yaml")
+        return cls(
+            model=model,
+            drafter=accelerator.unwrap_model(model),
+            optimizer=optimizer,
+            objective=objective,
+            loader=loader,
+            checkpoints=checkpoints,
+            state=state,
+            recipe=recipe,
+            accelerator=accelerator,
+            evaluate=evaluate,
+            steps=total_steps(recipe, len(data)),
+            out=out,
+            whole=whole,
+        )
+
+    @property
+    def speaks(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def timed_steps(self, start: int, stop: int, timer: StepTimer) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of each step, timing the wait for them."""
+        steps = self.loader.steps(start, stop)
+        while True:
+            asked = time.perf_counter()
+            batches = next(steps, None)
+            timer.waited += time.perf_counter() - asked
+            if batches is None:
+                return
+            yield batches
+
+    def step(self, batches: list[Batch], asked: bool, timer: StepTimer) -> tuple:
+        """Take one optimiser step; return the log's sums, gradient norm, rate, reason to stop."""
+        accelerator, device = self.accelerator, self.accelerator.device
+        optim, number = self.recipe.optim, self.state.step
+        rate = learning_rate(number, self.steps, optim.lr, optim.warmup, optim.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        plans = [
+            self.objective.plan(self.model, batch.to(device), number / self.steps)
+            for batch in batches
+        ]
+        count, tokens, asks, over = self._reduced(
+            sum(counted.sum() for _, counted in plans),
+            sum(sum(batch.lengths) for batch in batches),
+            asked,
+            self.speaks and self.out_of_time(),
+        )
+        timer.tokens += tokens
+        # DDP averages over ranks and accelerate over micro-batches; the loss wants neither.
+        scale = accelerator.num_processes * len(batches) / max(count, 1.0)
+        sums: Sums = {}
+        for batch, (plan, counted) in zip(batches, plans, strict=True):
+            with accelerator.accumulate(self.model):
+                total, parts = self.objective.loss(self.model, batch.to(device), plan, counted)
+                accelerator.backward(total * scale)
+            sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
+        norm = self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sums, norm, rate, STOP_ASKED if asks else STOP_TIME if over else 0
+
+    def _reduced(self, *values: float | Tensor) -> list[float]:
+        # Stop requests travel with the count: all ranks must agree on the step they stop at.
+        packed = torch.stack([torch.as_tensor(v, device=self.accelerator.device).float()
+                              for v in values])  # fmt: skip
+        return self.accelerator.reduce(packed, "sum").tolist()
+
+    def _clip(self) -> float:
+        norm = self.accelerator.clip_grad_norm_(
+            self.model.parameters(), self.recipe.optim.clip_norm
+        )
+        norm = 0.0 if norm is None else float(norm)  # None: the engine does not tell
+        if not math.isfinite(norm):
+            raise RecipeError(
+                f"the gradient's norm is {norm} at step {self.state.step}; "
+                f"lower optim.lr (now {self.recipe.optim.lr:g}) or raise optim.warmup"
+            )
+        return norm
+
+    def out_of_time(self) -> bool:
+        """Whether train.max_minutes has passed, over all continuations of the run."""
+        limit = self.recipe.train.max_minutes
+        return limit is not None and self.state.seconds >= 60.0 * limit
+
+    def log(self, journal: Journal, sums: dict, timer: StepTimer, values: dict) -> None:
+        """Reduce the sums since the last line over all ranks and write them as ratios."""
+        values |= self.objective.report(self.accelerator.reduce(sums, "sum"))
+        values |= timer.report() | {"minutes": self.state.seconds / 60.0}
+        journal.log("train", self.state.step, values)
+        journal.status(values)
+        timer.reset()
+
+    def evaluate_if(self, due: bool, journal: Journal) -> None:
+        """Evaluate on rank 0 if it is due and not done; keep the drafter if it is the best yet."""
+        state = self.state
+        if not due or self.evaluate is None or state.evaluated == state.step:
+            return
+        drafter, outcome = self.whole_drafter(), [None]
+        if self.speaks:
+            outcome = [self.evaluate(drafter.eval(), state.step)]
+            drafter.train()
+        (metrics,) = broadcast_object_list(outcome)
+        state.evaluated = state.step
+        if metrics["tokens_per_step"] > state.best.get("tokens_per_step", 0.0):
+            state.best, state.best_step = metrics, state.step
+            if self.speaks:
+                save_drafter(drafter, self.out / self.objective.folder)
+        journal.log("eval", state.step, metrics)
+        journal.evaluated(metrics, state.best)
+        self.accelerator.wait_for_everyone()
+
+    def whole_drafter(self) -> nn.Module:
+        """Return the drafter unwrapped, gathered to rank 0 where the launcher shards it."""
+        if self.accelerator.distributed_type not in SHARDING:
+            return self.drafter
+        weights = self.accelerator.get_state_dict(self.model)  # collective
+        if self.whole is None:
+            return self.drafter
+        self.whole.load_state_dict(weights)
+        return self.whole.to(self.accelerator.device)
+
+    def finish(self, journal: Journal) -> None:
+        """Evaluate the last drafter, and leave a checkpoint and the drafter's folder behind."""
+        self.evaluate_if(True, journal)
+        drafter = self.whole_drafter()
+        if self.evaluate is None and self.speaks:
+            save_drafter(drafter, self.out / self.objective.folder)
+        newest = self.checkpoints.newest()
+        if newest is None or newest.name != f"step-{self.state.step}":
+            self.checkpoints.save(self.state)
+
+
+def _lengths(data: Rows) -> list[int]:
+    lengths = getattr(data, "lengths", None)
+    return (
+        list(lengths)
+        if lengths is not None
+        else [len(data[n]["input_ids"]) for n in range(len(data))]
+    )

@@ -1,0 +1,131 @@
+"""Coupled Sequential Glancing Distillation: what one micro-batch does in training.
+
+Falcon (AAAI 2025), in two passes. `plan` runs the head without gradient, counts where it is wrong
+and chooses the input pairs to reveal; `loss` runs it with gradient on the revised inputs. Counts
+come first and losses are sums, so the caller divides by the count of the whole optimiser step.
+
+Shapes: R passes of a rollout, B rows, L input positions, H hidden, V vocabulary, k block size.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from specdraft.models.falcon import FalconConfig
+from specdraft.models.target import Target, TargetEnds
+from specdraft.recipes.schema import Recipe
+from specdraft.train.fit.batches import HeadBatch, Key, collate
+from specdraft.train.objectives.glance import (
+    choose_runs,
+    glancing_ratio,
+    reveal,
+    wrong_per_row,
+)
+from specdraft.train.objectives.losses import head_loss
+
+Sums = dict[str, Tensor]
+
+
+class CoupledGlancing:
+    """The `Objective` of a Falcon head.
+
+    ends: the target's `embed(ids)` and `lm_head_weight` [V, H].
+    """
+
+    folder = "head"
+
+    def __init__(self, recipe: Recipe, ends: TargetEnds | Target, config: FalconConfig):
+        self.recipe, self.ends = recipe, ends
+        self.feature_scale, self.block_size = config.feature_scale, config.block_size
+
+    def collate(self, rows: list[dict], keys: list[Key]) -> HeadBatch:
+        """Pad rows {"input_ids" [T], "loss_mask" [T], "features" [T, H]} to a micro-batch."""
+        return collate(rows, keys, self.block_size)
+
+    def plan(self, head: nn.Module, batch: HeadBatch, progress: float) -> tuple[Tensor, Tensor]:
+        """Return the revealed positions [B, L] and the positions that carry loss [B, L].
+
+        progress is the share of the training that lies behind, 0..1.
+        """
+        glance, revealed = self.recipe.glance, torch.zeros_like(batch.supervised)
+        ratio = glancing_ratio(glance.start, glance.end, progress)
+        if glance.enabled and ratio > 0 and batch.block_size > 1:
+            revealed = self._glance(head, batch, ratio)
+        if glance.supervise_revealed:
+            return revealed, batch.supervised
+        return revealed, batch.supervised & ~revealed
+
+    @torch.no_grad()
+    def _glance(self, head: nn.Module, batch: HeadBatch, ratio: float) -> Tensor:
+        ahead, features = self._inputs(batch)
+        predicted = head(ahead, features, batch.blocks, batch.valid)[0]  # [B, L, H]
+        answers = batch.tokens.roll(-batch.block_size - 1, dims=1)[:, :-1]
+        wrong = wrong_per_row(predicted, self.ends.lm_head_weight, answers, batch.supervised)
+        revealed = torch.zeros_like(batch.supervised, device="cpu")
+        blocks, supervised = batch.blocks.cpu(), batch.supervised.cpu()
+        for row, (distance, generator) in enumerate(
+            zip(wrong.tolist(), batch.generators("glance"), strict=True)
+        ):
+            inside = slice(0, batch.lengths[row] - 1)
+            revealed[row, inside] = choose_runs(
+                blocks[row, inside], supervised[row, inside], round(ratio * distance), generator
+            )
+        return revealed.to(batch.supervised.device)
+
+    def loss(self, head: nn.Module, batch: HeadBatch, revealed: Tensor, counted: Tensor) -> tuple:
+        """Return the loss summed over `counted` positions, and the sums that the log is made of."""
+        loss, k = self.recipe.loss, batch.block_size
+        given = self._inputs(batch)
+        revised = reveal(*given, revealed, k)
+        isolated = self.recipe.glance.isolated
+        predicted = head(
+            *(given if isolated else revised),
+            batch.blocks,
+            batch.valid,
+            keep=None if isolated else revealed,
+            passes=self.recipe.train.rollout,
+            revised=(*revised, revealed) if isolated and revealed.any() else None,
+        )  # [R, B, L, H]
+        rows, positions = counted.nonzero(as_tuple=True)  # N positions
+        sums = head_loss(
+            predicted[:, rows, positions],
+            batch.features[rows, positions + k],
+            batch.tokens[rows, positions + k + 1],
+            self.ends.lm_head_weight,
+            feature_scale=self.feature_scale,
+            feature_weight=loss.feature_weight,
+            distill_weight=loss.distill_weight,
+            soft_weight=loss.soft_weight,
+        )
+        answered = one_hot(batch.offsets[rows, positions], k).to(torch.float32)  # [N, k]
+        return sums.total, {
+            "loss": sums.total.detach(),
+            "feature": sums.feature,
+            "soft": sums.soft,
+            "hard": sums.hard,
+            "correct": sums.correct.to(torch.float32) @ answered,  # [R, k]
+            "answered": answered.sum(0),  # [k]
+            "revealed": revealed.sum(),
+            "supervised": batch.supervised.sum(),
+            "counted": counted.sum(),
+        }
+
+    def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
+        # Noise stands for the error of the predicted features that drafting feeds back.
+        amplitude = self.recipe.loss.feature_noise * self.feature_scale
+        features = batch.features[:, :-1].float()
+        if amplitude > 0:
+            features = features + batch.noise(amplitude)
+        return self.ends.embed(batch.tokens[:, 1:]).float(), features
+
+    @staticmethod
+    def report(sums: Sums) -> dict[str, float | list]:
+        """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""
+        counted = sums["counted"].clamp(min=1)
+        accuracy = sums["correct"] / sums["answered"].clamp(min=1)
+        return {
+            **{name: float(sums[name] / counted) for name in ("loss", "feature", "soft", "hard")},
+            "accuracy": accuracy[0].tolist(),  # by block position, of the first pass
+            "rollout_accuracy": accuracy[1:].tolist(),
+            "glanced": float(sums["revealed"] / sums["supervised"].clamp(min=1)),
+        }
