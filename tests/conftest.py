@@ -1,20 +1,25 @@
 """On the CPU, one thread per worker: two workers with two threads each wait for each other."""
 
 import os
-
-# Of this process and of the scripts it starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+from pathlib import Path
 
 import pytest
-import torch
 
-torch.set_num_threads(1)
+HERE = Path(__file__).parent
+# Of this process, before torch is imported, and of the scripts it starts: these import what the
+# tests of any folder share, as tests do (`pythonpath` in pyproject.toml).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+SHARED = [str(path) for path in (HERE, *sorted(HERE.glob("[a-z]*"))) if path.is_dir()]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*SHARED, os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Undo what training sets for its whole process: the tests after it would take ten times as
     long beside another worker."""
+    import torch
+
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO-2 on two CPU processes: what one plain process trains, also when it is cut off.
 
-As a script it is the job of tests/test_loop.py, without a compilation that DeepSpeed begins with.
+As a script it is the job of tests/train/test_loop.py, without a compilation that DeepSpeed begins
+with.
 """
 
 import os
@@ -17,7 +18,7 @@ from specdraft.models.falcon import FalconHead
 from specdraft.train.fit.checkpoint import read_state
 
 deepspeed = pytest.importorskip("deepspeed", reason="needs pip install 'specdraft[deepspeed]'")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS = {"train.steps": 12, "train.log_every": 1}
 
 

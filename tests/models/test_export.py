@@ -22,7 +22,7 @@ from specdraft.models.serving import serve_eagle, serve_medusa
 from specdraft.recipes.errors import HeadError
 from specdraft.recipes.load import load_recipe
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 SCALES = {"feature_scale": 6.7}  # embed_scale of a random head is 0.3
 
 

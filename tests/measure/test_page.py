@@ -20,7 +20,7 @@ from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.load import load_recipe
 
-OLD = Path(__file__).parents[1] / "eval" / "results" / "tiny.json"
+OLD = Path(__file__).parents[2] / "eval" / "results" / "tiny.json"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 HOSTILE = (
     "'\"><img src=x onerror='document.body.dataset.owned=1'></textarea></script>"

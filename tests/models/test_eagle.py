@@ -22,7 +22,7 @@ from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.heads import sar_head
 from specdraft.train.objectives.csgd import CoupledGlancing
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = RECIPES / "tiny_eagle.yaml"
 
 

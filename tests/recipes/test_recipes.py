@@ -8,7 +8,7 @@ import pytest
 
 from specdraft.recipes.load import dump, from_dict, load_recipe
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = sorted(RECIPES.glob("*.yaml"))
 SMALLEST = {"name": "x", "data": {"sources": ["tiny"]}, "train": {"steps": 1}}
 

@@ -1,7 +1,7 @@
 """The training loop on toy rows: the same batch gives the same update however it is cut.
 
 As a script it is the job that other processes of these tests run:
-    python tests/test_loop.py OUT [section.key=value ..] [pace=SECONDS per row read]
+    python tests/train/test_loop.py OUT [section.key=value ..] [pace=SECONDS per row read]
 """
 
 import itertools

@@ -11,7 +11,7 @@ from specdraft.data.template import Template, UnrenderableError, preview
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import DataSection
 
-SHARED = Path(__file__).parents[1].parent / "shared" / "data"
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 TURNS = [("user", "Hello there"), ("assistant", " The answer is 42. "), ("user", "USER: sure?")]
 TURNS += [("assistant", "I am fine")]
 CHAT = [{"role": role, "content": content} for role, content in TURNS]

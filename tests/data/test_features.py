@@ -188,7 +188,6 @@ def test_after_kill_9_nothing_half_written_is_taken_for_whole(made, tmp_path):
     dump(settings, tmp_path / "test.yaml")
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path / "test.yaml"), str(tokens.directory)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         check=False,
     )

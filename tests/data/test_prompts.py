@@ -11,7 +11,7 @@ from specdraft.data.sources import bundled_file
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import from_dict
 
-SHARED = Path(__file__).parents[1].parent / "shared" / "data"
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 def prompts(folder: Path, rows: list | str, tokenizer=None, data: dict | None = None, **evaluation):

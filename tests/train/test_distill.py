@@ -1,6 +1,7 @@
 """Distillation: the same update however it is cut, whose text is learned from, and a whole run.
 
-As a script it is the job that other processes of these tests run: python tests/test_distill.py OUT
+As a script it is the job that other processes of these tests run:
+python tests/train/test_distill.py OUT
 """
 
 import json

@@ -25,7 +25,7 @@ from specdraft.data.world.world import (
     to_messages,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "models" / "tiny"
 BUNDLED = ROOT / "data" / "tiny"
 

@@ -10,7 +10,7 @@ import yaml
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.static_trees import known_trees, load_tree_paths, tree_problems
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def complaint(name: str) -> str:
@@ -50,7 +50,7 @@ def test_small_trees_fit_a_cpu(k: int):
 
 
 def test_the_published_trees_equal_their_source():
-    source = Path(__file__).parents[1].parent / "shared" / "trees.json"
+    source = Path(__file__).parents[2].parent / "shared" / "trees.json"
     if not source.is_file():
         pytest.skip("no trees.json beside the checkout to compare with")
     for name, paths in json.loads(source.read_text())["trees"].items():

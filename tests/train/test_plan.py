@@ -22,7 +22,7 @@ from specdraft.train.heads import sar_head
 from specdraft.train.objectives.csgd import CoupledGlancing
 from specdraft.train.plan import duration, lines, make_plan, measured_flops, size
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def load(name, *overrides):

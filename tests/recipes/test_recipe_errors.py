@@ -13,7 +13,7 @@ from specdraft.recipes import schema
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import from_dict, load_recipe
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 SECTIONS = {
     field.name: field.type for field in dataclasses.fields(schema.Recipe) if field.name != "name"
 }
