@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import yaml
 
 from specdraft.models.hub import is_hub_id
-from specdraft.recipes.schema import BUNDLED, Recipe
+from specdraft.recipes.schema import Recipe
+from specdraft.recipes.sections.target import BUNDLED
 from specdraft.recipes.static_trees import known_trees
 
 PICTURE = "training_curve.png"

@@ -38,7 +38,7 @@ from specdraft.models.placement import (
     shared,
 )
 from specdraft.recipes.errors import TargetError
-from specdraft.recipes.schema import BUNDLED, TargetSection
+from specdraft.recipes.sections.target import BUNDLED, TargetSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_model*.bin"]

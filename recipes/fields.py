@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import math
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -98,9 +98,9 @@ class Section:
             try:
                 object.__setattr__(self, item.name, coerce(value, hints[item.name]))
             except MismatchError as mismatch:
-                problems.append(f"{self.label(item.name)} = {value!r}: {mismatch}")
-        # Combinations compare fields, so they mean something only when each field is sound.
-        problems = problems or self.combinations()
+                problems.append(self.complaint(item.name, str(mismatch)))
+        # Conflicts compare fields, so they mean something only when each field is sound.
+        problems = problems or list(self.conflicts())
         if problems:
             raise InvalidRecipeError(problems)
 
@@ -109,9 +109,24 @@ class Section:
         """Return the dotted key a user writes, e.g. `optim.lr` for `OptimSection`."""
         return f"{cls.__name__.removesuffix('Section').lower()}.{key}"
 
-    def combinations(self) -> list[str]:
-        """Return what is wrong with values that are each allowed, but not together."""
-        return []
+    def conflicts(self) -> Iterator[str]:
+        """Yield what is wrong with values that are each allowed, but not together."""
+        yield from ()
+
+    def setting(self, key: str) -> str:
+        """Return a key with its value, as a user writes them: `optim.betas = [0.9, 0.95]`."""
+        return f"{self.label(key)} = {plain(getattr(self, key))!r}"
+
+    def complaint(self, key: str, what: str) -> str:
+        """Return what is wrong with the value of a key."""
+        return f"{self.setting(key)}: {what}"
+
+
+def plain(value: Any) -> Any:
+    """Return a value with lists for tuples, at any depth, as YAML and JSON have it."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

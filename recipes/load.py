@@ -14,10 +14,9 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from specdraft.recipes import combinations
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import InvalidRecipeError, Section, nearest
-from specdraft.recipes.schema import Recipe
+from specdraft.recipes.schema import Recipe, conflicts
 from specdraft.recipes.yaml_file import explain, read_mapping, scalar
 
 
@@ -56,19 +55,9 @@ def from_dict(tree: dict[str, Any]) -> Recipe:
             built[section] = _build(section, kind, tree.get(section))
         except InvalidRecipeError as error:
             problems += error.problems
-    name = tree.get("name")
-    together = (built.get(section) for section in ("data", "eval", "maxgram"))
-    problems += combinations.of_recipe(name, *together)
-    problems += combinations.of_distillation(
-        *(
-            built.get(section)
-            for section in ("data", "eval", "train", "student", "distill", "cascade")
-        )
-    )
-    problems += combinations.of_medusa(*(built.get(name) for name in ("eval", "student", "medusa")))
     if problems:
-        raise InvalidRecipeError(problems)
-    return Recipe(name=name, **built)
+        raise InvalidRecipeError([*problems, *conflicts({"name": tree.get("name"), **built})])
+    return Recipe(name=tree.get("name"), **built)
 
 
 def dump(recipe: Recipe, path: str | Path) -> None:

@@ -6,7 +6,8 @@ from specdraft.eval.drafters.gsd import GSD
 from specdraft.eval.drafters.level import TSD
 from specdraft.eval.drafters.lm import SSD, LMDrafter
 from specdraft.models.target import Target
-from specdraft.recipes.schema import STUDENT_METHODS, DraftingSection
+from specdraft.recipes.methods import STUDENT_METHODS
+from specdraft.recipes.schema import DraftingSection
 
 
 def make_strategy(

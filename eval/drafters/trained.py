@@ -12,7 +12,8 @@ from specdraft.models.maxgram import MaxGramTable, load_table
 from specdraft.models.medusa import MedusaHeads, load_medusa
 from specdraft.models.student import finished_student, load_student
 from specdraft.models.target import Target, hash_weights
-from specdraft.recipes.schema import STUDENT_METHODS, Recipe
+from specdraft.recipes.methods import STUDENT_METHODS
+from specdraft.recipes.schema import Recipe
 
 NEEDS = {
     "falcon_chain": ("head",),

@@ -28,7 +28,8 @@ from specdraft.eval.measure.outcome import DecodingMethod, Outcome
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.schema import STUDENT_METHODS, EvalSection, MaxgramSection, Measured, Recipe
+from specdraft.recipes.methods import STUDENT_METHODS, Measured
+from specdraft.recipes.schema import EvalSection, MaxgramSection, Recipe
 from specdraft.recipes.static_trees import load_tree_paths
 
 OWN_RULES = {  # of papers; transformers draws from torch's generator: other samples than ours

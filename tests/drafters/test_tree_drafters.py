@@ -16,7 +16,8 @@ from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.strategies import make_strategy
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import GUMBEL, Request
-from specdraft.recipes.schema import STUDENT_METHODS, DraftingSection
+from specdraft.recipes.methods import STUDENT_METHODS
+from specdraft.recipes.schema import DraftingSection
 
 # A drafter that raises is left out with a warning, and every output is right without it.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")

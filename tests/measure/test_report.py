@@ -33,7 +33,8 @@ from specdraft.models.student import make_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
-from specdraft.recipes.schema import METHODS, StudentSection
+from specdraft.recipes.methods import METHODS
+from specdraft.recipes.schema import StudentSection
 
 STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3, 2, copies=3), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
 

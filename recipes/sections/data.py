@@ -1,0 +1,88 @@
+"""What drafters are trained on: conversations, who answers them, and how features are kept."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from specdraft.recipes.fields import Count, Interval, Natural, NonNegative, Positive, Section
+from specdraft.recipes.methods import Drafting
+from specdraft.recipes.sections.target import Dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection(Section):
+    """Conversations, their tokens, and the target's features of them; lengths are in tokens.
+
+    With `answers: target`, the target writes each answer anew: a drafter learns its text best.
+    """
+
+    sources: tuple[str, ...]  # files, Hub ids, or "tiny" (the bundled conversations)
+    format: Literal["auto", "sharegpt", "messages", "alpaca", "text"] = "auto"
+    answers: Literal["dataset", "target"] = "dataset"  # "target": the target rewrites the answers
+    max_length: Annotated[int, Interval(2)] = 2048  # tokens kept of a conversation
+    cache_dir: str = "cache"
+    features: Literal["cached", "online"] = "cached"  # on disk, or computed as training goes on
+    feature_dtype: Literal[Dtype, "float8", "int8"] = "float32"  # of the features, either way
+    # Stored are features with a supervised token among the next so many; the others are zeros in
+    # training. As many as max_length: only what no loss reads is missing. null: all are stored.
+    feature_context: Count | None = None
+    limit: Count | None = None  # conversations read at most
+    holdout: Natural = 0  # last rows of the sources, never trained on
+    prompt_tokens: Count | None = None  # format text: prompt length; null: all is supervised
+    # The rest matters for `answers: target` only.
+    samples: Count = 1  # continuations per conversation
+    temperature: NonNegative = 0.0  # of the samples after the first, which is greedy
+    max_new_tokens: Count | None = 256
+    batch_rows: Count = 32  # conversations decoded, or requests of a process to the server, at once
+    seed: Natural = 0
+    # Drafts our decoder's answers, which are the same with any drafter, only sooner: a method of
+    # `eval`, and the folder of the run that trained it; null: output.dir.
+    drafter: Drafting = "plain"
+    drafter_run: str | None = None
+    server: str | None = None  # OpenAI-compatible, http://HOST:PORT/v1; null: our decoder
+    server_model: str | None = None  # the name the server has for the target; null: target.model
+    retries: Natural = 5  # of a request, after 0.5 s, 1 s, 2 s, ..
+    timeout: Positive = 600.0  # seconds for an answer of the server
+
+    def conflicts(self) -> Iterator[str]:
+        """Sources there are, and answers that can be made."""
+        if not self.sources:
+            yield self.complaint("sources", "name at least one file, Hub id, or tiny")
+        if self.prompt_tokens is not None and self.prompt_tokens >= self.max_length:
+            limit = f"must be below data.max_length ({self.max_length})"
+            yield self.complaint("prompt_tokens", f"leaves nothing to learn; {limit}")
+        if self.drafter_run is not None and self.drafter == "plain":
+            yield self.complaint("drafter_run", "needs data.drafter, which says what drafts")
+        if self.answers == "target":
+            yield from self._rewriting()
+            yield from self._serving()
+            return
+        for key, off in (("drafter", "plain"), ("server", None), ("samples", 1)):
+            if getattr(self, key) != off:
+                yield self.complaint(key, "needs data.answers=target")
+
+    def _rewriting(self) -> Iterator[str]:
+        if self.max_new_tokens is None:
+            needed = "data.answers=target needs the length of an answer, e.g. 256"
+            yield self.complaint("max_new_tokens", needed)
+        if self.samples > 1 and self.temperature == 0:
+            way_out = "set data.temperature above 0, e.g. 1.0"
+            yield self.complaint("samples", f"all would be the same greedy answer; {way_out}")
+        if self.format == "text" and self.prompt_tokens is None:
+            needed = "say how many tokens of each text are the prompt, e.g. 16"
+            yield self.complaint(
+                "prompt_tokens", f"data.answers=target continues a prompt; {needed}"
+            )
+
+    def _serving(self) -> Iterator[str]:
+        if self.server is None:
+            if self.server_model is not None:
+                yield self.complaint("server_model", "needs data.server")
+        elif self.drafter != "plain":
+            yield (
+                f"{self.setting('drafter')} and {self.setting('server')}: a server drafts as it "
+                "was started; set one of the two to null or plain"
+            )
+        elif not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.server):
+            yield self.complaint("server", "must be a URL, e.g. http://127.0.0.1:8000/v1")

@@ -1,0 +1,68 @@
+"""What is measured after training, and how it is decoded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from specdraft.recipes.fields import (
+    Count,
+    Interval,
+    InvalidRecipeError,
+    Natural,
+    NonNegative,
+    Section,
+)
+from specdraft.recipes.methods import HEAD_METHODS, STUDENT_METHODS, Measured
+from specdraft.recipes.static_trees import load_tree_paths
+
+Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSection(Section):
+    """What is measured: methods, on which prompts, and how they decode. Lengths are in tokens."""
+
+    prompts: str = "tiny_chat"  # bundled; or a published set, NAME:FILE, a JSONL file, "holdout"
+    tree: str = "tiny_k2"  # a file of recipes/trees without .yaml, or a path
+    chain_depth: Count = 6  # of falcon_chain and eagle_chain
+    threads: Count | None = None  # of a CPU while decoding; null: as in training
+    validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
+    max_new_tokens: Count = 128
+    limit: Count | None = None  # prompts at most
+    methods: tuple[Measured, ...] = HEAD_METHODS  # METHOD or METHOD:WAY; padded: prompt_lookup's
+    temperature: NonNegative = 0.0  # 0: greedy
+    top_k: Natural = 0  # 0: off
+    top_p: Annotated[float, Interval(0, 1, above=True)] = 1.0
+    # Rule when sampling: eval/engine/accept.py. rsd_c, rsd_s, specinfer and spectr have their own.
+    acceptance: Acceptance = "gumbel"
+    batch_size: Count = 1  # rows decoded at once
+    repeats: Count = 1  # times each batch is decoded; the median by wall-clock stands
+    # Lengths range over max_new_tokens / spread .. max_new_tokens, and no end token cuts them.
+    spread: Annotated[float, Interval(1)] = 1.0
+    seed: Natural = 0
+    lookup_match: Count = 2  # prompt lookup: longest suffix looked for
+    lookup_copy: Count = 7  # prompt lookup: tokens proposed
+    hf_lookup_copy: Count = 3  # the same of transformers' prompt lookup
+    prompt_tokens: Count | None = None  # holdout of format text: null: as data.prompt_tokens
+
+    @property
+    def student_methods(self) -> tuple[str, ...]:
+        """The methods, padded or not, that draft with a student."""
+        drafting = (*STUDENT_METHODS, "hf_assisted")
+        return tuple(name for name in self.methods if name.partition(":")[0] in drafting)
+
+    def conflicts(self) -> Iterator[str]:
+        """Methods there are, and a tree that exists and is one."""
+        if not self.methods:
+            yield self.complaint("methods", "name at least one")
+        foreign = [name for name in self.methods if name.startswith(("generate", "hf_"))]
+        if self.spread > 1 and foreign:
+            yield self.complaint(
+                "spread",
+                f"{foreign[0]} cannot give each row its own length; leave it out of eval.methods "
+                "or set eval.spread to 1",
+            )
+        try:
+            load_tree_paths(self.tree)
+        except InvalidRecipeError as error:
+            yield from (self.complaint("tree", line) for line in error.problems)

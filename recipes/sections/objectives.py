@@ -1,0 +1,70 @@
+"""What training minimises: of a Falcon head (CSGD) `glance` and `loss`, of a student `distill`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from specdraft.recipes.fields import Count, Fraction, NonNegative, Positive, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlanceSection(Section):
+    """Glancing (GLAT, arXiv 2008.07905, as Falcon uses it): a head that errs is shown a share of
+    the right answers in its input, and less of them as training goes on."""
+
+    enabled: bool = True
+    start: Fraction = 0.4  # share of the Hamming distance that is revealed, first step
+    end: Fraction = 0.0  # the same at the last step
+    isolated: bool = False  # a revealed block's neighbours read it, and the LSTM, as it was
+    supervise_revealed: bool = False  # loss also where the answer was put into the input
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSection(Section):
+    """The loss of a Falcon or EAGLE-1 head: of the features it predicts, and of their tokens."""
+
+    feature_weight: NonNegative = 1.0  # of SmoothL1 on features
+    distill_weight: NonNegative = 0.1  # of the token loss (w_dist)
+    soft_weight: Fraction = 0.9  # alpha: share of KL in the token loss, the rest is CE
+    feature_noise: NonNegative = 0.1  # U(-x, x) on input features, in their standard deviations
+
+    def conflicts(self) -> Iterator[str]:
+        """Something is left to minimise."""
+        if self.feature_weight == self.distill_weight == 0:
+            both = f"{self.setting('feature_weight')} and {self.setting('distill_weight')}"
+            yield f"{both}: nothing to train on; one must be above 0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillSection(Section):
+    """What a student is trained on: weights of a mixture of objectives (DistillSpec, arXiv
+    2310.08461; the JSD and `on_policy` of GKD, arXiv 2306.13649), and whose text."""
+
+    forward_kl: NonNegative = 1.0  # KL(p || q), p the target's distribution, q the student's
+    reverse_kl: NonNegative = 0.0  # KL(q || p)
+    jsd: NonNegative = 0.0  # generalised Jensen-Shannon divergence
+    beta: Fraction = 0.5  # its share of p in the mixture; 0 and 1 are excluded
+    total_variation: NonNegative = 0.0  # 1 - the share of sampled drafts that is accepted
+    cross_entropy: NonNegative = 0.0  # on the tokens of the text
+    temperature: Positive = 1.0  # of p and q in the divergences
+    on_policy: Fraction = 0.0  # lambda: share of rows whose answer the student writes
+    sample_temperature: NonNegative = 1.0  # of these answers
+    max_new_tokens: Count = 128  # of these answers
+
+    @property
+    def divergences(self) -> bool:
+        """Whether the target's distributions are needed, not just tokens."""
+        return max(self.forward_kl, self.reverse_kl, self.jsd, self.total_variation) > 0
+
+    def conflicts(self) -> Iterator[str]:
+        """Something is left to minimise, and a mixture that is one."""
+        if not 0 < self.beta < 1:
+            yield self.complaint(
+                "beta",
+                "must be above 0 and below 1, where it is no mixture; "
+                "use distill.forward_kl or distill.reverse_kl",
+            )
+        if not self.divergences and self.cross_entropy == 0:
+            yield (
+                "distill.forward_kl, reverse_kl, jsd, total_variation and cross_entropy are all 0: "
+                "nothing to train on; one must be above 0"
+            )

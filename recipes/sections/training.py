@@ -1,0 +1,55 @@
+"""How training runs: its optimiser, its length, and what it saves and says on the way."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from specdraft.recipes.fields import Count, Fraction, Natural, NonNegative, Positive, Section
+from specdraft.recipes.sections.target import Dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSection(Section):
+    """AdamW, with warm-up and a schedule of the learning rate, over all optimiser steps."""
+
+    lr: Positive = 3.0e-5  # peak learning rate; 3.0e-3 suits heads of width 128 to 200
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    weight_decay: NonNegative = 0.0
+    warmup: Fraction = 0.05  # share of all steps
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after warm-up
+    clip_norm: Positive = 1.0
+
+    def conflicts(self) -> Iterator[str]:
+        """A beta of 1 would never forget the first gradient."""
+        if max(self.betas) == 1:
+            yield self.complaint("betas", "each must be below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection(Section):
+    """The loop that every trainer runs. A step is one of the optimiser, over all ranks."""
+
+    steps: Count | None = None  # optimiser steps; exactly one of steps and epochs
+    epochs: Count | None = None
+    batch_size: Count = 16  # sequences per optimiser step, over all ranks
+    accumulation: Count = 1  # forwards per optimiser step
+    seed: Natural = 0
+    precision: Dtype = "float32"  # of the head's forward; master weights are float32
+    rollout: Count = 1  # passes over the head's own features in training
+    checkpointing: bool = False  # backward runs a student's layers, a head's passes again
+    eval_every: Count | None = None  # steps between evaluations; null: at the end only
+    save_every: Count | None = None  # steps between checkpoints; null: at the end only
+    keep: Count = 2  # checkpoints kept
+    log_every: Count = 10  # steps
+    max_minutes: Positive | None = None  # stop training after this time
+    threads: Count | None = None  # of a CPU process; null: the cores, shared among the ranks
+
+    def conflicts(self) -> Iterator[str]:
+        """One length of training, and forwards of equal size."""
+        if self.steps is not None and self.epochs is not None:
+            both = f"{self.setting('steps')} and {self.setting('epochs')}"
+            yield f"{both}: set exactly one, the other to null"
+        if self.batch_size % self.accumulation:
+            yield self.complaint(
+                "accumulation", f"must divide train.batch_size ({self.batch_size})"
+            )
