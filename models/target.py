@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -44,6 +45,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_model*.bin"]
 # Where families write the size of what lm_head consumes; OPT-350m's differs from its hidden size.
 _FEATURE_SIZES = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
+# Where families write how many positions they have.
+_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 # What reading weights raises; a pickle may hold tensors, and anything else in it is refused.
 UNREADABLE = (ValueError, OSError, SafetensorError, UnpicklingError)
@@ -105,6 +108,12 @@ def identity(name: str, revision: str | None, folder: Path) -> dict[str, str | i
         "hidden_size": next((config[key] for key in _FEATURE_SIZES if config.get(key)), None),
         "vocab_size": config["vocab_size"],
     }
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """How many positions a model was made for; None where its config names no end."""
+    text = config.get_text_config()
+    return next((size for key in _CONTEXTS if (size := getattr(text, key, None))), None)
 
 
 def hash_weights(model: nn.Module) -> str:
@@ -285,6 +294,11 @@ class Target:
     @property
     def vocab_size(self) -> int:
         return self.lm_head.weight.shape[0]
+
+    @property
+    def context(self) -> int | None:
+        """How many positions the target was made for; None where its config names no end."""
+        return context_length(self.config)
 
     @cached_property
     def device(self) -> torch.device:
