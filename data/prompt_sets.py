@@ -14,7 +14,7 @@ from typing import Any
 
 from specdraft.data.chat import BrokenRowError
 from specdraft.data.sources import Row, Source
-from specdraft.recipes.errors import DataError
+from specdraft.recipes.errors import DataError, in_a_line
 
 Turns = list[Any]  # of the user; checked to be text
 SPEC_BENCH_FILE = "data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
@@ -156,9 +156,8 @@ def _of_hub(name: str, hub: tuple[str, str | None, str] | None) -> Iterator[Row]
     try:
         dataset = datasets.load_dataset(repository, configuration, split=split)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise DataError(
-            f"eval.prompts = {name}: cannot fetch {repository} from the Hub ({reason}); "
+            f"eval.prompts = {name}: cannot fetch {repository} from the Hub ({in_a_line(error)}); "
             f"give its file as {name}:PATH"
         ) from error
     return (Row(repository, line, value) for line, value in enumerate(dataset, 1))

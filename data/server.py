@@ -29,7 +29,7 @@ import httpx2
 
 from specdraft.data.regenerate import Answer, Ask
 from specdraft.models.target import Target
-from specdraft.recipes.errors import DataError
+from specdraft.recipes.errors import DataError, in_a_line
 from specdraft.recipes.schema import Recipe
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds before an ask is sent again; doubled every time
@@ -114,8 +114,9 @@ class Server:
         try:
             await client.get("models")
         except httpx2.TransportError as error:
+            reason = in_a_line(error, kind=True)
             raise DataError(
-                f"data.server = {self.data.server}: no server answers ({_reason(error)}); start "
+                f"data.server = {self.data.server}: no server answers ({reason}); start "
                 f"one, e.g. `vllm serve {self.model}`, and run the same command again: "
                 "finished answers are kept"
             ) from error
@@ -133,7 +134,7 @@ class Server:
             try:
                 response = await client.post("completions", json=body)
             except httpx2.TransportError as error:
-                reason = _reason(error)
+                reason = in_a_line(error, kind=True)
             else:
                 if response.is_success:
                     return response
@@ -201,11 +202,6 @@ class Server:
 
     def _ends(self, ids: list[int]) -> bool:
         return bool(ids) and ids[-1] in self.target.eos_ids
-
-
-def _reason(error: Exception) -> str:
-    """Say what went wrong; a timeout has no words of its own."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _brief(response: httpx2.Response) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specdraft.data import fingerprint
-from specdraft.recipes.errors import DataError
+from specdraft.recipes.errors import DataError, in_a_line
 
 BUNDLED = "tiny"
 _HUB_FILE = re.compile(r"hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?/(.+)")
@@ -119,7 +119,7 @@ def _download(name: str, repo: str, revision: str | None, filename: str) -> Path
     try:
         return Path(hf_hub_download(repo, filename, repo_type="dataset", revision=revision))
     except Exception as error:
-        raise DataError(f"data.sources: cannot fetch {name} ({_first_line(error)})") from error
+        raise DataError(f"data.sources: cannot fetch {name} ({in_a_line(error)})") from error
 
 
 def _hub_commit(name: str) -> str:
@@ -129,7 +129,7 @@ def _hub_commit(name: str) -> str:
     try:
         return f"{name}@{HfApi().dataset_info(_HUB_NAME.fullmatch(name)[1]).sha}"
     except Exception as error:
-        raise DataError(f"data.sources: cannot ask for {name} ({_first_line(error)})") from error
+        raise DataError(f"data.sources: cannot ask for {name} ({in_a_line(error)})") from error
 
 
 def _open_dataset(name: str, path: Path | None, streaming: bool) -> Any:
@@ -146,7 +146,7 @@ def _open_dataset(name: str, path: Path | None, streaming: bool) -> Any:
         dataset = datasets.load_from_disk(str(path))
     except Exception as error:
         raise DataError(
-            f"data.sources: cannot open {name} ({_first_line(error)}); give a file, a folder of "
+            f"data.sources: cannot open {name} ({in_a_line(error)}); give a file, a folder of "
             "Dataset.save_to_disk, or a Hub dataset (owner/name or owner/name:split)"
         ) from error
     return dataset["train"] if isinstance(dataset, datasets.DatasetDict) else dataset
@@ -159,8 +159,3 @@ def _is_array(path: Path) -> bool:
             if text := block.lstrip(b"\xef\xbb\xbf \t\r\n"):
                 return text[:1] == b"["
     return False
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -20,7 +20,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specdraft.recipes.errors import DataError
+from specdraft.recipes.errors import DataError, in_a_line
 
 Messages = list[dict[str, str]]
 Span = tuple[int, int]  # characters [start, end)
@@ -83,7 +83,7 @@ class Template:
                 **self.tokenizer.special_tokens_map,
             )
         except Exception as error:  # templates raise what they like, TemplateError mostly
-            raise UnrenderableError(f"the chat template refuses it: {error}") from error
+            raise UnrenderableError(f"the chat template refuses it: {in_a_line(error)}") from error
         return texts[0], spans[0] if self._marks_answers else []
 
     def _spans(self, messages: Messages, text: str) -> list[Span]:

@@ -19,7 +19,7 @@ from huggingface_hub import (
     snapshot_download,
 )
 
-from specdraft.recipes.errors import HubError
+from specdraft.recipes.errors import HubError, in_a_line
 from specdraft.recipes.schema import HubSection
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -102,5 +102,4 @@ def _reason(error: BaseException) -> str:
     """The first line of the root of an error: what the client wraps says less than the network."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return in_a_line(error)

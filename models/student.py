@@ -24,7 +24,7 @@ from transformers import (
 
 from specdraft.models.placement import is_kept_elsewhere
 from specdraft.models.target import UNREADABLE, Target, load_tokenizer, resolve
-from specdraft.recipes.errors import HeadError, RecipeError, TargetError
+from specdraft.recipes.errors import HeadError, RecipeError, TargetError, in_a_line
 from specdraft.recipes.schema import StudentSection
 
 SPECIAL = ("bos_token", "eos_token", "unk_token")
@@ -205,7 +205,7 @@ def load_student(
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
         tokenizer = load_tokenizer(folder)
     except (TargetError, *UNREADABLE) as error:
-        reason = str(error).strip().splitlines()[0].removeprefix("target.model: ")
+        reason = in_a_line(error).removeprefix("target.model: ")
         raise TargetError(f"{key}: cannot load {name}: {reason}") from error
     student = Target(model.to(target.device), tokenizer, str(name))
     check_tokens(student, target)

@@ -38,7 +38,7 @@ from specdraft.models.placement import (
     runs_on,
     shared,
 )
-from specdraft.recipes.errors import TargetError
+from specdraft.recipes.errors import TargetError, in_a_line
 from specdraft.recipes.sections.target import BUNDLED, TargetSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -79,7 +79,7 @@ def resolve(name: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = in_a_line(error)
         raise TargetError(
             f"target.model: {name} is no local folder and the Hub did not give it ({reason})"
         ) from error
@@ -164,7 +164,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise TargetError(f"no usable tokenizer in {folder}: {_first_line(error)}") from error
+        raise TargetError(f"no usable tokenizer in {folder}: {in_a_line(error)}") from error
 
 
 def read_chat_template(name: str) -> str:
@@ -226,7 +226,7 @@ class Target:
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, **options, **placing)
         except UNREADABLE as error:
-            raise TargetError(f"cannot load {name}: {_first_line(error)}") from error
+            raise TargetError(f"cannot load {name}: {in_a_line(error)}") from error
         model = model if placing else model.to(device)
         try:
             target = cls(model, load_tokenizer(folder, trust_remote_code), name)
@@ -491,7 +491,7 @@ def _read_tensors(folder: Path, names: set[str], rename: Callable[[str], str]) -
         try:
             found |= _read_file(path, names, rename)
         except (*UNREADABLE, RuntimeError) as error:
-            raise TargetError(f"cannot read {path}: {_first_line(error)}") from error
+            raise TargetError(f"cannot read {path}: {in_a_line(error)}") from error
     return found
 
 
@@ -502,7 +502,3 @@ def _read_file(path: Path, names: set[str], rename: Callable[[str], str]) -> dic
             return {n: file.get_tensor(keys[n]) for n in names & keys.keys()}
     state = torch.load(path, weights_only=True, mmap=True)
     return {n: t for key, t in state.items() if (n := rename(key)) in names}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300]

@@ -39,10 +39,15 @@ class TargetError(UserError):
     """A target that is missing, unsupported or not the one a head was made for."""
 
 
-def in_a_line(error: Exception) -> str:
-    """What was raised: its type and the first line of its message."""
-    told = str(error).strip().splitlines()
-    return ": ".join([type(error).__name__, *told[:1]])
+def in_a_line(error: BaseException, kind: bool = False) -> str:
+    """Return the first line of an error's message, cut to 300 characters; its type if it has none.
+
+    kind: put its type before the message in any case.
+    """
+    name, lines = type(error).__name__, str(error).strip().splitlines()
+    if not lines:
+        return name
+    return f"{name}: {lines[0][:300]}" if kind else lines[0][:300]
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:

@@ -240,7 +240,7 @@ class Decoder:
         try:
             return call(*arguments)
         except Exception as error:
-            told = in_a_line(error)
+            told = in_a_line(error, kind=True)
             for slot in slots:
                 self.rows[slot].drafts, self.rows[slot].fallback = False, told
             if not self._warned:

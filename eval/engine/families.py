@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from specdraft.models.target import Target
-from specdraft.recipes.errors import TargetError
+from specdraft.recipes.errors import TargetError, in_a_line
 
 PROBE = "specdraft_probe"
 PROBE_TOKENS = 4  # a forward of a large target on a CPU takes as long as it has tokens
@@ -195,8 +195,7 @@ def _refusing(target: Target, what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _refusal(target, f"{what} ({reason})") from error
+        raise _refusal(target, f"{what} ({in_a_line(error)})") from error
 
 
 def _refusal(target: Target, reason: str) -> TargetError:

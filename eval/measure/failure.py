@@ -43,7 +43,7 @@ class Tolerant:
 
 
 def _failed(error: Exception) -> Outcome:
-    return Outcome([], 0.0, Timing(), failure=in_a_line(error))
+    return Outcome([], 0.0, Timing(), failure=in_a_line(error, kind=True))
 
 
 def trouble(parts: Iterable[tuple[Sequence[Prompt], Outcome]]) -> dict:

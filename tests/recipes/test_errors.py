@@ -1,0 +1,30 @@
+"""What other libraries raise is told in one line, also where they say nothing."""
+
+import huggingface_hub
+import pytest
+
+from specdraft.models.target import resolve
+from specdraft.recipes.errors import TargetError, in_a_line
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "with_its_kind"),
+    [
+        (ValueError("no such file\nfurther down"), "no such file", "ValueError: no such file"),
+        (TimeoutError(), "TimeoutError", "TimeoutError"),
+        (OSError(" \n\t"), "OSError", "OSError"),
+        (ValueError("x" * 999), "x" * 300, "ValueError: " + "x" * 300),
+    ],
+)
+def test_an_error_is_told_in_one_line(error: Exception, line: str, with_its_kind: str):
+    assert in_a_line(error) == line
+    assert in_a_line(error, kind=True) == with_its_kind
+
+
+def test_a_hub_that_fails_without_a_word_is_told(monkeypatch: pytest.MonkeyPatch):
+    def silent(*_, **__):
+        raise TimeoutError
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", silent)
+    with pytest.raises(TargetError, match=r"the Hub did not give it \(TimeoutError\)"):
+        resolve("owner/name")
