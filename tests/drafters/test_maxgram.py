@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT, run_here
+from decoding import decode
 from random_models import VOCAB, random_target
 from small_tokenizer import CHATML_MARKED, small_tokenizer
 
@@ -425,8 +426,7 @@ def test_decoding_gives_plain_decodings_tokens(rows, temperature):
     requests = [Request(p, 25, temperature, seed=n) for n, p in enumerate(prompts)]
 
     def tokens(drafter) -> list[list[int]]:
-        done = Decoder(target, drafter, rows, 160).run(requests)
-        return [one.tokens for one in sorted(done, key=lambda one: one.index)]
+        return decode(Decoder(target, drafter, rows, 160), requests)
 
     expected = tokens(None)
     for name, suffixes in CONTINUATIONS.items():

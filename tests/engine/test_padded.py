@@ -1,8 +1,8 @@
 """The vanilla padded baseline: the same outputs, and pads where EMS-SD says they are."""
 
 import pytest
+from decoding import PATHS, Foreseeing, decode, plain_tokens, prompts
 from random_models import VOCAB, random_head, random_target
-from test_decoder import PATHS, decode, plain_tokens, prompts
 
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
@@ -24,17 +24,19 @@ def test_pads_change_no_output(target, mode, rows):
     requests = [Request(p, n) for p, n in zip(prompts(4), lengths, strict=True)]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
     tree = StaticTree(PATHS, 2)
+    answers = {tuple(r.prompt): answer for r, answer in zip(requests, expected, strict=True)}
     for drafter in (
         None,
+        Foreseeing(answers),
         PromptLookup(1, 5, rows),
         FalconDrafter(random_head(target, 2), target, tree, rows, 128),
         SSD(random_target(seed=3), rows, 128, gamma=3),
     ):
         decoder = PaddedDecoder(target, drafter, rows, 256, *PADDINGS[mode])
-        outputs = []
+        outputs, right = [], isinstance(drafter, Foreseeing)
         for start in range(0, 4, rows):
             decoder.packed.begin(rows)
-            outputs += decode(decoder, requests[start : start + rows])
+            outputs += decode(decoder, requests[start : start + rows], accepts=right)
         assert outputs == expected
 
 

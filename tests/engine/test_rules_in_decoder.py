@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from decoding import PATHS, prompts
 from random_models import VOCAB, random_head, random_target
-from test_decoder import PATHS, prompts
 
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
+from decoding import decode, plain_tokens, prompts
 from random_models import random_head, random_target
-from test_decoder import decode, plain_tokens, prompts
 from test_loop import ToyRows, log_lines, make_ends, make_head, make_recipe
 
 from specdraft.eval.drafters.trained import Trained, load_trained

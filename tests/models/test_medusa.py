@@ -6,9 +6,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from commands import ROOT, run_here
+from decoding import PATHS, decode, plain_tokens, prompts
 from random_models import VOCAB, random_head, random_target
 from safetensors.torch import load_file, save_file
-from test_decoder import PATHS, decode, plain_tokens, prompts
 from test_distill import ToyTexts
 from test_loop import assert_close, log_lines
 from test_rules_in_decoder import CHAIN, check_law

@@ -8,9 +8,9 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from commands import ROOT, run, run_here
+from decoding import PATHS, Foreseeing, decode, prompts
 from random_models import random_head
 from small_tokenizer import small_tokenizer
-from test_decoder import PATHS, decode, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdraft.data.store.online_features import OnlineFeatures
@@ -93,13 +93,12 @@ def test_decoding_is_that_of_the_whole_target(folder, spread):
         for n, prompt in enumerate(prompts(4))
     ]
     expected = decode(Decoder(whole, None, 2, 64), requests)
-    drafters = [
-        None,
-        PromptLookup(1, 5, 2),
-        FalconDrafter(random_head(target, 2), target, StaticTree(PATHS, 2), 2, 64),
-    ]
-    for drafter in drafters:
-        assert decode(Decoder(target, drafter, 2, 64), requests) == expected
+    answers = zip(requests, expected, strict=True)
+    right = Foreseeing({tuple(request.prompt): answer for request, answer in answers})
+    falcon = FalconDrafter(random_head(target, 2), target, StaticTree(PATHS, 2), 2, 64)
+    for drafter in (None, right, PromptLookup(1, 5, 2), falcon):
+        decoder = Decoder(target, drafter, 2, 64)
+        assert decode(decoder, requests, accepts=drafter is right) == expected
 
 
 def test_a_model_of_somebody_else_may_be_offloaded_too(folder):

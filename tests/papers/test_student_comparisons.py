@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decoding import decode, plain_tokens, prompts
 from random_models import random_target
-from test_decoder import decode, plain_tokens, prompts
 
 from specdraft.eval.drafters.strategies import make_strategy
 from specdraft.eval.engine.decoder import Decoder, Timing
@@ -117,7 +117,7 @@ def test_the_divergence_of_a_merge_is_that_of_the_two_texts():
     growths, harvest = [], drafter.harvest
     drafter.harvest = lambda row, growth: growths.append(growth) or harvest(row, growth)
     decoder = Decoder(target, drafter, 1, 512)
-    assert decode(decoder, [Request(prompt, 6)]) == [plain_tokens(target, prompt, 6)]
+    assert decode(decoder, [Request(prompt, 20)]) == [plain_tokens(target, prompt, 20)]
     growth, expected = growths[0], []
     for node, first in enumerate(growth.graph.shared):
         if first >= 0:

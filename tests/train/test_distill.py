@@ -12,8 +12,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from commands import ROOT, run_here
+from decoding import plain_tokens
 from random_models import VOCAB, random_target
-from test_decoder import plain_tokens
 from test_loop import assert_close, log_lines
 from transformers import AutoModelForCausalLM
 
