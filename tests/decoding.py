@@ -1,0 +1,74 @@
+"""Decoding for tests of losslessness: the target's own tokens, and drafts that took part.
+
+An output is right whatever drafts, so a drafter that raises (its rows are finished by plain
+decoding), or drafts nothing, passes every comparison of tokens: `decode` refuses both.
+"""
+
+import torch
+from random_models import VOCAB
+
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Completion, Request
+from specdraft.eval.engine.tree import Topology, Tree
+
+PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0), (0,) * 5]
+
+
+def prompts(count: int = 6) -> list[list[int]]:
+    """Random prompts of 3, 8, 13.. tokens."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCAB, (3 + 5 * n,), generator=generator).tolist() for n in range(count)]
+
+
+def plain_tokens(target, prompt: list[int], length: int) -> list[int]:
+    """One token at a time, the whole sequence again every time, no cache."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(length):
+            logits = target.model(torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+class Foreseeing:
+    """A drafter that knows the answers: at each of three depths a wrong token, then the right."""
+
+    forwards, seconds, max_nodes, rules = 0, 0.0, 6, frozenset()
+    from_tokens = False
+    topology = Topology([-1, 0, 0, 2, 2, 4, 4])
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]):
+        """answers: the tokens that follow each prompt."""
+        self.answers, self.coming = answers, {}
+
+    def start(self, row, request):
+        prompt = tuple(request.prompt)
+        self.coming[row] = [*prompt[1:], *self.answers[prompt]]
+
+    def observe(self, row, tokens, features):
+        assert len(tokens) == len(features)
+        self.coming[row] = self.coming[row][len(tokens) :]
+
+    def draft(self, rows):
+        return [self._tree((self.coming[row] + [0] * 3)[:3]) for row in rows]
+
+    def _tree(self, right: list[int]) -> Tree:
+        tokens = [token for good in right for token in ((good + 1) % VOCAB, good)]
+        return Tree(self.topology, torch.tensor(tokens))
+
+
+def completions(decoder: Decoder, requests: list[Request], accepts=True) -> list[Completion]:
+    """Decode; the completions in the order of the requests. Where the decoder has a drafter, it
+    must have drafted for them to their end and, if it `accepts`, been right at least once."""
+    done = sorted(decoder.run(requests), key=lambda completion: completion.index)
+    if decoder.drafter:
+        assert {completion.fallback for completion in done} == {None}
+        steps = [step for completion in done for step in completion.steps]
+        assert sum(step.drafted for step in steps) > 0
+        assert sum(step.accepted for step in steps) > 0 or not accepts
+    return done
+
+
+def decode(decoder: Decoder, requests: list[Request], accepts=True) -> list[list[int]]:
+    """The tokens of `completions`."""
+    return [completion.tokens for completion in completions(decoder, requests, accepts)]
