@@ -76,6 +76,7 @@ def test_only_rules_for_any_draft_take_a_cascade(target, students):
     requests = [Request(prompts()[1], 12, 1.0, rule=rule) for rule in ("walk", "block")]
     done = list(Decoder(target, cascade(students[:1], ONE), 1, 128).run(requests))
     assert len(done[0].tokens) == 12
+    assert any(step.drafted for step in done[0].steps)
     assert isinstance(done[1].error, DataError)
 
 

@@ -6,7 +6,7 @@ from decimal import Decimal, getcontext
 
 import pytest
 import torch
-from decoding import prompts
+from decoding import completions, decode, prompts
 from enumeration import ROOT, branches, law_error, play, random_laws
 from random_models import random_target
 from test_rules_in_decoder import WARP, check_law, fits
@@ -275,11 +275,11 @@ def test_outputs_follow_the_targets_law(target, name, rule):
 def test_a_sampled_output_does_not_depend_on_neighbours(target, name, rule):
     requests = [Request(p, 9, seed=n, rule=rule, **WARP) for n, p in enumerate(prompts(4))]
     alone = [
-        next(iter(Decoder(target, drawer(name, 1), 1, 128).run([request]))).tokens
+        decode(Decoder(target, drawer(name, 1), 1, 128), [request], accepts=False)[0]
         for request in requests
     ]
-    together = Decoder(target, drawer(name, 3), 3, 128, prefill=9).run(requests)
-    assert [done.tokens for done in sorted(together, key=lambda done: done.index)] == alone
+    together = decode(Decoder(target, drawer(name, 3), 3, 128, prefill=9), requests)
+    assert together == alone
 
 
 @pytest.mark.parametrize(("name", "rule"), CASES)
@@ -288,8 +288,8 @@ def test_a_student_that_is_the_target_has_its_samples_accepted(target, name, rul
     kind, options, _ = DRAWERS[name]
     drafter = kind(target, 2, 128, **options | ({"theta": 0.0} if kind is SSD else {}))
     requests = [Request(p, 12, seed=n, rule=rule, **WARP) for n, p in enumerate(prompts(3))]
-    steps = [s for done in Decoder(target, drafter, 2, 128).run(requests) for s in done.steps]
-    assert all(step.accepted == step.depth for step in steps)
+    done = completions(Decoder(target, drafter, 2, 128), requests)
+    assert all(step.accepted == step.depth for one in done for step in one.steps)
 
 
 def test_an_iid_tree_goes_on_below_the_first_of_equal_siblings(target):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from decoding import decode, plain_tokens, prompts
+from decoding import completions, decode, plain_tokens, prompts
 from random_models import VOCAB, random_target
 
 from specdraft.eval.drafters.lm import SSD
@@ -99,6 +99,7 @@ def test_a_draft_is_the_students_own_greedy_continuation(target):
             return trees
 
     list(Decoder(target, Recorder(student, 1, 128, gamma=3), 1, 128).run([Request([1, 2, 3], 8)]))
+    assert len(seen) > 3
     for committed, drafted in seen:
         assert drafted == plain_tokens(student, committed, 3)
 
@@ -123,7 +124,7 @@ def test_an_unsure_token_ends_the_draft_and_stays_in_it(target):
 def test_sampled_drafts_use_the_noise_of_the_targets_choice(target):
     """With the target as student every draft is accepted; with other noise almost none would be."""
     requests = [Request(prompt, 16, 1.5, seed=n) for n, prompt in enumerate(prompts())]
-    done = list(Decoder(target, SSD(target, 2, 128, gamma=3), 2, 128).run(requests))
+    done = completions(Decoder(target, SSD(target, 2, 128, gamma=3), 2, 128), requests)
     assert all(step.accepted == step.depth for one in done for step in one.steps)
 
 
@@ -133,7 +134,7 @@ def test_a_student_that_is_the_target_is_believed_by_every_rule(target, rule):
     rule that divides by q; "walk" takes the most probable one, which a sample may miss."""
     warp = {"temperature": 1.5, "top_k": 12, "top_p": 0.9}
     requests = [Request(p, 16, seed=n, rule=rule, **warp) for n, p in enumerate(prompts())]
-    done = list(Decoder(target, SSD(target, 2, 128, gamma=3), 2, 128).run(requests))
+    done = completions(Decoder(target, SSD(target, 2, 128, gamma=3), 2, 128), requests)
     believed = [step.accepted == step.depth for one in done for step in one.steps]
     assert all(believed) == (rule != "walk")
 

@@ -209,9 +209,9 @@ def test_stop_strings_end_at_the_token_that_completes_them():
     stop = text[len(text) // 2 : len(text) // 2 + 5]
     texts = [target.tokenizer.decode(free[:n]) for n in range(len(free) + 1)]
     count = next(n for n, text in enumerate(texts) if stop in text)
-    for drafter in (None, PromptLookup(1, 7, 1)):
+    for drafter in (None, Foreseeing({tuple(ids): free})):
         request = Request(ids, 40, stop=("never said", stop))
-        done = next(iter(Decoder(target, drafter, 1, 128).run([request])))
+        (done,) = completions(Decoder(target, drafter, 1, 128), [request])
         assert (done.tokens, done.reason) == (free[:count], "stop")
 
 
@@ -219,7 +219,7 @@ def test_nothing_is_padded_and_the_pool_never_moves(target):
     requests = [Request(prompt, 17) for prompt in prompts()]
     decoder = Decoder(target, PromptLookup(1, 5, 3), 3, 128)
     where = decoder.packed.pool.tensors[0].data_ptr()
-    list(decoder.run(requests))
+    decode(decoder, requests)
     assert decoder.timing.inputs > decoder.timing.forwards
     assert decoder.timing.input_pads == decoder.timing.cache_pads == 0
     assert decoder.packed.pool.tensors[0].data_ptr() == where

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from decoding import PATHS, prompts
+from decoding import PATHS, decode, prompts
 from random_models import VOCAB, random_head, random_target
 
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -76,13 +76,13 @@ def fits(seen: torch.Tensor, law: torch.Tensor) -> bool:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sampled_output_does_not_depend_on_neighbours(target, rule):
     requests = [Request(p, 12, seed=n, rule=rule, **WARP) for n, p in enumerate(prompts())]
+    drafter = drafter_for(rule, target, 1)
     alone = [
-        next(iter(Decoder(target, drafter_for(rule, target, 1), 1, 128).run([request]))).tokens
+        decode(Decoder(target, drafter, 1, 128), [request], accepts=False)[0]
         for request in requests
     ]
     decoder = Decoder(target, drafter_for(rule, target, 3), 3, 128, prefill=9)
-    together = sorted(decoder.run(requests), key=lambda done: done.index)
-    assert [done.tokens for done in together] == alone
+    assert decode(decoder, requests) == alone
 
 
 def test_a_rule_that_the_drafts_are_not_drawn_for_is_refused(target):

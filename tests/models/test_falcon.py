@@ -218,9 +218,12 @@ def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k)
 
     done = next(Decoder(target, Recorder(), 1, 128).run([Request(prompt, 14)]))
     tokens, length = prompt + done.tokens, len(prompt)
+    # The first step reads the prompt, with nothing to draft from.
+    assert len(seen) == len(done.steps) - 1 > 3
     for draft, step in zip(seen, done.steps, strict=False):
         length += step.emitted
         expected = brute_force_draft(head, target, tokens[:length], draft, k)
+        assert len(expected) == len(draft)
         assert {path: draft[path] for path in expected} == expected
 
 
