@@ -18,8 +18,10 @@ from rich.table import Table
 from specdraft.data.chat import read_conversations
 from specdraft.eval.drafters.maxgram import CONTINUATIONS
 from specdraft.eval.drafters.suffix import Suffixes
-from specdraft.models.target import BUNDLED, bundled_target_dir, load_tokenizer
+from specdraft.models.target_files import bundled_target_dir
+from specdraft.models.tokenizer import load_tokenizer
 from specdraft.recipes.errors import entry
+from specdraft.recipes.sections.target import BUNDLED
 
 ROUNDS, TOKENS = 9, 100  # the median of rounds: whoever shares the machine does not count
 

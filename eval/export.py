@@ -11,10 +11,12 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from specdraft.models.embeddings import DTYPES, TargetEmbeddings
 from specdraft.models.falcon import load_head
 from specdraft.models.medusa import load_medusa
 from specdraft.models.serving import ENGINES, Served, serve_eagle, serve_medusa
-from specdraft.models.target import DTYPES, TargetEnds, identity, resolve
+from specdraft.models.target import context_length
+from specdraft.models.target_files import identity_of, model_folder
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
@@ -37,17 +39,17 @@ def main() -> None:
 def served_head(recipe: Recipe, engine: str) -> Served:
     """Convert the trained head of a recipe. Raises HeadError, TargetError."""
     section, out = recipe.target, Path(recipe.output.dir)
-    folder, dtype = resolve(section.model, section.revision), DTYPES[section.dtype]
-    whose = identity(section.model, section.revision, folder)
+    name, folder = (section.model, section.revision), model_folder(section.model, section.revision)
+    whose, dtype = identity_of(*name, folder), DTYPES[section.dtype]
     if recipe.medusa.given:
         heads = load_medusa(out / "medusa", whose)
         shared = None
         if heads.lm_heads is None:
-            shared = TargetEnds.load(section.model, section.revision, section.dtype).lm_head_weight
+            shared = TargetEmbeddings.load(*name, section.dtype).lm_head_weight
         return serve_medusa(heads, engine, shared, dtype)
     head = load_head(out / "head", whose)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
-    return serve_eagle(head, engine, config.get_text_config().max_position_embeddings, dtype)
+    return serve_eagle(head, engine, context_length(config), dtype)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def usage(recipe: Recipe, kind: str) -> str:
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             f"from specdraft.eval.custom_generate import Speculative, {one.maker}",
-            *(["from specdraft.models.target import bundled_target_dir"] if bundled else []),
+            *(["from specdraft.models.target_files import bundled_target_dir"] if bundled else []),
             "",
             f"name = {source}",
             f'model = AutoModelForCausalLM.from_pretrained(name{pin}, dtype="{target.dtype}")',

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from specdraft.models.blocks import BlockLayout, rollout_mask
 from specdraft.models.hub import fetch
 from specdraft.models.lstm import LSTM, State
-from specdraft.models.target import check_trained_for
+from specdraft.models.target_files import check_trained_for
 from specdraft.recipes.errors import HeadError
 
 LSTM_LAYERS = 2  # the paper's "2-layer LSTM"

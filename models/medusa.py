@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from specdraft.models.hub import fetch
-from specdraft.models.target import check_trained_for
+from specdraft.models.target_files import check_trained_for
 from specdraft.recipes.errors import HeadError
 
 LM_HEADS = ("own", "shared")

@@ -57,12 +57,12 @@ class Served:
 
 
 def serve_eagle(
-    head: FalconHead, engine: str, positions: int, dtype: torch.dtype = torch.float32
+    head: FalconHead, engine: str, positions: int | None, dtype: torch.dtype = torch.float32
 ) -> Served:
     """Convert an EAGLE-1 head for an engine.
 
-    positions: the longest sequence, as the target's config has it. Raises HeadError for a head that
-    the layout cannot hold, with the reason.
+    positions: the target's context, if it has an end. Raises HeadError for a head that the layout
+    cannot hold, with the reason.
     """
     _check_eagle(head.config)
     config, tensors = head.config, {"fc.weight": _fused(head)}
@@ -157,7 +157,9 @@ def _llama_layer(layer: DecoderLayer, config: FalconConfig) -> dict[str, Tensor]
     return tensors | ({"input_layernorm": layer.attention_norm.detach()} if normed else {})
 
 
-def _eagle_config(config: FalconConfig, engine: str, positions: int, dtype: torch.dtype) -> dict:
+def _eagle_config(
+    config: FalconConfig, engine: str, positions: int | None, dtype: torch.dtype
+) -> dict:
     return {
         "architectures": [EAGLE_ARCHITECTURES[engine]],
         "model_type": "llama",
@@ -168,7 +170,7 @@ def _eagle_config(config: FalconConfig, engine: str, positions: int, dtype: torc
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.hidden_size // config.heads,
         "vocab_size": config.vocab_size,
-        "max_position_embeddings": positions,
+        **({"max_position_embeddings": positions} if positions else {}),
         "rope_theta": config.rope_theta,
         "rms_norm_eps": config.norm_eps * config.feature_scale**2,
         "hidden_act": "silu",

@@ -7,9 +7,10 @@ from transformers import AutoConfig, PretrainedConfig
 from specdraft.models.falcon import FalconConfig
 from specdraft.models.medusa import MedusaConfig
 from specdraft.models.student import check_heads, check_layers
-from specdraft.models.target import BUNDLED, bundled_target_dir
+from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.sections.target import BUNDLED
 
 BYTES = {"float32": 4, "bfloat16": 2}
 # Float32 weights, gradients, two moments of AdamW, and DDP's copy of the gradients.
@@ -59,7 +60,7 @@ class TargetShape:
         return attention | mlp
 
     @property
-    def ends(self) -> int:
+    def embedding_parameters(self) -> int:
         """Parameters of embedding and lm_head."""
         return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
 
@@ -71,7 +72,7 @@ class TargetShape:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        return self.layers * self.layer_parameters + self.ends + self.hidden_size
+        return self.layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
 
 
 # For plans made where the Hub is out of reach; from each model's config.json.

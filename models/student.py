@@ -23,7 +23,9 @@ from transformers import (
 )
 
 from specdraft.models.placement import is_kept_elsewhere
-from specdraft.models.target import UNREADABLE, Target, load_tokenizer, resolve
+from specdraft.models.target import Target
+from specdraft.models.target_files import UNREADABLE, model_folder
+from specdraft.models.tokenizer import load_tokenizer
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError, in_a_line
 from specdraft.recipes.schema import StudentSection
 
@@ -129,7 +131,7 @@ def own_config(section: StudentSection, target: Target) -> LlamaConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         intermediate_size=section.intermediate or config.intermediate_size,
-        max_position_embeddings=config.max_position_embeddings,
+        max_position_embeddings=target.context or 2048,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
         **{
@@ -174,11 +176,11 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
     for ours, layer in zip(_layers(model, len(keep)), keep, strict=True):
         ours.load_state_dict(theirs[layer].state_dict())
     if shared:
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        ends[0].weight = nn.Parameter(target.embedding_weight.detach().float(), False)
-        ends[1].weight = nn.Parameter(target.lm_head_weight.detach().float(), False)
+        embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding.weight = nn.Parameter(target.embedding_weight.detach().float(), False)
+        lm_head.weight = nn.Parameter(target.lm_head_weight.detach().float(), False)
         if getattr(config, "tie_word_embeddings", False):
-            ends[1].weight = ends[0].weight
+            lm_head.weight = embedding.weight
     return model
 
 
@@ -201,7 +203,7 @@ def load_student(
     share the target's tokens.
     """
     try:
-        folder = resolve(str(name), revision)
+        folder = model_folder(str(name), revision)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
         tokenizer = load_tokenizer(folder)
     except (TargetError, *UNREADABLE) as error:

@@ -38,7 +38,7 @@ from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.report import environment
-from specdraft.models.target import Target, TargetEnds
+from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.load import load_recipe
@@ -179,7 +179,7 @@ class Bench:
         return sum(lengths) / (time.perf_counter() - began)
 
     def _objective(self, recipe: Recipe) -> Objective:
-        return self.kind.objective(recipe, TargetEnds.of(self.target), self.head)
+        return self.kind.objective(recipe, self.target.embeddings(), self.head)
 
     def _plan(self) -> SamplingPlan:
         train = self.recipe.train

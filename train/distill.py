@@ -22,7 +22,7 @@ from specdraft.eval.measure.report import evaluate, print_report, tokens_per_ste
 from specdraft.models.hub import check_login
 from specdraft.models.publish import publish
 from specdraft.models.student import Student, finished_student, make_student
-from specdraft.models.target import Target, TargetEnds
+from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import LoadTarget, run
@@ -75,8 +75,8 @@ def train(recipe: Recipe, accelerator: Accelerator, load_target: LoadTarget) -> 
         measuring, objective = None, Distillation(recipe, student, target)
         if recipe.train.eval_every is not None and validation:
             measuring = partial(measure, recipe, target, validation)
-        elif isinstance(data, FeatureCache):  # its two ends are enough: leave the memory
-            objective, target = Distillation(recipe, student, TargetEnds.of(target)), None
+        elif isinstance(data, FeatureCache):  # its embeddings are enough: leave the memory
+            objective, target = Distillation(recipe, student, target.embeddings()), None
         fit(student, data, objective, recipe, accelerator, measuring)
     if accelerator.is_main_process:
         report(recipe, target or load_target(alone=True), prompts)

@@ -18,12 +18,13 @@ from specdraft.data.store.online_features import Features
 from specdraft.eval.drafters.trained import HOW, Trained, needs
 from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.report import evaluate, print_report, tokens_per_step, write_report
+from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconHead
 from specdraft.models.hub import check_login
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.publish import publish
 from specdraft.models.shapes import TargetShape, head_config, medusa_config
-from specdraft.models.target import Target, TargetEnds
+from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import LoadTarget
@@ -40,7 +41,7 @@ class Kind:
     field: str  # of `Trained`, and the folder below output.dir
     method: str  # whose tokens per step choose the head that is kept
     make: Callable[[Recipe, Target, Features], nn.Module]
-    objective: Callable[[Recipe, TargetEnds, nn.Module], Objective]
+    objective: Callable[[Recipe, TargetEmbeddings, nn.Module], Objective]
     load: Callable[[Path], nn.Module]
 
     def check_methods(self, recipe: Recipe) -> None:
@@ -60,7 +61,7 @@ def sar_head(method: str) -> Kind:
         field="head",
         method=method,
         make=_new_sar_head,
-        objective=lambda recipe, ends, head: CoupledGlancing(recipe, ends, head.config),
+        objective=lambda recipe, target, head: CoupledGlancing(recipe, target, head.config),
         load=FalconHead.from_pretrained,
     )
 
@@ -82,7 +83,7 @@ def medusa_heads() -> Kind:
         field="medusa",
         method="medusa_tree",
         make=_new_medusa_heads,
-        objective=lambda recipe, ends, heads: TokensAhead(recipe, ends),
+        objective=lambda recipe, target, heads: TokensAhead(recipe, target),
         load=partial(MedusaHeads.from_pretrained, strict=True),
     )
 
@@ -103,11 +104,11 @@ def train_head(
     prompts = load_prompts(recipe, target.tokenizer)
     validation = validation_prompts(recipe, target.tokenizer)
     head = kind.make(recipe, target, data)
-    objective = kind.objective(recipe, TargetEnds.of(target), head)
+    objective = kind.objective(recipe, target.embeddings(), head)
     measuring = None
     if recipe.train.eval_every is not None and validation:
         measuring = partial(_measure, kind, recipe, target, validation)
-    elif isinstance(data, FeatureCache):  # its two ends are enough: leave the memory to the head
+    elif isinstance(data, FeatureCache):  # its embeddings are enough: leave the memory to the head
         target = None
     fit(head, data, objective, recipe, accelerator, measuring)
     if accelerator.is_main_process:

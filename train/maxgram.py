@@ -55,7 +55,9 @@ def main() -> None:
         table = counts.table(tokenizer, describe(recipe))
         save_table(table, Path(recipe.output.dir) / "table")
         dump(recipe, Path(recipe.output.dir) / "recipe.yaml")
-        report(recipe, load_target(recipe, accelerator, True) if target.absent else target, table)
+        if target.no_layers:
+            target = load_target(recipe, accelerator, alone=True)
+        report(recipe, target, table)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -26,8 +26,10 @@ from specdraft.models.shapes import (
     medusa_config,
     target_shape,
 )
-from specdraft.models.target import BUNDLED, identity, load_tokenizer, resolve
+from specdraft.models.target_files import identity_of, model_folder
+from specdraft.models.tokenizer import load_tokenizer
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.sections.target import BUNDLED
 from specdraft.train.fit.schedules import total_steps
 from specdraft.train.student_plan import StudentPlan
 
@@ -114,8 +116,9 @@ def counted(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
     if not all(source == TINY_SOURCE or Path(source).exists() for source in data.sources):
         return None, None, None
     if name == BUNDLED or Path(name).is_dir():
-        folder = resolve(name)
-        whose = identity(name, recipe.target.revision, folder) if data.answers == "target" else None
+        folder = model_folder(name)
+        own = data.answers == "target"
+        whose = identity_of(name, recipe.target.revision, folder) if own else None
         settings = token_settings(recipe, load_tokenizer(folder), whose)
         directory = Path(data.cache_dir) / f"tokens-{of_settings(settings)}"
         if directory.is_dir():
@@ -232,7 +235,7 @@ def _head_parameters(recipe: Recipe, shape: TargetShape) -> int:
 def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> int:
     """Estimate the bytes one process holds while training a head."""
     width = shape.hidden_size
-    target = shape.parameters if recipe.data.features == "online" else shape.ends
+    target = shape.parameters if recipe.data.features == "online" else shape.embedding_parameters
     features = 4 * rows * recipe.data.max_length * width * 4  # as read, float32, noise, revised
     weights = BYTES_PER_PARAMETER * parameters + BYTES[recipe.target.dtype] * target
     held = weights + features + LOGITS_BYTES

@@ -33,7 +33,8 @@ class StudentPlan:
         """Parameters that are trained."""
         section, shape = self.recipe.student, self.shape
         if section.training == "full":
-            return shape.parameters - (shape.ends if section.embeddings == "shared" else 0)
+            frozen = shape.embedding_parameters if section.embeddings == "shared" else 0
+            return shape.parameters - frozen
         if section.training == "none":
             return 0
         sizes = shape.linear_layers
@@ -60,7 +61,7 @@ class StudentPlan:
     def memory(self, rows: int) -> int:
         """Estimate the bytes one process holds while training on `rows` rows at a time."""
         recipe, shape, dtype = self.recipe, self.shape, BYTES[self.recipe.target.dtype]
-        held = self.target.parameters if self.runs_target else self.target.ends
+        held = self.target.parameters if self.runs_target else self.target.embedding_parameters
         # Kept for backward per position: per decoder layer about 12H and the MLP's 4I.
         layer = 12 * shape.hidden_size + 4 * shape.intermediate_size
         floats = shape.layers * layer

@@ -11,7 +11,8 @@ from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.maxgram import MaxGramTable, load_table
 from specdraft.models.medusa import MedusaHeads, load_medusa
 from specdraft.models.student import finished_student, load_student
-from specdraft.models.target import Target, hash_weights
+from specdraft.models.target import Target
+from specdraft.models.target_files import hash_weights
 from specdraft.recipes.methods import STUDENT_METHODS
 from specdraft.recipes.schema import Recipe
 

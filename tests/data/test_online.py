@@ -17,7 +17,7 @@ from specdraft.data.store.online_features import OnlineFeatures
 from specdraft.data.store.tokens import build_tokens
 from specdraft.eval.generation.answers import build_caches
 from specdraft.models.student import make_student
-from specdraft.models.target import Target, TargetEnds
+from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.train.fit.batches import Loader, SamplingPlan
@@ -72,7 +72,7 @@ def train(out, source, kind="falcon", evaluate=None, **changes):
     accelerator = make_accelerator(recipe)
     _, data = build_caches(recipe, target, accelerator)
     head = kind.make(recipe, target, data)
-    objective = kind.objective(recipe, TargetEnds.of(target), head)
+    objective = kind.objective(recipe, target.embeddings(), head)
     state = fit(head, data, objective, recipe, accelerator, evaluate)
     return state, {name: tensor.clone() for name, tensor in head.state_dict().items()}
 
@@ -109,7 +109,7 @@ def test_a_student_learns_from_rows_that_bring_features(tmp_path, source):
         accelerator, student = make_accelerator(recipe), make_student(recipe.student, target)
         _, data = build_caches(recipe, target, accelerator)
         # Two ends cannot run: the features must come with the rows.
-        objective = Distillation(recipe, student, TargetEnds.of(target))
+        objective = Distillation(recipe, student, target.embeddings())
         fit(student, data, objective, recipe, accelerator)
         return student.state_dict()
 
@@ -241,7 +241,7 @@ def test_the_plan_says_that_nothing_is_kept_and_what_the_target_takes(name):
     text = dict(lines(plan, recipe, 8, 100e12))
     assert text["feature cache"] == "none: the target runs in training, 13.5 GB in every process"
     more = plan.memory_per_gpu - make_plan(cached, ranks=8).memory_per_gpu
-    assert more == 2 * (plan.target.parameters - plan.target.ends)
+    assert more == 2 * (plan.target.parameters - plan.target.embedding_parameters)
 
 
 def test_a_run_keeps_one_target_and_no_features(tmp_path, monkeypatch):

@@ -16,7 +16,9 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.request import Request
-from specdraft.models.target import Target, TargetEnds, identity
+from specdraft.models.embeddings import TargetEmbeddings
+from specdraft.models.target import Target
+from specdraft.models.target_files import identity_of
 from specdraft.recipes.errors import TargetError
 
 COMMON = {
@@ -123,17 +125,17 @@ def test_logits_of_features_are_the_models_logits(target):
 
 def test_both_ends_can_be_read_from_files(target, tmp_path):
     target.model.save_pretrained(tmp_path)
-    described = identity("x", None, tmp_path)
+    described = identity_of("x", None, tmp_path)
     assert (described["hidden_size"], described["vocab_size"]) == (HIDDEN, VOCAB)
     assert target.identity()["hidden_size"] == HIDDEN
     if target.config.model_type == "phi":  # the one with a bias on lm_head
         with pytest.raises(TargetError, match=r"lm_head has a bias.*prompt lookup"):
-            TargetEnds.load(str(tmp_path))
+            TargetEmbeddings.load(str(tmp_path))
         with pytest.raises(TargetError, match="lm_head has a bias"):
-            TargetEnds.of(target)
+            target.embeddings()
         return
     features, ids = torch.randn(3, HIDDEN), torch.arange(3)
-    for ends in (TargetEnds.load(str(tmp_path)), TargetEnds.of(target)):
+    for ends in (TargetEmbeddings.load(str(tmp_path)), target.embeddings()):
         assert (ends.hidden_size, ends.vocab_size) == (HIDDEN, VOCAB)
         torch.testing.assert_close(ends.logits(features), target.logits(features))
         torch.testing.assert_close(ends.embed(ids), target.embed(ids))
@@ -143,7 +145,7 @@ def test_both_ends_can_be_read_from_files(target, tmp_path):
 def test_ends_are_found_in_files_written_by_the_base_model(name, tmp_path):
     target = random_family(name)
     target.model.base_model.save_pretrained(tmp_path)
-    ends = TargetEnds.load(str(tmp_path))
+    ends = TargetEmbeddings.load(str(tmp_path))
     assert torch.equal(ends.embedding, target.embedding.weight)
 
 

@@ -20,7 +20,8 @@ from transformers import (
 from specdraft.eval.custom_generate import Speculative, falcon, no_drafter, prompt_lookup
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.models.target import Target, bundled_target_dir
+from specdraft.models.target import Target
+from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import DataError, TargetError
 
 NEW = 12

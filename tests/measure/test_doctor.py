@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from specdraft.data.store import shards
 from specdraft.eval.checkup import drafters as drafter_checkup
-from specdraft.models.target import bundled_target_dir
+from specdraft.models.target_files import bundled_target_dir
 
 SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=24"]
 SMALL += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]

@@ -9,11 +9,12 @@ import torch
 from test_drafted_answers import head_of
 
 from specdraft.data.whole import damage, describe
+from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import load_head
 from specdraft.models.maxgram import load_table
 from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
 from specdraft.models.student import load_student
-from specdraft.models.target import Target, TargetEnds
+from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, TargetError
 
 
@@ -78,7 +79,7 @@ def test_a_target_is_none_that_runs(tiny, trap, tmp_path, file):
     with pytest.raises(TargetError, match=f"cannot load {folder}"):
         Target.load(str(folder))
     with pytest.raises(TargetError, match=f"cannot read {folder / file}"):
-        TargetEnds.load(str(folder))
+        TargetEmbeddings.load(str(folder))
     with pytest.raises(TargetError, match=rf"student\.model: cannot load {folder}"):
         load_student(folder, None, tiny)
 

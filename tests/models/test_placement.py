@@ -23,8 +23,9 @@ from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.packed import PackedTarget, Plan, Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.generation.answers import build_caches
+from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.student import pruned
-from specdraft.models.target import Target, TargetEnds
+from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.recipes.schema import TargetSection
@@ -80,7 +81,7 @@ def test_features_logits_and_ends_are_those_of_the_whole_target(folder, spread, 
     assert torch.equal(features, whole.features(ids))
     assert torch.equal(target.logits(features), whole.logits(features))
     assert torch.equal(target.embed(ids), whole.embed(ids))
-    ends, expected = TargetEnds.of(target), TargetEnds.of(whole)
+    ends, expected = target.embeddings(), whole.embeddings()
     assert torch.equal(ends.embedding, expected.embedding)
     assert torch.equal(ends.lm_head_weight, expected.lm_head_weight)
 
@@ -108,7 +109,7 @@ def test_a_model_of_somebody_else_may_be_offloaded_too(folder):
     cpu_offload(model, "cpu")
     target = Target.of_model(model)
     assert decode(Decoder(target, None, 1, 64), requests) == expected
-    assert torch.equal(target.lm_head_weight, TargetEnds.load(str(folder)).lm_head_weight)
+    assert torch.equal(target.lm_head_weight, TargetEmbeddings.load(str(folder)).lm_head_weight)
 
 
 def test_a_packed_copy_shares_the_weights_that_are_kept_elsewhere(folder):
@@ -241,7 +242,7 @@ def test_several_processes_do_not_each_load_the_whole_target(folder, tmp_path):
     _, data = build_caches(recipe, target, accelerator())
     assert len(data) > 0
     whole = load_target(recipe, accelerator(8), alone=True)
-    assert torch.equal(TargetEnds.of(target).lm_head_weight, whole.lm_head_weight)
+    assert torch.equal(target.embeddings().lm_head_weight, whole.lm_head_weight)
     assert target.eos_ids == whole.eos_ids
 
 

@@ -1,10 +1,12 @@
 """What a target says of itself, whatever its family."""
 
 import pytest
+import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
 from specdraft.models.target import Target
+from specdraft.recipes.errors import TargetError
 
 SMALL = {
     "vocab_size": 23,
@@ -33,3 +35,27 @@ def random_target(family: str, **changes) -> Target:
 )
 def test_its_context_is_read_wherever_its_family_writes_it(family, sizes, context):
     assert random_target(family, **sizes).context == context
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_tokens_without_an_embedding_do_not_hide_that_logits_are_scaled(scaled):
+    """Zero equals zero at any scale: what is compared must not be padding alone."""
+    config = transformers.CohereConfig(**SMALL, intermediate_size=32, tie_word_embeddings=False)
+    config.logit_scale = 0.25 if scaled else 1.0
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:5] = 0.0
+    if scaled:
+        with pytest.raises(TargetError, match="scaled or shifted"):
+            Target(model, None, "padded")
+    else:
+        assert Target(model, None, "padded").vocab_size == 23
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+def test_weights_that_say_nothing_are_no_target(value):
+    model = random_target("GPT2").model
+    with torch.no_grad():
+        model.lm_head.weight.fill_(value)
+    with pytest.raises(TargetError, match=r"its largest logit of ids \[0, 2, .* is (0.0|nan|inf)"):
+        Target(model, None, "damaged")

@@ -18,7 +18,6 @@ from test_loop import assert_close, log_lines
 from transformers import AutoModelForCausalLM
 
 from specdraft.models.student import make_student
-from specdraft.models.target import TargetEnds
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.train.fit.batches import Loader, SamplingPlan
@@ -196,7 +195,7 @@ def test_cached_features_and_a_running_target_teach_the_same(tmp_path):
 
 def test_with_features_two_ends_of_the_target_are_enough(tmp_path):
     target = random_target()
-    train(tmp_path, data=ToyTexts(target), target=target, teacher=TargetEnds.of(target))
+    train(tmp_path, data=ToyTexts(target), target=target, teacher=target.embeddings())
     assert log_lines(tmp_path)[-1]["loss"] > 0
 
 

@@ -18,8 +18,8 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconConfig, FalconHead
-from specdraft.models.target import TargetEnds
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict
 from specdraft.train.fit.batches import Loader, SamplingPlan, collate
@@ -88,7 +88,7 @@ def make_head(k=2, **shape):
 def make_ends():
     generator = torch.Generator().manual_seed(3)
     embedding, lm_head = torch.randn(2, VOCAB, HIDDEN, generator=generator)
-    return TargetEnds(embedding, lm_head, "toy", {"weights": "toy"})
+    return TargetEmbeddings(embedding, lm_head, "toy", {"weights": "toy"})
 
 
 def train(out, data=None, evaluate=None, k=2, **changes):

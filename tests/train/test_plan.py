@@ -10,10 +10,11 @@ from accelerate.state import AcceleratorState
 from test_loop import SCALE, ToyRows
 from transformers import AutoConfig, LlamaConfig
 
+from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.shapes import KNOWN, TargetShape, head_config, target_shape
 from specdraft.models.student import make_student
-from specdraft.models.target import Target, TargetEnds
+from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import load_recipe
 from specdraft.train.fit.loop import fit
@@ -167,7 +168,7 @@ def test_the_7b_recipe_trains_a_step_at_reduced_width(tmp_path, monkeypatch):
     for row in data.rows:
         row["features"] = torch.randn(len(row["input_ids"]), 128, dtype=torch.bfloat16)
     embedding, lm_head = torch.randn(2, 32000, 128, dtype=torch.bfloat16)
-    ends = TargetEnds(embedding, lm_head, "toy", {"weights": "toy"})
+    ends = TargetEmbeddings(embedding, lm_head, "toy", {"weights": "toy"})
     before = [p.clone() for p in head.parameters()]
     objective = CoupledGlancing(recipe, ends, head.config)
     assert fit(head, data, objective, recipe, make_accelerator(recipe)).step == 1

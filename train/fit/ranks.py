@@ -49,7 +49,7 @@ def load_target(recipe: Recipe, accelerator: Accelerator, alone: bool = False) -
             )
         return target
     remedy = "make the caches in one process, which has all devices: python data/cache.py RECIPE"
-    return Target.of_files(section, device, f"{_everywhere(recipe, accelerator)}; {remedy}")
+    return Target.without_layers(section, device, f"{_everywhere(recipe, accelerator)}; {remedy}")
 
 
 def check_launch(recipe: Recipe, accelerator: Accelerator) -> None:

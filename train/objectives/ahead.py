@@ -11,7 +11,8 @@ Shapes: D heads, B rows, T tokens, L = T - 1 positions, N supervised positions, 
 import torch
 from torch import Tensor, nn
 
-from specdraft.models.target import Target, TargetEnds
+from specdraft.models.embeddings import TargetEmbeddings
+from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.batches import Key
 from specdraft.train.fit.run import Sums
@@ -22,14 +23,14 @@ from specdraft.train.objectives.text import TextBatch, collate_text
 class TokensAhead:
     """The `Objective` of Medusa heads.
 
-    ends: the target's `lm_head_weight` [V, H].
+    target: its `lm_head_weight` [V, H].
     """
 
     folder = "medusa"
 
-    def __init__(self, recipe: Recipe, ends: TargetEnds | Target):
+    def __init__(self, recipe: Recipe, target: TargetEmbeddings | Target):
         section = recipe.medusa
-        self.count, self.decay, self.ends = section.heads, section.decay, ends
+        self.count, self.decay, self.target = section.heads, section.decay, target
         soft = section.soft_weight
         self.mixture = Mixture(forward_kl=soft, cross_entropy=1.0 - soft)
 
@@ -51,7 +52,7 @@ class TokensAhead:
         answered = answered[:, rows, positions]  # [D, N]
 
         def loss(hidden: Tensor, lm_heads: Tensor | None) -> list[ObjectiveSums]:
-            shared = [self.ends.lm_head_weight] * self.count
+            shared = [self.target.lm_head_weight] * self.count
             weights = shared if lm_heads is None else lm_heads.unbind()
             return [
                 self._of_head(batch, hidden[n, kept], weight, rows[kept], positions[kept] + n + 1)
@@ -75,7 +76,7 @@ class TokensAhead:
         """The loss of one head; `before` is the position before the token that it drafts."""
         target = ()
         if "forward_kl" in self.mixture.weights():
-            target = (batch.features[rows, before], self.ends.lm_head_weight)
+            target = (batch.features[rows, before], self.target.lm_head_weight)
         return objective_sums(
             hidden, lm_head, batch.tokens[rows, before + 1], self.mixture, *target
         )

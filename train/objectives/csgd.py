@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconConfig
-from specdraft.models.target import Target, TargetEnds
+from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.batches import HeadBatch, Key, collate
 from specdraft.train.objectives.glance import (
@@ -29,13 +30,13 @@ Sums = dict[str, Tensor]
 class CoupledGlancing:
     """The `Objective` of a Falcon head.
 
-    ends: the target's `embed(ids)` and `lm_head_weight` [V, H].
+    target: its `embed(ids)` and `lm_head_weight` [V, H].
     """
 
     folder = "head"
 
-    def __init__(self, recipe: Recipe, ends: TargetEnds | Target, config: FalconConfig):
-        self.recipe, self.ends = recipe, ends
+    def __init__(self, recipe: Recipe, target: TargetEmbeddings | Target, config: FalconConfig):
+        self.recipe, self.target = recipe, target
         self.feature_scale, self.block_size = config.feature_scale, config.block_size
 
     def collate(self, rows: list[dict], keys: list[Key]) -> HeadBatch:
@@ -60,7 +61,7 @@ class CoupledGlancing:
         ahead, features = self._inputs(batch)
         predicted = head(ahead, features, batch.blocks, batch.valid)[0]  # [B, L, H]
         answers = batch.tokens.roll(-batch.block_size - 1, dims=1)[:, :-1]
-        wrong = wrong_per_row(predicted, self.ends.lm_head_weight, answers, batch.supervised)
+        wrong = wrong_per_row(predicted, self.target.lm_head_weight, answers, batch.supervised)
         revealed = torch.zeros_like(batch.supervised, device="cpu")
         blocks, supervised = batch.blocks.cpu(), batch.supervised.cpu()
         for row, (distance, generator) in enumerate(
@@ -91,7 +92,7 @@ class CoupledGlancing:
             predicted[:, rows, positions],
             batch.features[rows, positions + k],
             batch.tokens[rows, positions + k + 1],
-            self.ends.lm_head_weight,
+            self.target.lm_head_weight,
             feature_scale=self.feature_scale,
             feature_weight=loss.feature_weight,
             distill_weight=loss.distill_weight,
@@ -116,7 +117,7 @@ class CoupledGlancing:
         features = batch.features[:, :-1].float()
         if amplitude > 0:
             features = features + batch.noise(amplitude)
-        return self.ends.embed(batch.tokens[:, 1:]).float(), features
+        return self.target.embed(batch.tokens[:, 1:]).float(), features
 
     @staticmethod
     def report(sums: Sums) -> dict[str, float | list]:

@@ -10,8 +10,9 @@ Shapes: B rows, T tokens, N supervised positions, H hidden.
 import torch
 from torch import Tensor, nn
 
+from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.student import Student
-from specdraft.models.target import Target, TargetEnds
+from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.batches import Key
 from specdraft.train.fit.run import Sums
@@ -23,12 +24,12 @@ from specdraft.train.objectives.text import TextBatch, collate_text
 class Distillation:
     """The `Objective` of a student.
 
-    target: runs on rows that bring no features; its two ends are enough where they do.
+    target: runs on rows that bring no features; its embeddings are enough where they do.
     """
 
     folder = "student"
 
-    def __init__(self, recipe: Recipe, student: Student, target: Target | TargetEnds):
+    def __init__(self, recipe: Recipe, student: Student, target: Target | TargetEmbeddings):
         self.mixture, self.target = Mixture.of(recipe.distill), target
         self.compares = recipe.distill.divergences
         self.on_policy = OnPolicy(recipe, student) if recipe.distill.on_policy else None

@@ -1,0 +1,110 @@
+"""The two embeddings of a target without its layers: all that a head trains against.
+
+On cached features nothing else of the target is needed, and these two matrices are read from its
+weight files alone: a head for a 70B target trains on one small GPU.
+
+Shapes: H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from specdraft.models.target_files import identity_of, model_folder, read_tensors
+from specdraft.recipes.errors import TargetError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TargetEmbeddings(nn.Module):
+    """The input embedding and lm_head of a target, frozen; `embed` and `logits` as it has them."""
+
+    def __init__(self, embedding: Tensor, lm_head: Tensor, name: str, target_identity: dict):
+        super().__init__()
+        self.register_buffer("embedding", embedding, persistent=False)  # [V, H]
+        self.register_buffer("lm_head_weight", lm_head, persistent=False)  # [V, H]
+        self.name = name
+        self._identity = target_identity
+
+    @classmethod
+    def load(
+        cls, name: str, revision: str | None = None, dtype: str = "float32", device: str = "cpu"
+    ) -> "TargetEmbeddings":
+        """Read two tensors from the target's weight files and nothing else. Raises TargetError."""
+        folder = model_folder(name, revision)
+        empty = model_without_weights(folder, DTYPES[dtype])
+        check_no_bias(empty.get_output_embeddings(), name)
+        matrices = (empty.get_input_embeddings().weight, empty.get_output_embeddings().weight)
+        # A tied tensor has two names, and a file may hold it under either.
+        named = [*empty.named_parameters(remove_duplicate=False)]
+        names = [{n for n, p in named if p is matrix} for matrix in matrices]
+        tensors = read_tensors(folder, set.union(*names), _renaming(empty))
+        if getattr(empty.config, "tie_word_embeddings", False):
+            names = [set.union(*names)] * 2
+        found = [next((tensors[n] for n in alias if n in tensors), None) for alias in names]
+        for alias, tensor in zip(names, found, strict=True):
+            if tensor is None:
+                wanted = " or ".join(sorted(alias))
+                raise TargetError(f"{name}: no tensor named {wanted} in {folder}")
+        cast = [tensor.to(device=device, dtype=DTYPES[dtype]) for tensor in found]
+        return cls(*cast, name, identity_of(name, revision, folder))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm_head_weight.shape[0]
+
+    def logits(self, features: Tensor) -> Tensor:
+        """lm_head: features [.., H] to logits [.., V]."""
+        return nn.functional.linear(features, self.lm_head_weight)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embedding: ids [..] to vectors [.., H]."""
+        return nn.functional.embedding(ids, self.embedding)
+
+    def identity(self) -> dict:
+        """Which weights these are (see `identity_of`)."""
+        return self._identity
+
+
+def check_no_bias(lm_head: nn.Module, name: str) -> None:
+    """Raise TargetError for an lm_head that is more than a matrix."""
+    if getattr(lm_head, "bias", None) is not None:
+        raise TargetError(
+            f"{name}: its lm_head has a bias, which no head can be trained against yet; "
+            "drafters without training, like prompt lookup, work"
+        )
+
+
+def model_without_weights(
+    folder: Path, dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Return the structure of the model in a folder, its tensors on the meta device."""
+    trust = {"trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(folder, **trust)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **trust)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
+    """What a tensor in a file is called in the model.
+
+    As from_pretrained does it: files of a base model lack its prefix (GPT-2, OPT), and some
+    families have changed names since (GPT-NeoX).
+    """
+    mapping, parameters = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix = model.base_model_prefix
+    return lambda key: rename_source_key(key, renamings, converters, prefix, parameters)[0]

@@ -1,0 +1,152 @@
+"""Where a model's files are, and which weights they hold.
+
+A model is named as in a recipe: "tiny" for the bundled target, a folder, or a Hub id.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from specdraft.recipes.errors import TargetError, in_a_line
+from specdraft.recipes.sections.target import BUNDLED
+
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_model*.bin"]
+# Where families write the size of what lm_head consumes; OPT-350m's differs from its hidden size.
+_FEATURE_SIZES = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+# What reading weights raises; a pickle may hold tensors, and anything else in it is refused.
+UNREADABLE = (ValueError, OSError, SafetensorError, UnpicklingError)
+
+
+def bundled_target_dir() -> Path:
+    """Return the folder of the target that comes with the package."""
+    return Path(__file__).parent / "tiny"
+
+
+def model_folder(name: str, revision: str | None = None) -> Path:
+    """Return the local folder of a model; a Hub id is downloaded, unless it is here already.
+
+    Raises TargetError when the name is neither a folder nor reachable on the Hub.
+    """
+    if name == BUNDLED:
+        return bundled_target_dir()
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise TargetError(f"target.model: no config.json in {folder}; give a model folder")
+        return folder
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise TargetError(
+            f"target.model: no folder at {name}; "
+            f"give an existing folder, a Hub id (owner/name) or {BUNDLED!r}"
+        )
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_PATTERNS))
+    except Exception as error:
+        raise TargetError(
+            f"target.model: {name} is no local folder and the Hub did not give it "
+            f"({in_a_line(error)})"
+        ) from error
+
+
+def folder_here(name: str) -> Path | None:
+    """Return the folder that a loaded model came from, if it is on this machine; no network."""
+    folder = Path(name)
+    if name and not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+        except (OSError, ValueError):
+            return None
+    return folder if name and (folder / "config.json").is_file() else None
+
+
+# -- which weights they are ------------------------------------------------------------------------
+
+
+def identity_of(name: str, revision: str | None, folder: Path) -> dict[str, str | int | None]:
+    """Describe which weights these are; written into every cache and head made from them.
+
+    `weights` is a sha256 over the size of each weight file, its first bytes (for safetensors the
+    table of tensors) and 64 evenly spread pages: any two checkpoints of a training run differ, and
+    140 GB need not be read.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    digest = hashlib.sha256()
+    for path in _weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size};".encode())
+        with path.open("rb") as file:
+            for page in range(_SAMPLES):
+                file.seek(size * page // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return {
+        "name": name,
+        "revision": revision,
+        "weights": digest.hexdigest(),
+        "hidden_size": next((config[key] for key in _FEATURE_SIZES if config.get(key)), None),
+        "vocab_size": config["vocab_size"],
+    }
+
+
+def hash_weights(model: nn.Module) -> str:
+    """Return a sha256 over the names and values of all tensors of a model."""
+    digest = hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        digest.update(key.encode())
+        values = value.detach().float().cpu().contiguous().flatten()
+        digest.update(values.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def check_trained_for(own: dict, identity: dict) -> None:
+    """Raise TargetError when a head was trained for another target than this one, naming both.
+
+    own: the identity saved with the head; an empty one fits every target.
+    """
+    if own and own["weights"] != identity["weights"]:
+        raise TargetError(
+            f"this head was trained for {own['name']} (weights {own['weights'][:12]}), "
+            f"not for {identity['name']} (weights {identity['weights'][:12]}); "
+            "use that target, or train a head for this one"
+        )
+
+
+# -- single tensors of them ------------------------------------------------------------------------
+
+
+def read_tensors(folder: Path, names: set[str], rename: Callable[[str], str]) -> dict[str, Tensor]:
+    """Read the tensors called `names` from a folder's weight files, as far as they are there.
+
+    rename: from what a tensor is called in a file. Raises TargetError for a file that cannot be
+    read.
+    """
+    found = {}
+    for path in _weight_files(folder):
+        try:
+            found |= _read_file(path, names, rename)
+        except (*UNREADABLE, RuntimeError) as error:
+            raise TargetError(f"cannot read {path}: {in_a_line(error)}") from error
+    return found
+
+
+def _read_file(path: Path, names: set[str], rename: Callable[[str], str]) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            keys = {rename(key): key for key in file.keys()}  # noqa: SIM118
+            return {n: file.get_tensor(keys[n]) for n in names & keys.keys()}
+    state = torch.load(path, weights_only=True, mmap=True)
+    return {n: t for key, t in state.items() if (n := rename(key)) in names}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise TargetError(f"no weights in {folder}: expected *.safetensors")
+    return files
