@@ -4,15 +4,21 @@ A head in training runs over whole rows, and then over their blocks again, each 
 its row was before it. For that, `BlockLayout` lays blocks of K slots side by side: all of a row's,
 or the few that are asked for.
 
+    K = 2, a row of five positions whose first block has one:
+
+    position   0 | 1 2 | 3 4             laid out, all of them   0 _ | 1 2 | 3 4
+    block      0 | 1 1 | 2 2             where 4 is touched      3 4
+    each goes on from the state after                            nothing, 0 and 2; after 2
+
 Shapes: B rows, T time, H hidden, K block size, C blocks laid out of each row, S = C * K slots,
-L layers of the LSTM.
+L layers of a fusion's state.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdraft.models.lstm import LSTM, State
+from specdraft.models.fusion import Fusion, State
 
 
 class BlockLayout:
@@ -23,7 +29,7 @@ class BlockLayout:
 
         Where a row has fewer of these than another, it is filled up with some that are not.
         """
-        slots, time, rows, numbers = (
+        offsets, time, rows, numbers = (
             torch.arange(size, device=blocks.device)
             for size in (block_size, blocks.shape[1], len(blocks), int(blocks.max()) + 1)
         )
@@ -36,12 +42,13 @@ class BlockLayout:
             numbers = asked.argsort(dim=1, descending=True, stable=True)[:, :most]
         self.size, self.rows = block_size, rows[:, None]
         self.has_parent = (blocks > 0) & (time >= block_size)  # [B, T]
-        self.first = (sizes.cumsum(1) - sizes).gather(1, numbers)  # [B, C]
-        self.numbers = numbers.repeat_interleave(block_size, 1)  # [B, S]
+        self.first = (sizes.cumsum(1) - sizes).gather(1, numbers)  # [B, C], positions
+        self.blocks = numbers.repeat_interleave(block_size, 1)  # [B, S]
         # A row's first block, and its last, may leave slots empty.
-        self.filled = (slots < sizes.gather(1, numbers)[..., None]).flatten(1)  # [B, S]
+        self.filled = (offsets < sizes.gather(1, numbers)[..., None]).flatten(1)  # [B, S]
         self.row, self.slot = self.filled.nonzero(as_tuple=True)  # in the order of positions
-        self.at = (self.first[..., None] + slots).flatten(1).clamp(max=len(time) - 1)  # [B, S]
+        # Empty slots hold some position, too: no output of theirs is used.
+        self.positions = (self.first[..., None] + offsets).flatten(1).clamp(max=len(time) - 1)
 
     def inherited(self, output: Tensor, features: Tensor, keep: Tensor | None) -> Tensor:
         """Features of the next pass: the prediction made K positions before, if any."""
@@ -49,36 +56,41 @@ class BlockLayout:
         use = self.has_parent if keep is None else self.has_parent & ~keep
         return torch.where(use[..., None], shifted, features)
 
-    def lay(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Take from x [B, T, H] what the slots hold: [B, S, H]."""
-        return x[self.rows, self.at]
+        return x[self.rows, self.positions]
 
-    def put(self, laid: Tensor, x: Tensor) -> Tensor:
+    def scatter(self, x: Tensor, laid_out: Tensor) -> Tensor:
         """Return x [B, T, H] with the blocks that are laid out as in [B, S, H]."""
-        return x.index_put((self.row, self.at[self.row, self.slot]), laid[self.row, self.slot])
+        values = laid_out[self.row, self.slot]
+        return x.index_put((self.row, self.positions[self.row, self.slot]), values)
 
-    def whole(self, *laid: Tensor) -> tuple[Tensor, ...]:
-        """Bring what is laid out of all blocks, each [L, B, S, H], to its place: [L, B, T, H]."""
-        return tuple(x[:, self.row, self.slot].unflatten(1, (len(x[0]), -1)) for x in laid)
+    def in_order(self, laid_out: Tensor) -> Tensor:
+        """Bring what is laid out of all blocks, [.., B, S, H], to its place: [.., B, T, H]."""
+        rows = laid_out.shape[-3]
+        return laid_out[..., self.row, self.slot, :].unflatten(-2, (rows, -1))
 
-    def read(self, lstm: LSTM, laid: Tensor, state: State) -> State:
+    def fuse(self, fusion: Fusion, laid_out: Tensor, states: State) -> tuple[Tensor, State]:
         """Read every block from the state its parent block ended in.
 
-        Inputs [B, S, 2H] and the states at every position, [L, B, T, H]; returns [L, B, S, H].
+        Inputs [B, S, 2H] and the states after every position, each [L, B, T, H]; returns what is
+        fused [B, S, H] and the states after every slot, each [L, B, S, H].
         """
         alive = (self.first > 0)[..., None]
         parent = (self.first - 1).clamp(min=0)
-        start = ((s[:, self.rows, parent] * alive).flatten(1, 2) for s in state)
-        ends = lstm(laid.reshape(-1, self.size, laid.shape[-1]), tuple(start))
-        hidden, cell = (s.unflatten(1, self.first.shape).flatten(2, 3) for s in ends)
-        return hidden, cell
+        start = tuple((s[:, self.rows, parent] * alive).flatten(1, 2) for s in states)
+        each = laid_out.reshape(-1, self.size, laid_out.shape[-1])  # [B * C, K, 2H]
+        fused, after = fusion(each, start)
+        shape = self.first.shape  # B, C
+        fused = fused.unflatten(0, shape).flatten(1, 2)
+        return fused, tuple(s.unflatten(1, shape).flatten(2, 3) for s in after)
 
     def mask(self, blocks: Tensor, valid: Tensor | None) -> Tensor:
         """Let a block see its row before it, and itself as it is laid out: [B, 1, S, T + S]."""
-        number, filled = self.numbers[..., None], self.filled
-        before, itself = blocks[:, None] < number, self.numbers[:, None] == number
+        block, filled = self.blocks[..., None], self.filled
+        before, itself = blocks[:, None] < block, self.blocks[:, None] == block
         if valid is not None:  # before a block there is no padding, at its end there may be
-            filled = filled & valid[self.rows, self.at]
+            filled = filled & valid[self.rows, self.positions]
         # An empty slot still sees itself: a row of the mask without a True is NaN.
         own = torch.eye(filled.shape[1], dtype=torch.bool, device=filled.device)
         return torch.cat((before, itself & filled[:, None] | own), -1)[:, None]

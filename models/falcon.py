@@ -30,13 +30,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdraft.models.blocks import BlockLayout, rollout_mask
+from specdraft.models.fusion import FUSIONS, State
 from specdraft.models.hub import fetch
-from specdraft.models.lstm import LSTM, State
 from specdraft.models.target_files import check_trained_for
 from specdraft.recipes.errors import HeadError
-
-LSTM_LAYERS = 2  # the paper's "2-layer LSTM"
-FUSIONS = ("lstm", "linear")
 
 # attend(layer, query [S, heads, T, D], key, value [S, kv_heads, T, D]) -> [S, heads, T, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -139,10 +136,7 @@ class FalconHead(
         super().__init__()
         self.config = config
         width = config.hidden_size
-        if config.fusion == "lstm":
-            self.fuse = LSTM(2 * width, width, LSTM_LAYERS)
-        else:
-            self.fuse = nn.Linear(2 * width, width, bias=False)
+        self.fuse = FUSIONS[config.fusion](2 * width, width)
         self.layers = nn.ModuleList(
             DecoderLayer(config, normed=config.input_norm or number > 0)
             for number in range(config.layers)
@@ -200,7 +194,7 @@ class FalconHead(
         layout = BlockLayout(blocks, self.config.block_size) if passes > 1 else None
         seen: Seen = [() for _ in self.layers]
         outputs: list[Tensor] = []
-        state: State | None = None
+        state: State = ()
         for number in range(passes):
             if number > 0:
                 features = layout.inherited(outputs[-1], features, keep)
@@ -218,7 +212,7 @@ class FalconHead(
         revised: tuple[Tensor, Tensor, Tensor],
         blocks: Tensor,
         valid: Tensor | None,
-        state: State | None,
+        state: State,
         seen: Seen,
     ) -> Tensor:
         """Return the first prediction with that of the revised blocks, each read for itself.
@@ -227,11 +221,12 @@ class FalconHead(
         """
         ahead, features, where = revised
         layout = BlockLayout(blocks, self.config.block_size, where)
-        laid = self.inputs(layout.lay(ahead), layout.lay(features))
-        fused = self.fuse(laid) if state is None else layout.read(self.fuse, laid, state)[0][-1]
+        inputs = self.inputs(layout.gather(ahead), layout.gather(features))
+        fused, _ = layout.fuse(self.fuse, inputs, state)
         # No other block sees the revision: what it adds to `seen` is forgotten.
-        output, _ = self._decode(fused, self.rope(layout.at), seen, layout.mask(blocks, valid))
-        return layout.put(output, first)
+        rope, mask = self.rope(layout.positions), layout.mask(blocks, valid)
+        output, _ = self._decode(fused, rope, seen, mask)
+        return layout.scatter(first, output)
 
     def _decode(self, fused: Tensor, rope: tuple, seen: Seen, mask: Tensor) -> tuple[Tensor, Seen]:
         """Run one pass behind what was `seen`; return its output and what is seen after it."""
@@ -246,14 +241,14 @@ class FalconHead(
         output = self.decode(fused, rope, _attention_behind(seen, after, mask))
         return output, after
 
-    def _fuse(self, inputs: Tensor, state: State | None, layout: BlockLayout | None):
-        if self.config.fusion == "linear":
-            return self.fuse(inputs), None
-        if state is None:
-            after = self.fuse(inputs)
-        else:
-            after = layout.whole(*layout.read(self.fuse, layout.lay(inputs), state))
-        return after[0][-1], after
+    def _fuse(
+        self, inputs: Tensor, state: State, layout: BlockLayout | None
+    ) -> tuple[Tensor, State]:
+        """Fuse whole rows [B, T, 2H], or in later passes each block behind its parent's `state`."""
+        if not state:  # the first pass; or nothing is carried, and rows are as good as blocks
+            return self.fuse(inputs)
+        fused, state = layout.fuse(self.fuse, layout.gather(inputs), state)
+        return layout.in_order(fused), tuple(layout.in_order(part) for part in state)
 
 
 def load_head(source: str | Path, target_identity: dict, revision: str | None = None) -> FalconHead:

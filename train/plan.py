@@ -16,6 +16,7 @@ from specdraft.data.store.shards import feature_bytes
 from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import TokenCache, token_settings
 from specdraft.models.falcon import FalconHead
+from specdraft.models.fusion import FUSIONS
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.shapes import (
     BYTES,
@@ -246,9 +247,9 @@ def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> i
         slopes = 4 * parameters if recipe.medusa.lm_heads == "own" else 0
         return held + slopes + rows * recipe.data.max_length * floats * 4
     inner = recipe.head.intermediate or shape.intermediate_size
-    # Kept for backward per position: inputs 2H, per LSTM layer gates 4H and states 2H, per decoder
-    # layer about 12H and the MLP's 4I.
-    fused = 2 * width + (12 * width if recipe.head.fusion == "lstm" else width)
+    # Kept for backward per position: inputs 2H, what the fusion keeps, per decoder layer about 12H
+    # and the MLP's 4I.
+    fused = (2 + FUSIONS[recipe.head.fusion].KEPT) * width
     layers, passes = recipe.head.layers * (12 * width + 4 * inner), recipe.train.rollout
     floats = passes * (fused + layers)
     if recipe.train.checkpointing:  # one pass at a time, and keys and values of all

@@ -2,10 +2,11 @@
 
 The first pass of a draft reads what the target has just committed, with its true features, and its
 last K positions give the first K depths. Further passes read drafted blocks: the tokens chosen and
-the features predicted, continuing LSTM state and attention from the parent block. What the passes
-read of drafts is scratch behind the row's cache, forgotten at the next draft.
+the features predicted, continuing the fusion's state and attention from the parent block. What the
+passes read of drafts is scratch behind the row's cache, forgotten at the next draft.
 
-Shapes: R rows, E paths of a pass, K block size, L LSTM layers, H hidden, M inputs of a row.
+Shapes: R rows, E paths of a pass, K block size, L layers of the fusion's state, H hidden, M inputs
+of a row.
 """
 
 import time
@@ -24,13 +25,13 @@ from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Draws, Tree
 from specdraft.models.falcon import FalconHead, block_index
-from specdraft.models.lstm import State
+from specdraft.models.fusion import State
 from specdraft.models.target import Target
 
 
 @dataclass(slots=True)
 class Memory:
-    """What one row has to read, and the LSTM's way back by up to K - 1 positions.
+    """What one row has to read, and the fusion's way back by up to K - 1 positions.
 
     When fewer than K tokens are committed at a step, the block that ends at the newest position
     reaches back into what has been read: those inputs are read again as part of the new block.
@@ -40,8 +41,7 @@ class Memory:
     ahead: list[int]  # tokens one ahead: `old` read before, then the new ones
     features: list[Tensor]  # parts of the features of the same positions
     old: int
-    # Before each old position and after the last, [L, 1, old + 1, H]; None without an LSTM.
-    states: State | None
+    states: State  # before each old position and after the last, each [L, 1, old + 1, H]
 
 
 class FalconDrafter:
@@ -86,7 +86,8 @@ class FalconDrafter:
     # -- the Drafter protocol --------------------------------------------------------------------
 
     def start(self, row: int, request: Request) -> None:
-        self.memory[row] = Memory(request, [], [], 0, self._zeros())
+        start = tuple(s[:, :, None] for s in self.head.fuse.start(1, self.target.device))
+        self.memory[row] = Memory(request, [], [], 0, start)
         self.pool.lengths[row] = 0
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
@@ -155,12 +156,11 @@ class FalconDrafter:
         features = predicted.index_select(1, plan.parents).flatten(0, 1)  # [R * E, K, H]
         tokens = ranked.index_select(1, plan.blocks).view(-1, self.k)
         inputs = self.head.inputs(self.target.embed(tokens).float(), features)
-        if state is not None:
-            state = tuple(
-                s.unflatten(1, (len(rows), -1)).index_select(2, plan.parents).flatten(1, 2)
-                for s in state
-            )
-        fused, state = self._fuse(inputs, state)
+        state = tuple(
+            s.unflatten(1, (len(rows), -1)).index_select(2, plan.parents).flatten(1, 2)
+            for s in state
+        )
+        fused, state = self.head.fuse(inputs, state)
         starts = [self.pool.lengths[row] for row in rows]
         offsets = [*range(plan.depth - self.k, plan.depth)] * paths
         positions = upload([start + n for start in starts for n in offsets], ranked.device)
@@ -170,8 +170,7 @@ class FalconDrafter:
             for row, start in zip(rows, starts, strict=True)
         ]
         output = self._decode(fused.reshape(1, -1, fused.shape[-1]), positions, segments)
-        ends = None if state is None else tuple(s[:, :, -1] for s in state)
-        return output.view(len(rows), paths, self.k, -1), ends
+        return output.view(len(rows), paths, self.k, -1), tuple(s[:, :, -1] for s in state)
 
     # -- reading what was committed --------------------------------------------------------------
 
@@ -185,7 +184,7 @@ class FalconDrafter:
         return memory.ahead[skip:], memory.features[0][skip:], again
 
     def _read(self, rows: list[int]) -> tuple[Tensor, State]:
-        """Read the new inputs of all rows; return their last K predictions and LSTM end states."""
+        """Read the new inputs of all rows; return their last K predictions and end states."""
         read = [self._inputs(row) for row in rows]
         befores = [
             self._state_before(row, again) for row, (_, _, again) in zip(rows, read, strict=True)
@@ -201,16 +200,12 @@ class FalconDrafter:
         last = [part[-self.k :] for part in output.split([len(ahead) for ahead, _, _ in read])]
         for row, inputs, before, after in zip(rows, read, befores, states, strict=True):
             self._remember(row, inputs, before, after)
-        ends = None
-        if states[0] is not None:
-            ends = tuple(torch.cat([s[n][:, :, -1] for s in states], 1) for n in range(2))
-        return torch.stack(last)[:, None], ends
+        last_states = zip(*([s[:, :, -1] for s in state] for state in states), strict=True)
+        return torch.stack(last)[:, None], tuple(torch.cat(parts, 1) for parts in last_states)
 
-    def _state_before(self, row: int, again: int) -> State | None:
-        """The LSTM state before the first input to read: `again` positions back."""
+    def _state_before(self, row: int, again: int) -> State:
+        """The fusion state before the first input to read: `again` positions back."""
         memory = self.memory[row]
-        if memory.states is None:
-            return None
         return tuple(s[:, :, memory.old - again] for s in memory.states)
 
     def _remember(self, row: int, inputs: tuple, before: State, after: State) -> None:
@@ -220,11 +215,10 @@ class FalconDrafter:
         memory.ahead = ahead[len(ahead) - old :]
         memory.features = [features[len(ahead) - old :]]
         memory.old = old
-        if after is not None:
-            memory.states = tuple(
-                torch.cat((b[:, :, None], a), 2)[:, :, len(ahead) - old :]
-                for b, a in zip(before, after, strict=True)
-            )
+        memory.states = tuple(
+            torch.cat((b[:, :, None], a), 2)[:, :, len(ahead) - old :]
+            for b, a in zip(before, after, strict=True)
+        )
 
     def _fuse_ragged(self, read: list[tuple], befores: list[State]):
         """Fuse each row's inputs: fused [M, H] and states [L, 1, M, H] per row."""
@@ -233,19 +227,16 @@ class FalconDrafter:
         fused, states = [None] * len(read), [None] * len(read)
         for group in self._side_by_side([len(part) for part in inputs]):
             padded = pad_sequence([inputs[n] for n in group], batch_first=True)
-            before = None
-            if befores[0] is not None:
-                before = tuple(torch.cat([befores[n][i] for n in group], 1) for i in range(2))
-            out, after = self._fuse(padded, before)
+            before = zip(*(befores[n] for n in group), strict=True)
+            out, after = self.head.fuse(padded, tuple(torch.cat(parts, 1) for parts in before))
             for place, n in enumerate(group):
                 count = len(inputs[n])
                 fused[n] = out[place, :count]
-                if after is not None:
-                    states[n] = tuple(s[:, place : place + 1, :count] for s in after)
+                states[n] = tuple(s[:, place : place + 1, :count] for s in after)
         return fused, states
 
     def _side_by_side(self, counts: list[int]) -> list[list[int]]:
-        """Cut rows into those that an LSTM reads side by side, padded to the longest: what a step
+        """Cut rows into those that are read side by side, padded to the longest: what a step
         has brought, short prompts, and every long one alone."""
         step = self.tree.topology.depth + self.k  # at most, with what is read again
         groups = [[n for n, count in enumerate(counts) if count <= step]]
@@ -267,12 +258,6 @@ class FalconDrafter:
 
     # -- the head's parts ------------------------------------------------------------------------
 
-    def _fuse(self, inputs: Tensor, state: State | None):
-        if self.head.config.fusion == "linear":
-            return self.head.fuse(inputs), None
-        after = self.head.fuse(inputs, state)
-        return after[0][-1], after
-
     def _decode(self, fused: Tensor, positions: Tensor, segments: list[Segment]) -> Tensor:
         plan = Plan(self.pool, segments, fused.device)
         return self.head.decode(
@@ -281,20 +266,14 @@ class FalconDrafter:
             lambda layer, query, key, value: plan.attend(layer, query, key, value, None),
         )
 
-    def _pass(self, part, *inputs) -> tuple[Tensor, Tensor, State | None]:
+    def _pass(self, part, *inputs) -> tuple[Tensor, Tensor, State]:
         """One pass of the head over committed or drafted tokens: logits [R, E, K, V], predicted
-        features [R, E, K, H] and the LSTM's end states, [L, R * E, H] each."""
+        features [R, E, K, H] and the fusion's end states, [L, R * E, H] each."""
         began = time.perf_counter()
         predicted, state = part(*inputs)
         scores = self.target.logits(predicted.to(self.target.dtype))
         self.seconds += time.perf_counter() - began
         return scores, predicted, state
-
-    def _zeros(self) -> State | None:
-        if self.head.config.fusion == "linear":
-            return None
-        like = torch.empty(0, device=self.target.device)
-        return tuple(s[:, :, None] for s in self.head.fuse.zeros(1, like))
 
     def _bias(self, visible: Tensor) -> TreeBias:
         return TreeBias(visible, self.capacity, torch.float32, self.target.device)

@@ -9,13 +9,34 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.models.falcon import FalconHead, block_index
-from specdraft.models.lstm import LSTM
+from specdraft.models.fusion import FUSIONS, LSTM, LinearFusion
 from specdraft.recipes.errors import TargetError
 
 
 @pytest.fixture(scope="module")
 def target():
     return random_target()
+
+
+class Decaying(LinearFusion):
+    """A fusion of a test's own: what it says fades by half at every position."""
+
+    def start(self, sequences, device):
+        return (torch.zeros(1, sequences, self.out_features, device=device),)
+
+    def forward(self, inputs, state=()):
+        (before,) = state or self.start(len(inputs), inputs.device)
+        fused, told = [], super().forward(inputs)[0]
+        for one in told.unbind(1):
+            fused.append((fused[-1] if fused else before[0]) / 2 + one)
+        return torch.stack(fused, 1), (torch.stack(fused, 1)[None],)
+
+
+@pytest.fixture(params=[*FUSIONS, "decaying"])
+def fusion(request, monkeypatch):
+    """Every fusion by its name, and one that is added as a class and an entry of the table."""
+    monkeypatch.setitem(FUSIONS, "decaying", Decaying)
+    return request.param
 
 
 def pairs(batch: int, length: int, hidden: int = 16):
@@ -35,9 +56,9 @@ def test_the_lstm_equals_torchs_own():
         state[f"weight_hh_l{n}"].copy_(ours.recurrent[n][order])
         state[f"bias_hh_l{n}"].zero_()
     x = torch.randn(3, 5, 6)
-    hidden, cell = ours(x)
+    fused, (hidden, cell) = ours(x)
     expected, (last_h, last_c) = theirs(x)
-    torch.testing.assert_close(hidden[-1], expected)
+    torch.testing.assert_close(fused, expected)
     torch.testing.assert_close(hidden[:, :, -1], last_h)
     torch.testing.assert_close(cell[:, :, -1], last_c)
 
@@ -50,7 +71,7 @@ def test_the_lstms_gradient_is_right():
     weights = tuple(lstm.parameters())
 
     def run(x, h, c, *_):
-        return lstm(x, (h, c))
+        return lstm(x, (h, c))[1]
 
     assert torch.autograd.gradcheck(run, (x, *start, *weights))
 
@@ -80,7 +101,6 @@ def test_padding_never_moves_an_output(target):
     torch.testing.assert_close(got[:, :, :7], expected)
 
 
-@pytest.mark.parametrize("fusion", ["lstm", "linear"])
 @pytest.mark.parametrize(("k", "layers"), [(1, 1), (2, 1), (3, 1), (2, 2)])
 def test_rollout_equals_feeding_each_block_by_hand(target, fusion, k, layers):
     """Pass r at block b == running the head on true pairs up to block b - r, and then block by
@@ -129,7 +149,6 @@ def outcome(predicted, valid, head):
     return [predicted[:, valid], *(weight.grad for weight in head.parameters())]
 
 
-@pytest.mark.parametrize("fusion", ["lstm", "linear"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("k", "layers", "share"), [(1, 1, 0.5), (2, 1, 0.2), (2, 2, 1.0), (3, 2, 0.3), (4, 1, 0.15)]
@@ -153,7 +172,6 @@ def test_a_revised_block_is_read_by_itself_alone(target, fusion, checkpointing, 
     assert not torch.allclose(together[0], head(*given, blocks, valid)[0])
 
 
-@pytest.mark.parametrize("fusion", ["lstm", "linear"])
 def test_revising_nothing_changes_nothing(target, fusion):
     head = random_head(target, 2, fusion=fusion)
     given, blocks = pairs(2, 9), block_index(9, 2, 1).expand(2, -1)
@@ -194,7 +212,6 @@ def test_checkpointing_keeps_less_and_changes_no_bit(target, revise):
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-@pytest.mark.parametrize("fusion", ["lstm", "linear"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k):
     """Whatever was accepted before, a draft equals the head over the whole sequence at once, with
@@ -227,7 +244,6 @@ def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k)
         assert {path: draft[path] for path in expected} == expected
 
 
-@pytest.mark.parametrize("fusion", ["lstm", "linear"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_a_draft_does_not_depend_on_the_rows_beside_it(target, fusion, k):
     """Rows that are admitted late bring prompts, short and long, that others are read beside."""

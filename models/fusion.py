@@ -1,18 +1,52 @@
-"""The LSTM of a Falcon head, with its state kept at every position.
+"""The fusion of a Falcon head: from pairs of token and feature to one vector per position.
 
-`nn.LSTM` returns the state at the end only, while a head has to go on from the middle of what it
-has read: drafting resumes after the last accepted token, and a rollout in training continues from
-the end of every block at once. A plain loop over time with a hand-written backward (no graph per
-step, one matmul for the recurrent weight) gives that, and on small drafts it is faster, too.
+A fusion reads sequences from left to right and may carry a state from position to position. Each
+says how it goes on from the middle of what it has read: drafting resumes after the last accepted
+token, and a rollout in training continues from the end of every block at once. A third one is a
+class with `Fusion`'s methods, and its name in FUSIONS.
 
-Shapes: S sequences, T time, D input width, H hidden, L layers. Gate order: input, forget, output,
-cell. State is float32 whatever the autocast dtype is: it adds up over the whole sequence.
+`nn.LSTM` returns the state at the end only. Ours keeps it at every position: a plain loop over time
+with a hand-written backward (no graph per step, one matmul for the recurrent weight) gives that,
+and on small drafts it is faster, too. Gate order: input, forget, output, cell. Its state is float32
+whatever the autocast dtype is: it adds up over the whole sequence.
+
+Shapes: S sequences, T time, D input width, H hidden, L layers.
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-State = tuple[Tensor, Tensor]  # hidden and cell, each [L, S, H]
+State = tuple[Tensor, ...]  # before a position, each [L, S, H]; empty where nothing is carried
+
+
+class Fusion(Protocol):
+    """What a head asks of its fusion; made from the widths D and H."""
+
+    KEPT: int  # floats that training keeps for backward per position, in units of H
+
+    def start(self, sequences: int, device: torch.device) -> State:
+        """Return the state before the first position, each [L, S, H]."""
+
+    def __call__(self, inputs: Tensor, state: State = ()) -> tuple[Tensor, State]:
+        """Read [S, T, D], from `state` or, where it is empty, from the start; return what is fused
+        [S, T, H] and the state after every position, each [L, S, T, H]."""
+
+
+class LinearFusion(nn.Linear):
+    """One matrix, as in EAGLE-1; carries nothing."""
+
+    KEPT = 1
+
+    def __init__(self, inputs: int, hidden: int):
+        super().__init__(inputs, hidden, bias=False)
+
+    def start(self, sequences: int, device: torch.device) -> State:
+        return ()
+
+    def forward(self, inputs: Tensor, state: State = ()) -> tuple[Tensor, State]:
+        return super().forward(inputs), ()
 
 
 def recur(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor) -> tuple[list, list, list]:
@@ -64,9 +98,11 @@ class Recurrence(torch.autograd.Function):
 
 
 class LSTM(nn.Module):
-    """Layers of LSTM that return the hidden and cell state at every position."""
+    """Layers of LSTM, two in the paper; carries hidden and cell state."""
 
-    def __init__(self, inputs: int, hidden: int, layers: int):
+    KEPT = 12  # per layer gates 4H and states 2H
+
+    def __init__(self, inputs: int, hidden: int, layers: int = 2):
         super().__init__()
         self.hidden = hidden
         self.input = nn.ModuleList(
@@ -78,16 +114,13 @@ class LSTM(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(hidden**-0.5), hidden**-0.5)
 
-    def zeros(self, sequences: int, like: Tensor) -> State:
-        """The state before the first token."""
-        zero = torch.zeros(
-            len(self.recurrent), sequences, self.hidden, device=like.device, dtype=torch.float32
-        )
+    def start(self, sequences: int, device: torch.device) -> State:
+        shape = (len(self.recurrent), sequences, self.hidden)
+        zero = torch.zeros(shape, device=device, dtype=torch.float32)
         return zero, zero
 
-    def forward(self, inputs: Tensor, state: State | None = None) -> State:
-        """Read [S, T, D] from `state`; return hidden and cell, each [L, S, T, H]."""
-        before_h, before_c = state or self.zeros(len(inputs), inputs)
+    def forward(self, inputs: Tensor, state: State = ()) -> tuple[Tensor, State]:
+        before_h, before_c = state or self.start(len(inputs), inputs.device)
         hidden, cell = [], []
         for n, (project, weight) in enumerate(zip(self.input, self.recurrent, strict=True)):
             gates = project(inputs).transpose(0, 1).to(weight.dtype)  # [T, S, 4H]
@@ -99,4 +132,8 @@ class LSTM(nn.Module):
                 inputs, c = torch.stack(h, 1), torch.stack(c, 1)
             hidden.append(inputs)
             cell.append(c)
-        return torch.stack(hidden), torch.stack(cell)
+        hidden, cell = torch.stack(hidden), torch.stack(cell)
+        return hidden[-1], (hidden, cell)
+
+
+FUSIONS: dict[str, type[Fusion]] = {"lstm": LSTM, "linear": LinearFusion}
