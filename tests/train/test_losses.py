@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div, smooth_l1_loss
 
-from specdraft.train.objectives.losses import ChunkedDistillation, head_loss
+from specdraft.train.objectives.losses import head_loss
 
 WEIGHTS = {"feature_scale": 2.5, "feature_weight": 1.3, "distill_weight": 0.1, "soft_weight": 0.9}
 
@@ -51,7 +51,8 @@ def test_closed_form_gradient_passes_gradcheck():
     predicted, features, tokens, lm_head = sample(count=4)
 
     def distill(x):
-        return ChunkedDistillation.apply(x, features, tokens, lm_head, 0.9, 40)[0]
+        weights = WEIGHTS | {"feature_weight": 0.0, "distill_weight": 1.0}
+        return head_loss(x, features, tokens, lm_head, **weights, elements=40).total
 
     assert torch.autograd.gradcheck(distill, predicted.requires_grad_())
 

@@ -125,7 +125,7 @@ def test_nothing_of_positions_times_vocabulary_is_kept_for_the_backward_pass():
     given = hidden.requires_grad_(), lm_head.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         objective_sums(*given, tokens, MIXTURES["cold"], *target)
-    assert kept == [(COUNT, 6), (VOCAB, 6)]
+    assert kept == [(1, COUNT, 6), (VOCAB, 6)]
 
 
 def test_no_position_gives_zero_loss_and_zero_gradients():

@@ -10,27 +10,27 @@ the text, which enters at temperature 1. With weights w a mixture is the sum of
     cross_entropy     -log q(t)
 
 (DistillSpec, arXiv 2310.08461, section 3; the JSD is that of GKD, arXiv 2306.13649, eq. 1.) A
-divergence with the slope g in q has the slope q * (g - sum q g) / T in the student's logits. It is
-taken with the value, chunk by chunk over the positions, and carried to the hidden states and to
-lm_head at once, so neither [N, V] logits nor a graph through them is ever kept.
+divergence with the slope g in q has the slope q * (g - sum q g) / T in the student's logits.
 
 Shapes: N supervised positions, n of a chunk, H hidden (the student's may differ), V vocabulary.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from specdraft.recipes.schema import DistillSection
+from specdraft.train.objectives.chunked import chunked_loss
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The weights of the objectives, with the JSD's beta and the temperature of p and q."""
+    """The weights of the objectives, with the JSD's beta and the temperature of p and q.
+
+    A `Formula`; the target may be missing where cross-entropy alone counts.
+    """
 
     forward_kl: float = 0.0
     reverse_kl: float = 0.0
@@ -49,6 +49,28 @@ class Mixture:
         """The objectives that count, by name."""
         names = (*DIVERGENCES, "cross_entropy")
         return {name: getattr(self, name) for name in names if getattr(self, name) > 0}
+
+    def of_target(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The target's choice [n], p and its logarithm [n, V]."""
+        p_log = (logits / self.temperature).log_softmax(-1)
+        return logits.argmax(-1), p_log.exp(), p_log
+
+    def __call__(self, logits: Tensor, target: tuple | None, tokens: Tensor) -> tuple:
+        wanted, pair = tokens, None
+        if target is not None:
+            wanted, p, p_log = target
+            q_log = (logits / self.temperature).log_softmax(-1)
+            pair = Pair(p, q_log.exp(), p_log, q_log)
+        parts, slope = [], torch.zeros_like(logits)
+        for name, weight in self.weights().items():
+            if name == "cross_entropy":
+                value, gradient = cross_entropy(logits, tokens)
+            else:
+                value, gradient = DIVERGENCES[name](pair, self.beta)
+                gradient = gradient / self.temperature
+            parts.append(value)
+            slope.add_(gradient, alpha=weight)
+        return parts, slope, logits.argmax(-1) == wanted
 
 
 @dataclass(frozen=True)
@@ -85,75 +107,16 @@ def objective_sums(
     """
     if elements is None:  # a CPU's caches want small chunks, a GPU large ones
         elements = 1 << 19 if hidden.device.type == "cpu" else 1 << 24
-    target = None if target_features is None else (target_features, target_lm_head)
-    total, agreed, *parts = ChunkedMixture.apply(hidden, lm_head, tokens, mixture, target, elements)
-    return ObjectiveSums(total, dict(zip(mixture.weights(), parts, strict=True)), agreed)
-
-
-class ChunkedMixture(torch.autograd.Function):
-    """The mixture's sum, differentiable in hidden states and lm_head; then counts and parts."""
-
-    @staticmethod
-    def forward(ctx, hidden, lm_head, tokens, mixture, target, elements):
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        narrow = _product_dtype(hidden, lm_head)
-        slopes = [
-            torch.zeros_like(tensor, dtype=wide) if needed else None
-            for tensor, needed in zip((hidden, lm_head), ctx.needs_input_grad, strict=False)
-        ]
-        sums = hidden.new_zeros(2 + len(mixture.weights()), dtype=wide)
-        with torch.autocast(hidden.device.type, enabled=False):
-            weight = lm_head.to(narrow)
-            for part in _chunks(len(hidden), elements // len(lm_head)):
-                inputs = hidden[part].to(narrow)
-                logits = (inputs @ weight.T).to(wide)
-                target_logits = None
-                if target is not None:
-                    features, head = target
-                    target_logits = (features[part].to(head.dtype) @ head.T).to(wide)
-                values, slope = mixed(logits, target_logits, tokens[part], mixture)
-                sums += values
-                if slopes[0] is not None:
-                    slopes[0][part] = slope.to(narrow) @ weight
-                if slopes[1] is not None:
-                    slopes[1] += slope.to(narrow).T @ inputs
-        ctx.save_for_backward(*slopes)
-        ctx.dtypes = hidden.dtype, lm_head.dtype
-        results = sums.unbind()
-        ctx.mark_non_differentiable(*results[1:])
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_total, *_):
-        slopes = (
-            None if slope is None else (grad_total * slope).to(dtype)
-            for slope, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return *slopes, None, None, None, None
-
-
-def mixed(
-    logits: Tensor,  # [n, V], the student's
-    target_logits: Tensor | None,  # [n, V]
-    tokens: Tensor,  # [n]
-    mixture: Mixture,
-) -> tuple[Tensor, Tensor]:
-    """Return [total, agreed, each part] summed over a chunk, and the total's slope [n, V]."""
-    wanted = tokens if target_logits is None else target_logits.argmax(-1)
-    agreed, parts = (logits.argmax(-1) == wanted).sum(), []
-    total, slope, pair = logits.new_zeros(()), torch.zeros_like(logits), None
-    for name, weight in mixture.weights().items():
-        if name == "cross_entropy":
-            value, gradient = cross_entropy(logits, tokens)
-        else:
-            pair = pair or _pair(logits, target_logits, mixture.temperature)
-            value, gradient = DIVERGENCES[name](pair, mixture.beta)
-            gradient = gradient / mixture.temperature
-        parts.append(value)
-        total = total + weight * value
-        slope = slope.add_(gradient, alpha=weight)
-    return torch.stack([total, agreed.to(total.dtype), *parts]), slope
+    total, parts, agreed = chunked_loss(
+        hidden[None],
+        lm_head,
+        tokens,
+        None if target_features is None else (target_features, target_lm_head),
+        mixture,
+        size=elements // len(lm_head),
+        dtype=_product_dtype(hidden, lm_head),
+    )
+    return ObjectiveSums(total, parts, agreed.sum().to(total.dtype))
 
 
 # Each returns its sum over the chunk and its slope [n, V] in the student's logits / T.
@@ -204,18 +167,7 @@ def _through_softmax(q: Tensor, slope: Tensor) -> Tensor:
     return q * (slope - (q * slope).sum(-1, keepdim=True))
 
 
-def _pair(logits: Tensor, target_logits: Tensor, temperature: float) -> Pair:
-    p_log = (target_logits / temperature).log_softmax(-1)
-    q_log = (logits / temperature).log_softmax(-1)
-    return Pair(p_log.exp(), q_log.exp(), p_log, q_log)
-
-
 def _product_dtype(hidden: Tensor, lm_head: Tensor) -> torch.dtype:
     """The dtype of the product with lm_head: as autocast has it, where it is on."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else lm_head.dtype
-
-
-def _chunks(count: int, size: int) -> Iterator[slice]:
-    step = max(1, size)
-    return (slice(start, start + step) for start in range(0, count, step))

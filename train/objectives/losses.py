@@ -6,19 +6,16 @@ p = softmax(lm_head(f)) is the target's distribution, p^ = softmax(lm_head(f^)) 
 SmoothL1 is taken in units of the target's feature scale and averaged over H, or its weight would
 mean something else for every target (source: Falcon, section "Training").
 
-lm_head is frozen, so the gradient of the second part with respect to f^ has a closed form:
-dL/dlogits^ = p^ - alpha * p - (1 - alpha) * onehot(t). It is computed with the value, chunk by
-chunk over the positions, and neither [N, V] logits nor a graph through them is ever kept.
-
-Shapes: R passes (rollouts), N supervised positions, H hidden, V vocabulary.
+Shapes: R passes (rollouts), N supervised positions, n of a chunk, H hidden, V vocabulary.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import smooth_l1_loss
+
+from specdraft.train.objectives.chunked import chunked_loss
 
 
 @dataclass(frozen=True)
@@ -56,56 +53,44 @@ def head_loss(
     feature = smooth_l1_loss(predicted / feature_scale, target / feature_scale, reduction="sum") / (
         hidden * passes
     )
-    distill, soft, hard, correct = ChunkedDistillation.apply(
-        predicted, features, tokens, lm_head, soft_weight, elements
+    distill, parts, correct = chunked_loss(
+        predicted,
+        lm_head,
+        tokens,
+        (features, lm_head),
+        DistilledTokens(soft_weight),
+        size=elements // (lm_head.shape[0] * (passes + 1)),
+        dtype=lm_head.dtype,  # the product as the target does it
     )
     return LossSums(
         total=feature_weight * feature + distill_weight * distill / passes,
         feature=feature.detach(),
-        soft=soft / passes,
-        hard=hard / passes,
+        soft=parts["soft"] / passes,
+        hard=parts["hard"] / passes,
         correct=correct,
     )
 
 
-class ChunkedDistillation(torch.autograd.Function):
-    """Sum of alpha * KL(p || p^) + (1 - alpha) * CE(t, p^), differentiable in the predictions."""
+@dataclass(frozen=True)
+class DistilledTokens:
+    """alpha * KL(p || p^) + (1 - alpha) * CE(t, p^), a `Formula`; the slope in the logits is
+    p^ - alpha * p - (1 - alpha) * onehot(t)."""
 
-    @staticmethod
-    def forward(ctx, predicted, features, tokens, lm_head, soft_weight, elements):
-        passes, count, _ = predicted.shape
-        chunk = max(1, elements // (lm_head.shape[0] * (passes + 1)))
-        gradient = torch.zeros_like(predicted) if ctx.needs_input_grad[0] else None
-        correct = torch.zeros(passes, count, dtype=torch.bool, device=predicted.device)
-        soft, hard = predicted.new_zeros(()), predicted.new_zeros(())
-        with torch.autocast(predicted.device.type, enabled=False):
-            for start in range(0, count, chunk):
-                part = slice(start, start + chunk)
-                target_log = _log_softmax(features[part], lm_head, predicted.dtype)
-                target = target_log.exp()
-                chosen = tokens[part].unsqueeze(1)
-                for r in range(passes):
-                    draft_log = _log_softmax(predicted[r, part], lm_head, predicted.dtype)
-                    correct[r, part] = draft_log.argmax(-1) == tokens[part]
-                    hard -= draft_log.gather(1, chosen).sum()
-                    soft += (target * (target_log - draft_log)).sum()
-                    if gradient is not None:
-                        slope = draft_log.exp_().sub_(target, alpha=soft_weight)
-                        slope.scatter_add_(
-                            1, chosen, slope.new_full(chosen.shape, soft_weight - 1.0)
-                        )
-                        gradient[r, part] = slope.to(lm_head.dtype) @ lm_head
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(soft, hard, correct)
-        return soft_weight * soft + (1.0 - soft_weight) * hard, soft, hard, correct
+    alpha: float
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_total, *_):
-        (gradient,) = ctx.saved_tensors
-        return grad_total * gradient, None, None, None, None, None
+    def weights(self) -> dict[str, float]:
+        return {"soft": self.alpha, "hard": 1.0 - self.alpha}
 
+    def of_target(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """p and its logarithm, [n, V] each."""
+        p_log = logits.log_softmax(-1)
+        return p_log.exp(), p_log
 
-def _log_softmax(features: Tensor, lm_head: Tensor, dtype: torch.dtype) -> Tensor:
-    # [chunk, V]; the product in lm_head's dtype as the target does it, the softmax wider.
-    return (features.to(lm_head.dtype) @ lm_head.T).to(dtype).log_softmax(-1)
+    def __call__(self, logits: Tensor, target: tuple[Tensor, Tensor], tokens: Tensor) -> tuple:
+        (p, p_log), draft_log, chosen = target, logits.log_softmax(-1), tokens.unsqueeze(1)
+        right = draft_log.argmax(-1) == tokens
+        hard = -draft_log.gather(1, chosen).sum()
+        soft = (p * (p_log - draft_log)).sum()
+        slope = draft_log.exp_().sub_(p, alpha=self.alpha)
+        slope.scatter_add_(1, chosen, slope.new_full(chosen.shape, self.alpha - 1.0))
+        return [soft, hard], slope, right
