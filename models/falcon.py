@@ -21,19 +21,27 @@ Shapes: B rows, T time, H hidden, K block size, R passes, N packed tokens, D hea
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdraft.models.blocks import BlockLayout, rollout_mask
 from specdraft.models.fusion import FUSIONS, State
-from specdraft.models.hub import fetch
+from specdraft.models.saved import (
+    Few,
+    SavedConfig,
+    Scale,
+    Vocabulary,
+    Width,
+    load_saved,
+    shown,
+)
 from specdraft.models.target_files import check_trained_for
-from specdraft.recipes.errors import HeadError
+from specdraft.recipes.fields import Fraction, Interval
 
 # attend(layer, query [S, heads, T, D], key, value [S, kv_heads, T, D]) -> [S, heads, T, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -42,36 +50,43 @@ Seen = list[tuple[tuple[Tensor, Tensor], ...]]
 
 
 @dataclass(frozen=True)
-class FalconConfig:
-    """Everything a head's shape and scales depend on; saved beside its weights."""
+class FalconConfig(SavedConfig):
+    """Everything a head's shape and scales depend on; saved beside its weights.
 
-    hidden_size: int
-    vocab_size: int
-    block_size: int = 2
+    Raises ValueError for a value that no head has.
+    """
+
+    hidden_size: Width
+    vocab_size: Vocabulary
+    block_size: Few = 2
     fusion: str = "lstm"
-    layers: int = 1
-    heads: int = 4
-    kv_heads: int = 4
-    intermediate_size: int = 512
+    layers: Few = 1
+    heads: Few = 4
+    kv_heads: Few = 4
+    intermediate_size: Width = 512
     input_norm: bool = True  # of the first decoder layer; EAGLE-1 has none
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
+    rope_theta: Annotated[float, Interval(1, 1e12)] = 10000.0
+    norm_eps: Fraction = 1e-5
     # Standard deviations of the target's embeddings and features on the training data. The head
     # works on inputs and outputs divided by them: left alone, a target with embeddings of 0.04 and
     # features of 6.7 hides its tokens from the LSTM.
-    embed_scale: float = 1.0
-    feature_scale: float = 1.0
+    embed_scale: Scale = 1.0
+    feature_scale: Scale = 1.0
     target: dict = field(default_factory=dict)  # identity of the target it was trained for
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.fusion not in FUSIONS:
-            raise ValueError(f"fusion is {self.fusion!r}; known: {', '.join(FUSIONS)}")
-        if self.block_size < 1 or self.layers < 1:
-            raise ValueError("block_size and layers must be at least 1")
+            raise ValueError(f"fusion = {shown(self.fusion)}: must be one of {', '.join(FUSIONS)}")
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"heads ({self.heads}) must divide hidden_size ({self.hidden_size}) "
                 f"and be a multiple of kv_heads ({self.kv_heads})"
+            )
+        if self.hidden_size // self.heads % 2:
+            raise ValueError(
+                f"heads = {self.heads}: must divide hidden_size ({self.hidden_size}) into even "
+                "parts, which are rotated in pairs"
             )
 
     @property
@@ -254,21 +269,11 @@ class FalconHead(
 def load_head(source: str | Path, target_identity: dict, revision: str | None = None) -> FalconHead:
     """Load a trained head, from a folder or by its Hub id, for a target.
 
-    Raises HeadError when there is none, HubError when the Hub does not give it, and TargetError
-    when it is another target's.
+    Raises HeadError when there is none or it is damaged, HubError when the Hub does not give it,
+    and TargetError when it is another target's.
     """
-    folder = fetch(source, revision)
-    if not (folder / "config.json").is_file():
-        raise HeadError(
-            f"no trained head at {folder}; train it with: "
-            "accelerate launch train/falcon.py and the same recipe"
-        )
-    if not (folder / "model.safetensors").is_file():
-        raise HeadError(f"no model.safetensors in {folder}; heads are loaded from safetensors only")
-    try:
-        head = FalconHead.from_pretrained(folder)
-    except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
-        raise HeadError(f"{folder} holds no whole Falcon head: {error}") from error
+    maker = "accelerate launch train/falcon.py"
+    head = load_saved(FalconHead, FalconConfig, source, revision, noun="trained head", maker=maker)
     head.check_target(target_identity)
     return head
 

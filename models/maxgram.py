@@ -11,30 +11,31 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from specdraft.models.hub import fetch
+from specdraft.models.saved import SavedConfig, Vocabulary, load_saved
 from specdraft.recipes.errors import HeadError, TargetError
+from specdraft.recipes.fields import Natural
 
 VERSION = 1  # of the layout on disk
 
 
 @dataclass(frozen=True)
-class MaxGramConfig:
+class MaxGramConfig(SavedConfig):
     """Whose tokens a table speaks of, and what it was counted on; saved beside it."""
 
-    vocab_size: int
+    vocab_size: Vocabulary
     tokenizer: str | None = None  # hash of the tokenizer; None: unknown
-    fallback: int = 0  # what follows a token that was never seen: the most frequent token
+    fallback: Natural = 0  # what follows a token that was never seen: the most frequent token
     corpus: dict = field(default_factory=dict)  # sources, rows, tokens, ...
     version: int = VERSION
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.version != VERSION:
             raise ValueError(f"version {self.version} of the table; this release reads {VERSION}")
         if not 0 <= self.fallback < self.vocab_size:
-            raise ValueError(f"fallback {self.fallback} is outside 0..{self.vocab_size - 1}")
+            raise ValueError(f"fallback = {self.fallback}: must be in 0..{self.vocab_size - 1}")
 
 
 class MaxGramTable(
@@ -103,22 +104,15 @@ def load_table(
     Raises HeadError when there is none or it is damaged, HubError when the Hub does not give it,
     and TargetError when it is another tokenizer's.
     """
-    folder = fetch(source, revision)
-    for file in ("config.json", "model.safetensors"):
-        if not (folder / file).is_file():
-            raise HeadError(
-                f"no Max-Gram table at {folder} ({file} is missing); count it with: "
-                "python train/maxgram.py and the same recipe"
-            )
-    try:
-        table = MaxGramTable.from_pretrained(folder)
-    except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
-        raise HeadError(f"{folder} holds no whole Max-Gram table: {error}") from error
+    maker = "python train/maxgram.py"
+    table = load_saved(
+        MaxGramTable, MaxGramConfig, source, revision, noun="Max-Gram table", maker=maker
+    )
     table.check(name, vocab_size, tokenizer)
     low, high = int(table.next_id.min()), int(table.next_id.max())
     if low < 0 or high >= vocab_size or int(table.seen.min()) < 0:
         raise HeadError(
-            f"{folder} holds no whole Max-Gram table: next ids are {low}..{high}, allowed are "
+            f"{source} holds no whole Max-Gram table: next ids are {low}..{high}, allowed are "
             f"0..{vocab_size - 1}"
         )
     return table

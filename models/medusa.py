@@ -15,37 +15,30 @@ Shapes: D heads, L blocks of a head, N positions, H hidden, V vocabulary.
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from specdraft.models.hub import fetch
+from specdraft.models.saved import Few, SavedConfig, Vocabulary, Width, load_saved
 from specdraft.models.target_files import check_trained_for
-from specdraft.recipes.errors import HeadError
-
-LM_HEADS = ("own", "shared")
 
 
 @dataclass(frozen=True)
-class MedusaConfig:
-    """Everything the heads' shapes depend on; saved beside their weights."""
+class MedusaConfig(SavedConfig):
+    """Everything the heads' shapes depend on; saved beside their weights.
 
-    hidden_size: int
-    vocab_size: int
-    heads: int = 4
-    layers: int = 1
-    lm_heads: str = "own"
+    Raises ValueError for a value that no heads have.
+    """
+
+    hidden_size: Width
+    vocab_size: Vocabulary
+    heads: Few = 4
+    layers: Few = 1
+    lm_heads: Literal["own", "shared"] = "own"
     target: dict = field(default_factory=dict)  # identity of the target they were trained for
-
-    def __post_init__(self) -> None:
-        if self.lm_heads not in LM_HEADS:
-            raise ValueError(f"lm_heads is {self.lm_heads!r}; known: {', '.join(LM_HEADS)}")
-        if self.heads < 1 or self.layers < 1:
-            raise ValueError("heads and layers must be at least 1")
 
 
 class MedusaHeads(
@@ -107,20 +100,12 @@ def load_medusa(
 ) -> MedusaHeads:
     """Load trained heads, from a folder or by their Hub id, for a target.
 
-    Raises HeadError when there are none, HubError when the Hub does not give them, and TargetError
-    when they are another target's.
+    Raises HeadError when there are none or they are damaged, HubError when the Hub does not give
+    them, and TargetError when they are another target's.
     """
-    folder = fetch(source, revision)
-    if not (folder / "config.json").is_file():
-        raise HeadError(
-            f"no trained Medusa heads at {folder}; train them with: "
-            "accelerate launch train/medusa.py and the same recipe"
-        )
-    if not (folder / "model.safetensors").is_file():
-        raise HeadError(f"no model.safetensors in {folder}; heads are loaded from safetensors only")
-    try:
-        heads = MedusaHeads.from_pretrained(folder, strict=True)
-    except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
-        raise HeadError(f"{folder} holds no whole Medusa heads: {error}") from error
+    maker = "accelerate launch train/medusa.py"
+    heads = load_saved(
+        MedusaHeads, MedusaConfig, source, revision, noun="trained Medusa heads", maker=maker
+    )
     heads.check_target(target_identity)
     return heads

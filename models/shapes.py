@@ -183,7 +183,7 @@ def head_config(
             target=identity or {},
         )
     except ValueError as error:
-        raise RecipeError(f"head.heads, head.kv_heads: {error}") from error
+        raise RecipeError(f"head.{error}") from error
 
 
 def medusa_config(

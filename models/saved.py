@@ -1,0 +1,132 @@
+"""Drafters as they are saved: a config.json and a model.safetensors that only look like one.
+
+Both may come from anywhere. They are checked before a tensor of the size that they name is made:
+the config key by key, the file's table of tensors against what the config makes.
+"""
+
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from specdraft.models.hub import fetch
+from specdraft.recipes.errors import HeadError, in_a_line
+from specdraft.recipes.fields import Interval, MismatchError, coerce
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+Vocabulary = Annotated[int, Interval(1, 10**7)]
+Width = Annotated[int, Interval(1, 10**6)]  # of a layer
+Few = Annotated[int, Interval(1, 1000)]  # layers, heads, tokens
+Scale = Annotated[float, Interval(1e-9, 1e9)]  # what is divided by
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: in a line, the end of a long one cut off."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class SavedConfig:
+    """A dataclass that checks every field against its annotation, as a recipe's sections do."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self), include_extras=True)
+        for item in fields(self):
+            value = getattr(self, item.name)
+            try:
+                coerce(value, hints[item.name])
+            except (MismatchError, OverflowError) as mismatch:
+                raise ValueError(f"{item.name} = {shown(value)}: {mismatch}") from None
+        identity = getattr(self, "target", None)
+        if identity and not all(isinstance(identity.get(k), str) for k in ("name", "weights")):
+            raise ValueError(
+                f"target = {shown(identity)}: must have a name and weights, or nothing"
+            )
+
+
+def load_saved(
+    kind: type[Module],  # made from one argument, its config
+    config: type[SavedConfig],
+    source: str | Path,
+    revision: str | None = None,
+    *,
+    noun: str,
+    maker: str,
+) -> Module:
+    """Load a drafter on the CPU, from a folder or by its Hub id, ready to draft.
+
+    noun and maker: what it is, and the command that makes one. Raises HeadError when there is none
+    or it is damaged, naming file, key and value, and HubError when the Hub does not give it.
+    """
+    folder = fetch(source, revision)
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise HeadError(
+                f"no {noun} at {folder} ({name} is missing); make one with: {maker} and the same "
+                "recipe"
+            )
+    try:
+        settings = _read_config(folder / CONFIG, config)
+        with torch.device("meta"):
+            _check_tensors(folder / WEIGHTS, kind(settings))
+        module = kind(settings)
+        module.load_state_dict(load_file(folder / WEIGHTS))
+        _check_values(folder / WEIGHTS, module)
+    except HeadError as error:
+        whole = noun.removeprefix("trained ")
+        raise HeadError(f"{folder} holds no whole {whole}: {error}") from error
+    return module.eval()
+
+
+def _read_config(path: Path, config: type[SavedConfig]) -> SavedConfig:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise HeadError(f"{path.name} is no JSON: {in_a_line(error)}") from error
+    if not isinstance(values, dict):
+        raise HeadError(f"{path.name} is {shown(values)}, and must be an object with keys")
+    known = {item.name: item.default is item.default_factory is MISSING for item in fields(config)}
+    for name in [name for name, needed in known.items() if needed and name not in values]:
+        raise HeadError(f"{path.name} has no {name}")
+    for name in values.keys() - known:
+        raise HeadError(f"{path.name}: {shown(name)} is no key; known: {', '.join(known)}")
+    try:
+        return config(**values)
+    except ValueError as error:
+        raise HeadError(f"{path.name}: {error}") from error
+
+
+def _check_tensors(path: Path, expected: nn.Module) -> None:
+    """Raise HeadError unless a file has the tensors of a module, by name, kind and shape."""
+    wanted = expected.state_dict()
+    try:
+        with safe_open(path, "pt") as file:
+            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            kinds = {name: (t.get_dtype(), list(t.get_shape())) for name, t in found.items()}
+    except (SafetensorError, OSError) as error:
+        raise HeadError(in_a_line(error)) from error
+    differing = {"lacks": wanted.keys() - kinds, "has no use for": kinds.keys() - wanted}
+    for what, names in differing.items():
+        if names:
+            few = ", ".join(map(shown, sorted(names)[:4])) + (" .." if len(names) > 4 else "")
+            raise HeadError(f"{path.name} {what} {few}")
+    for name, (dtype, shape) in kinds.items():
+        real, size = dtype.startswith(("F", "BF")), list(wanted[name].shape)
+        if shape != size or real != wanted[name].is_floating_point():
+            raise HeadError(
+                f"{path.name}: {name} is {dtype} {shape}, and must be "
+                f"{'real' if wanted[name].is_floating_point() else 'whole'} numbers {size}, as "
+                f"{CONFIG} has it"
+            )
+
+
+def _check_values(path: Path, module: nn.Module) -> None:
+    for name, tensor in module.state_dict().items():
+        if not torch.isfinite(tensor).all():
+            raise HeadError(f"{path.name}: {name} has values that are no finite numbers")

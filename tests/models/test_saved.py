@@ -1,0 +1,149 @@
+"""Saved drafters come from anywhere: what is wrong with one is said before a tensor is made."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import VOCAB, random_head, random_target
+from safetensors.torch import load_file, save_file
+
+from specdraft.models.falcon import load_head
+from specdraft.models.maxgram import MaxGramConfig, MaxGramTable, load_table
+from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
+from specdraft.recipes.errors import HeadError
+
+KINDS = ["head", "medusa", "table"]
+COUNTS = {
+    "head": ["hidden_size", "vocab_size", "block_size", "layers", "heads", "kv_heads"],
+    "medusa": ["hidden_size", "vocab_size", "heads", "layers"],
+    "table": ["vocab_size"],
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+@pytest.fixture(params=KINDS)
+def drafter(request, target, tmp_path):
+    """A kind of drafter, the folder where one lies, and how that is loaded."""
+    folder, whose = tmp_path / "drafter", target.identity()
+    if request.param == "head":
+        random_head(target).save_pretrained(folder)
+        return request.param, folder, lambda: load_head(folder, whose)
+    if request.param == "medusa":
+        config = MedusaConfig(target.hidden_size, VOCAB, 2, target=whose)
+        MedusaHeads.of(config, target.lm_head_weight).save_pretrained(folder)
+        return request.param, folder, lambda: load_medusa(folder, whose)
+    seen = torch.arange(VOCAB)
+    MaxGramTable.of_counts(MaxGramConfig(VOCAB), seen, seen, seen).save_pretrained(folder)
+    return request.param, folder, lambda: load_table(folder, "mine", VOCAB)
+
+
+def refused(load, *words: str) -> None:
+    """Loading is refused in one line that has these words, and makes nothing large before."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(HeadError) as refusal:
+        load()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert len(message) < 600
+    for word in words:
+        assert word in message
+
+
+def change_config(folder: Path, **values) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_what_is_whole_loads(drafter):
+    assert not drafter[2]().training
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"head"', "7", "", "{", "[" * 100_000, "\ud800"])
+def test_a_config_is_an_object(drafter, text):
+    _, folder, load = drafter
+    (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    refused(load, str(folder), "config.json")
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, 2.5, True, None, "2", [2], {}, 10**9, 10**60])
+def test_a_count_is_a_whole_number_in_its_range(drafter, value):
+    kind, folder, load = drafter
+    written = (folder / "config.json").read_text()
+    for key in COUNTS[kind]:
+        change_config(folder, **{key: value})
+        refused(load, str(folder), "config.json", f"{key} = ", "must be")
+        (folder / "config.json").write_text(written)
+
+
+@pytest.mark.parametrize("drafter", ["head"], indirect=True)
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 10**400, 1e-300, "1", None])
+@pytest.mark.parametrize("key", ["embed_scale", "feature_scale", "rope_theta"])
+def test_a_scale_is_one_that_can_be_divided_by(drafter, key, value):
+    _, folder, load = drafter
+    change_config(folder, **{key: value})
+    refused(load, "config.json", f"{key} = ")
+
+
+@pytest.mark.parametrize("drafter", ["head", "medusa"], indirect=True)
+@pytest.mark.parametrize("target_identity", [[], "x", {"name": "x"}, {"name": 1, "weights": "w"}])
+def test_the_target_of_a_head_is_named(drafter, target_identity):
+    _, folder, load = drafter
+    change_config(folder, target=target_identity)
+    refused(load, "config.json", "target = ")
+
+
+def test_keys_that_are_missing_or_unknown_are_named(drafter):
+    _, folder, load = drafter
+    change_config(folder, speed=9)
+    refused(load, "'speed' is no key; known: ")
+    written = json.loads((folder / "config.json").read_text())
+    del written["speed"], written["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(written))
+    refused(load, "config.json has no vocab_size")
+
+
+def test_choices_are_named():
+    with pytest.raises(ValueError, match="lm_heads = 'none': must be one of own, shared"):
+        MedusaConfig(16, VOCAB, lm_heads="none")
+
+
+def test_tensors_are_those_that_the_config_makes(drafter):
+    """Missing, under another name, too many, of another shape or kind: whichever it is."""
+    _, folder, load = drafter
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    for name, tensor in whole.items():
+        rest = {key: value for key, value in whole.items() if key != name}
+        save_file(rest, path)
+        refused(load, f"model.safetensors lacks {name!r}")
+        save_file(rest | {"renamed": tensor}, path)
+        refused(load, f"lacks {name!r}")
+        save_file(whole | {"more": tensor.clone()}, path)
+        refused(load, "model.safetensors has no use for 'more'")
+        save_file(rest | {name: tensor[:-1].clone()}, path)
+        refused(load, f"{name} is ", f"numbers {list(tensor.shape)}")
+        other = tensor.long() if tensor.is_floating_point() else tensor.float()
+        save_file(rest | {name: other}, path)
+        refused(load, f"{name} is ", "must be")
+    save_file(whole, path)
+    load()
+
+
+@pytest.mark.parametrize("drafter", ["head", "medusa"], indirect=True)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_are_numbers(drafter, value):
+    _, folder, load = drafter
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    for name, tensor in whole.items():
+        damaged = tensor.clone()
+        damaged.view(-1)[-1] = value
+        save_file(whole | {name: damaged}, path)
+        refused(load, f"{name} has values that are no finite numbers")
