@@ -161,12 +161,11 @@ def position_limit(target: Target) -> int | None:
     """How many positions a target can be run at; None for rotary positions that have no end."""
     config = target.config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
-    limit = getattr(config, "max_position_embeddings", None)
     if not rope:
-        return limit
+        return target.context
     if rope.get("rope_type") not in ("dynamic", "longrope"):
         return None
-    return rope.get("original_max_position_embeddings") or limit
+    return rope.get("original_max_position_embeddings") or target.context
 
 
 def check_forward(target: Target, packed: Callable[[Tensor], Tensor], capacity: int) -> None:

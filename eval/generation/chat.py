@@ -28,8 +28,7 @@ class Chat:
 
     def __init__(self, recipe: Recipe, target: Target, method: str, context: int | None = None):
         self.recipe, self.target = recipe, target
-        positions = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-        most = positions - DRAFTS if positions else context or CONTEXT
+        most = target.context - DRAFTS if target.context else context or CONTEXT
         self.context = context or min(CONTEXT, most)
         self.room = self.context - recipe.eval.max_new_tokens  # for what is read
         if self.room < 1 or self.context > most:
