@@ -200,12 +200,16 @@ def test_a_rank_runs_the_target_on_its_own_rows_once_a_micro_batch(watched):
     parts = []
     for rank in range(2):
         loader = Loader(data, plan, collate_text, accumulation=2, rank=rank, ranks=2)
-        parts += loader.load(1)
+        loaded = [*loader.load(1)]
+        parts += loaded
         seen = [forwards.get(timeout=60) for _ in range(2)]
-        assert all(map(torch.equal, seen, (part.tokens for part in parts[-2:])))
+        assert len(loaded) == 2
+        assert all(map(torch.equal, seen, (part.tokens for part in loaded)))
         assert forwards.empty()
     rows = [part.row(n)["input_ids"] for part in parts for n in range(2)]
-    assert all(map(torch.equal, rows, (data.tokens[n]["input_ids"] for n in plan.rows(1))))
+    expected = [data.tokens[n]["input_ids"] for n in plan.rows(1)]
+    assert len(expected) == 8
+    assert all(torch.equal(*pair) for pair in zip(rows, expected, strict=True))
 
 
 # -- resume ----------------------------------------------------------------------------------------
@@ -261,6 +265,7 @@ def test_a_run_keeps_one_target_and_no_features(tmp_path, monkeypatch):
     assert len(loaded) == 1  # it was not dropped and loaded again to be measured
     assert [p.name.partition("-")[0] for p in (tmp_path / "cache").iterdir()] == ["tokens"]
     rows = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
+    assert [row["method"] for row in rows] == ["plain", "falcon_tree"]
     assert all(row["identical"] + row["near_ties"] == 1 for row in rows)
 
     shown = run_here("data/cache.py", *command)

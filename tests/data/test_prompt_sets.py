@@ -155,6 +155,7 @@ def test_every_method_meets_the_history_that_plain_decoding_writes(tiny, tmp_pat
         ids = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert turns[number + 1].input_ids == ids
     report = evaluate(recipe, tiny, Trained(), questions, ["plain", "prompt_lookup"], False)
+    assert len(report["runs"]) == 2
     for row in report["runs"]:
         assert row["outputs"] == row["identical"] + row["near_ties"] == 5
         found = [(c["category"], c["questions"], c["outputs"]) for c in row["categories"]]

@@ -335,6 +335,7 @@ def test_tokens_that_cannot_be_drawn_are_not_drafted():
             with torch.inference_mode():
                 tree = drafter.draft([0])[0]
             children, tokens = tree.topology.children, [None, *tree.tokens.tolist()]
+            assert children[0]
             for node, siblings in enumerate(children):
                 for child in siblings:
                     assert tree.draws.after(node)[tokens[child]] > 0

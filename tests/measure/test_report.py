@@ -260,6 +260,7 @@ def test_batches_of_rows_change_no_output(tiny, report):
     prompts = load_prompts(recipe, tiny.tokenizer)
     methods = ["plain", "generate", "prompt_lookup"]
     together = evaluate(recipe, tiny, Trained(), prompts, methods, progress=False)
+    assert [row["method"] for row in together["runs"]] == methods
     for row in together["runs"]:
         assert row["identical"] + row["near_ties"] == 5
         assert row["tokens"] == report["runs"][0]["tokens"]

@@ -211,6 +211,7 @@ def test_a_run_from_the_caches_to_the_report_is_that_of_the_whole_target(tmp_pat
     assert len(losses[0]) == 2
     for name in runs:
         rows = json.loads((tmp_path / name / "report.json").read_text())["runs"]
+        assert rows
         assert all(row["identical"] == 1 for row in rows)
 
 

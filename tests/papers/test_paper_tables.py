@@ -36,8 +36,9 @@ def jobs_of(name: str, runs: Path) -> list:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_run_is_a_script_on_a_valid_recipe_and_has_its_own_folder(name, tmp_path):
-    runs = {}
-    for job in jobs_of(name, tmp_path):
+    runs, jobs = {}, jobs_of(name, tmp_path)
+    assert jobs
+    for job in jobs:
         assert (ROOT / job.script).is_file()
         load_recipe(job.recipe, job.settings)
         assert runs.setdefault(job.folder, job) == job

@@ -129,7 +129,9 @@ def end(launched):
 
 def log_lines(out, kind="train"):
     records = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
-    return [record for record in records if record["kind"] == kind]
+    found = [record for record in records if record["kind"] == kind]
+    assert found
+    return found
 
 
 def assert_close(weights, others, tolerance=2e-6):
