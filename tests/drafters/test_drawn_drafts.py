@@ -9,16 +9,16 @@ import torch
 from decoding import completions, decode, prompts
 from enumeration import ROOT, branches, law_error, play, random_laws
 from random_models import random_target
-from test_rules_in_decoder import WARP, check_law, fits
+from test_rules_in_decoder import WARP, check_law, drafter_for, fits
 
 from specdraft.eval.drafters.beam import Beams, StochasticBeam, conditioned, step
 from specdraft.eval.drafters.branching import Branching
-from specdraft.eval.drafters.drawing import draw
+from specdraft.eval.drafters.drawing import DRAFTS, draw
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.eval.engine.sampling import gumbel
+from specdraft.eval.engine.sampling import derive, gumbel, uniform
 from specdraft.eval.engine.tree import Draws, Topology, Tree, chain
 
 KINDS = ["alike", "mismatched", "some zeros"]
@@ -290,6 +290,48 @@ def test_a_student_that_is_the_target_has_its_samples_accepted(target, name, rul
     requests = [Request(p, 12, seed=n, rule=rule, **WARP) for n, p in enumerate(prompts(3))]
     done = completions(Decoder(target, drafter, 2, 128), requests)
     assert all(step.accepted == step.depth for one in done for step in one.steps)
+
+
+def assert_never_shared(drafter, rule: str, target, count=100, blocks=False) -> None:
+    """At a temperature where all laws are uniform, the first token drawn behind one node is that
+    of another, of the same draft or of another step, as often as two fair dice agree. (Of what one
+    pass of a head draws, `blocks`, nodes of a depth take the same: only what lies behind another.)
+    """
+    requests = [Request([1, 2], 12, 1e6, seed=n, rule=rule) for n in range(count)]
+    drawn = defaultdict(dict)  # (step, ranks down to a first child) -> request -> its token
+    for done in completions(Decoder(target, drafter, 32, 128), requests):
+        for number, made in enumerate(done.steps):
+            paths = Topology(made.parents).rank_paths[1:]
+            for path, token in zip(paths, made.tokens, strict=True):
+                if path[-1] == 0:
+                    drawn[number, path][done.index] = token
+    compared = 0
+    for (one, some), (other, others) in itertools.combinations(drawn.items(), 2):
+        both = some.keys() & others.keys()
+        beside = one[0] == other[0] and one[1] != other[1][: len(one[1])]
+        if len(both) >= count / 2 and not (blocks and beside):
+            compared += 1
+            assert sum(some[n] == others[n] for n in both) < 0.15 * len(both), (one, other)
+    assert compared >= 6
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_nodes_and_steps_never_share_their_noise(target, name, rule):
+    kind, options, _ = DRAWERS[name]
+    options = options | ({"theta": 0.0} if kind is SSD else {})
+    assert_never_shared(kind(random_target(seed=3), 32, 128, **options), rule, target)
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "walk"])
+def test_the_passes_of_a_falcon_tree_never_share_their_noise(target, rule):
+    assert_never_shared(drafter_for(rule, target, 32), rule, target, blocks=True)
+
+
+def test_drafts_and_rules_never_share_a_number():
+    """It could not be seen in any law: drafts mix what `derive` gives twice more."""
+    for seed, start, number in itertools.product((0, 7), (1, 40), (0, 1, 2, 9)):
+        key = derive(seed, DRAFTS, start, number) + (1 << 63)
+        assert ((key >> 12) + 0.5) * 2.0**-52 != uniform(seed, 0, start, number)
 
 
 def test_an_iid_tree_goes_on_below_the_first_of_equal_siblings(target):
