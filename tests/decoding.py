@@ -43,7 +43,8 @@ class Foreseeing:
 
     def start(self, row, request):
         prompt = tuple(request.prompt)
-        self.coming[row] = [*prompt[1:], *self.answers[prompt]]
+        unheard = () if self.from_tokens else prompt[1:]
+        self.coming[row] = [*unheard, *self.answers[prompt]]
 
     def observe(self, row, tokens, features):
         assert len(tokens) == len(features)

@@ -175,6 +175,43 @@ def test_prompts_are_read_in_parts_and_requests_admitted_late(target, prefill):
         assert max(reads) <= max(prefill, 3 * 11), name
 
 
+class Listening(Foreseeing):
+    """Keeps what it is told of each request: tokens, and parts of features."""
+
+    def __init__(self, answers, from_tokens: bool):
+        super().__init__(answers)
+        self.from_tokens, self.heard, self.row = from_tokens, [], {}
+
+    def start(self, row, request):
+        super().start(row, request)
+        self.row[row] = [], []
+        self.heard.append(self.row[row])
+
+    def observe(self, row, tokens, features):
+        super().observe(row, tokens, features)
+        assert len(tokens) == len(features) > 0
+        self.row[row][0].extend(tokens)
+        self.row[row][1].append(features.clone())
+
+
+@pytest.mark.parametrize("from_tokens", [False, True])
+@pytest.mark.parametrize("prefill", [1, 7, 1000])
+def test_a_drafter_hears_every_feature_with_the_token_that_follows_it(target, prefill, from_tokens):
+    """However prompts are cut; of a prompt nothing, if it drafts from tokens alone."""
+    answers = {tuple(prompt): plain_tokens(target, prompt, 24) for prompt in prompts()}
+    drafter = Listening(answers, from_tokens)
+    requests = [Request(prompt, 13) for prompt in prompts()]
+    done = completions(Decoder(target, drafter, 3, 128, prefill), requests)
+    assert len(drafter.heard) == len(done) == 6
+    for request, (tokens, features) in zip(requests, drafter.heard, strict=True):
+        whole = [*request.prompt, *answers[tuple(request.prompt)]]
+        first = len(request.prompt) if from_tokens else 1
+        assert len(tokens) >= len(request.prompt) + 13 - first
+        assert tokens == whole[first : first + len(tokens)]
+        expected = target.features(torch.tensor([whole]))[0, first - 1 :][: len(tokens)]
+        torch.testing.assert_close(torch.cat(features), expected, atol=1e-5, rtol=1e-4)
+
+
 def test_updates_add_up_to_the_completions(target):
     requests = (Request(prompt, 9) for prompt in prompts())  # a queue: taken as rows are free
     tokens, done = {}, {}
