@@ -100,6 +100,12 @@ def block_index(length: int, block_size: int, phase: int) -> Tensor:
     return (torch.arange(length) + block_size - phase) // block_size
 
 
+def block_offsets(blocks: Tensor) -> Tensor:
+    """Return each position's place within its block, 0..k-1: [L] from block indices [L]."""
+    sizes = blocks.bincount()
+    return torch.arange(len(blocks), device=blocks.device) - (sizes.cumsum(0) - sizes)[blocks]
+
+
 class DecoderLayer(nn.Module):
     """Pre-norm attention and SwiGLU MLP; who attends to whom is the caller's `attend`."""
 

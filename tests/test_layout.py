@@ -1,19 +1,29 @@
-"""The house keeps its shape: floors, names, imports, packaging lists."""
+"""The house keeps its shape: floors, rooms, names, imports, sizes, packaging lists."""
 
 import ast
 import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
-FLOORS = ("recipes", "models", "data", "eval", "train")
-MODULES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+# Imports only point down: from a folder to those before it, inside a folder from a floor to those
+# before it, never to a room beside. A floor names rooms, or modules that lie at the folder's top;
+# "." are all other modules there. Entries are the roof: they may import any floor.
+FLOORS = {
+    "recipes": ["errors fields methods static_trees yaml_file", "sections", "."],
+    "models": ["."],
+    "data": ["world .", "store"],
+    "eval": ["engine", "drafters", "measure", "generation papers checkup", "."],
+    "train": ["fit", "objectives", "."],
+}
+MOST_LINES, MOST_FILES = 400, 20  # of a file, recipes aside; in a folder
+MODULES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
 TEXTS = (".py", ".md", ".yaml", ".json", ".toml", ".txt", ".jinja")
 # Real packages that a file of ours would hide (`python train/x.py` puts train/ first on sys.path),
 # whether or not this environment has them.
@@ -34,10 +44,10 @@ def short(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@cache
 def dotted(path: Path) -> str:
-    return "specdraft." + short(path).removesuffix(".py").replace("/", ".").removesuffix(
-        ".__init__"
-    )
+    name = short(path).removesuffix(".py").replace("/", ".")
+    return "specdraft." + name.removesuffix(".__init__")
 
 
 @cache
@@ -46,11 +56,6 @@ def syntax(path: Path) -> ast.Module:
 
 
 @cache
-def installed() -> set[str]:
-    """Return the import names of all that is installed here, and of the package itself."""
-    return set(importlib.metadata.packages_distributions()) | {"specdraft"}
-
-
 def is_entry(path: Path) -> bool:
     """Whether a file is a script that a user runs: it has `if __name__ == "__main__"`."""
     return any(
@@ -59,84 +64,149 @@ def is_entry(path: Path) -> bool:
     )
 
 
-def imported(path: Path) -> set[str]:
-    """Return the modules of the package that a file imports, anywhere in it."""
-    known = {dotted(module) for module in MODULES}
+PATHS = {dotted(path): path for path in MODULES}
+
+
+@cache
+def imported(path: Path) -> frozenset[Path]:
+    """The modules of the package that a file imports, anywhere in it, for its types alone too."""
     found = set()
     for node in ast.walk(syntax(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add(node.module)
             # `from specdraft.train import loop` imports the module loop.
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name in known}
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & PATHS.keys() or {node.module}
+    return frozenset(PATHS[name] for name in found & PATHS.keys())
 
 
-def floor(module: str) -> int:
-    return FLOORS.index(module.split(".")[1])
+@cache
+def place(path: Path) -> tuple[int, int, str]:
+    """The folder's floor, the floor inside it, and the room: what the table says of a module."""
+    folder, *rooms = path.relative_to(ROOT).with_suffix("").parts
+    named = {name: n for n, floor in enumerate(FLOORS[folder]) for name in floor.split()}
+    inner = rooms[0] if rooms[0] in named else "."
+    room = short(path.parent)
+    assert len(rooms) == 1 or inner != ".", f"{short(path)} lies in a room that has no floor"
+    return [*FLOORS].index(folder), named[inner], room
 
 
-every_module = pytest.mark.parametrize("path", MODULES, ids=short)
+def points_down(path: Path, other: Path) -> bool:
+    """Whether one module may import another."""
+    here, there = place(path), place(other)
+    return here[:2] > there[:2] or here == there
 
 
-@every_module
-def test_imports_only_point_down(path: Path):
-    if is_entry(path):
-        return
-    above = {name for name in imported(path) if floor(name) > floor(dotted(path))}
-    assert not above, f"{short(path)} imports from a floor above its own: {sorted(above)}"
+def none(offenders: Iterator[str] | list[str], rule: str) -> None:
+    """Fail with all that breaks a rule, a line each."""
+    lines = sorted(offenders)
+    assert not lines, "\n".join([f"{rule}; {len(lines)} do not:", *lines])
 
 
-@every_module
-def test_nothing_imports_an_entry(path: Path):
-    entries = {dotted(module) for module in MODULES if is_entry(module)}
-    assert not imported(path) & entries
+def test_imports_only_point_down():
+    offenders = (
+        f"{short(path)} imports {short(other)}"
+        for path in MODULES
+        if not is_entry(path)
+        for other in imported(path)
+        if not points_down(path, other)
+    )
+    none(offenders, "imports point down the floors of FLOORS, and never to a room beside")
 
 
-@every_module
-def test_imports_are_absolute_and_start_with_the_package(path: Path):
-    # `from models.falcon import ..` works by accident in a checkout and loads each class twice.
+def test_every_floor_of_the_table_is_there():
+    for folder, floors in FLOORS.items():
+        for name in " ".join(floors).split():
+            there = (ROOT / folder / name).is_dir() or (ROOT / folder / f"{name}.py").is_file()
+            assert there, f"{folder}/{name}"
+
+
+def test_there_is_no_import_circle():
+    graph = {path: imported(path) - {path} for path in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" <- ".join(map(short, error.args[1]))) from None
+
+
+def test_nothing_imports_an_entry():
+    entries = {path for path in MODULES if is_entry(path)}
+    offenders = (
+        f"{short(path)}: {', '.join(map(short, found))}"
+        for path in MODULES
+        if (found := imported(path) & entries)
+    )
+    none(offenders, "an entry may import anything, and nothing imports an entry")
+
+
+def test_entries_lie_at_the_top_of_their_folder():
+    entries = [short(path) for path in MODULES if is_entry(path)]
+    assert {"train/falcon.py", "train/distill.py", "data/cache.py"} <= set(entries)
+    assert {"eval/bench.py", "eval/generate.py"} <= set(entries)
+    none((name for name in entries if name.count("/") > 1), "entries are no rooms' business")
+
+
+def test_files_and_folders_have_a_size_to_be_read():
+    offenders = [
+        f"{short(path)}: {lines} lines"
+        for path in MODULES
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > MOST_LINES
+        and not short(path).startswith("recipes/")
+    ]
+    for folder in {path.parent for path in MODULES}:
+        files = len([*folder.glob("*.py")])
+        offenders += [f"{short(folder)}/: {files} files"] if files > MOST_FILES else []
+    none(offenders, f"a file has at most {MOST_LINES} lines, a folder {MOST_FILES} files")
+
+
+def wrong_imports(path: Path) -> Iterator[str]:
     for node in ast.walk(syntax(path)):
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{short(path)}:{node.lineno} is a relative import"
-            names = [node.module]
+            names = [node.module if node.level == 0 else "." * node.level]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
             continue
         for name in names:
-            assert name.split(".")[0] not in FLOORS, f"{short(path)}:{node.lineno}: {name}"
+            if name.startswith(".") or name.split(".")[0] in FLOORS:
+                yield f"{short(path)}:{node.lineno}: {name}"
 
 
-@every_module
-def test_nothing_happens_on_import(path: Path):
-    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
-    allowed += (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    for node in syntax(path).body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue
-        if isinstance(node, ast.If) and ("__name__" in (test := ast.unparse(node.test))):
-            assert test == "__name__ == '__main__'"
-            continue
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        assert isinstance(node, allowed), f"{short(path)}:{node.lineno} runs on import"
+def test_imports_are_absolute_and_start_with_the_package():
+    # `from models.falcon import ..` works by accident in a checkout and loads each class twice.
+    offenders = (line for path in MODULES for line in wrong_imports(path))
+    none(offenders, "imports are absolute and start with specdraft")
 
 
-@every_module
-def test_a_module_says_what_it_is(path: Path):
-    if path.name != "__init__.py":
-        assert ast.get_docstring(syntax(path)), f"{short(path)} has no docstring"
+DEFINITIONS = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+DEFINITIONS += (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-@every_module
-def test_no_file_hides_a_package_or_is_named_vaguely(path: Path):
-    stem = path.stem
-    if stem == "__init__":
-        return
-    assert stem not in sys.stdlib_module_names | installed() | HIDDEN
-    assert stem not in VAGUE
+def runs_on_import(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Expr):
+        return not isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) not in ("__name__ == '__main__'", "TYPE_CHECKING")
+    return not isinstance(node, DEFINITIONS)
+
+
+def test_nothing_happens_on_import():
+    statements = ((path, node) for path in MODULES for node in syntax(path).body)
+    offenders = (f"{short(p)}:{node.lineno}" for p, node in statements if runs_on_import(node))
+    none(offenders, "a module only defines")
+
+
+def test_a_module_says_what_it_is():
+    named = (path for path in MODULES if path.name != "__init__.py")
+    none((short(p) for p in named if not ast.get_docstring(syntax(p))), "a module has a docstring")
+
+
+def test_no_file_hides_a_package_or_is_named_vaguely():
+    installed = set(importlib.metadata.packages_distributions())
+    taken = sys.stdlib_module_names | installed | HIDDEN | VAGUE | {"specdraft"}
+    taken -= {"__init__"}
+    none((short(path) for path in MODULES if path.stem in taken), "a name is free and says what")
 
 
 def test_the_root_is_no_package():
@@ -146,12 +216,6 @@ def test_the_root_is_no_package():
 def test_what_the_design_names_exists():
     missing = [name for name in NAMED_IN_THE_DESIGN.split() if not (ROOT / name).exists()]
     assert missing == []
-
-
-def test_the_entries_are_scripts():
-    entries = {short(path) for path in MODULES if is_entry(path)}
-    named = {"train/falcon.py", "train/distill.py", "data/cache.py", "eval/bench.py"}
-    assert named | {"eval/generate.py"} <= entries
 
 
 def setuptools_settings() -> dict:

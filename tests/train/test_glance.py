@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from specdraft.models.falcon import block_index
+from specdraft.models.falcon import block_index, block_offsets
 from specdraft.train.objectives.glance import (
-    block_offsets,
     choose_runs,
     glancing_ratio,
     reveal,

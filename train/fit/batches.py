@@ -16,9 +16,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from specdraft.models.falcon import block_index
+from specdraft.models.falcon import block_index, block_offsets
 from specdraft.recipes.errors import DataError, RecipeError
-from specdraft.train.objectives.glance import block_offsets
 
 Key = tuple[int, int, int]  # (seed, step, slot) of a row
 

@@ -17,6 +17,8 @@ predicts feature f_(i+k) and token t_(i+k+1); `supervised[i]` says that both exi
 import torch
 from torch import Tensor
 
+from specdraft.models.falcon import block_offsets
+
 
 def glancing_ratio(start: float, end: float, progress: float) -> float:
     """Return lambda, falling linearly from `start` to `end`; progress 0..1 is steps / all steps."""
@@ -43,12 +45,6 @@ def wrong_per_row(
         differs = logits.argmax(-1) != tokens[row, position]
         wrong.scatter_add_(0, row, differs.long())
     return wrong
-
-
-def block_offsets(blocks: Tensor) -> Tensor:
-    """Return each position's place within its block, 0..k-1: [L] from block indices [L]."""
-    sizes = blocks.bincount()
-    return torch.arange(len(blocks), device=blocks.device) - (sizes.cumsum(0) - sizes)[blocks]
 
 
 def choose_runs(
