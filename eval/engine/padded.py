@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdraft.eval.engine.batch import RowInput
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.packed import PackedTarget, Segment
-from specdraft.eval.engine.request import Update
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology
+from specdraft.eval.engine.verdict import Verdict
 from specdraft.models.target import Target
 
 PADDINGS = {"padded": (True, True), "pad_kv": (True, False), "pad_inputs": (False, True)}
@@ -109,9 +110,9 @@ class PaddedDecoder(Decoder):
         self._pads = pad_kv, pad_inputs
         super().__init__(target, drafter, rows, capacity, prefill=rows * capacity)
 
-    def _pack(self, target: Target, rows: int, capacity: int) -> PaddedTarget:
+    def _pack_target(self, target: Target, rows: int, capacity: int) -> PaddedTarget:
         return PaddedTarget(target, rows, capacity, *self._pads)
 
-    def step(self) -> list[Update]:
+    def _verify(self, inputs: list[RowInput]) -> tuple[Tensor, list[Verdict | None]]:
         self.packed.align()
-        return super().step()
+        return super()._verify(inputs)

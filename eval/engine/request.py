@@ -1,9 +1,11 @@
 """What goes into the decoder and what comes out: a request, its steps, its completion."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from specdraft.eval.engine.tree import Tree
 from specdraft.recipes.errors import UserError
 
 GUMBEL = "gumbel"
@@ -39,6 +41,15 @@ class Step:
     tokens: Sequence[int] = ()  # of its nodes after the root
     path: Sequence[int] = ()  # the accepted nodes, the root first
     copies: int = 0  # nodes of the tree that no drafter drafted: copied from elsewhere in it
+
+    @classmethod
+    def of(cls, tree: Tree, tokens: Sequence[int], path: Sequence[int], emitted: int) -> "Step":
+        """Record what came of a tree with these tokens, the root's first: the accepted path."""
+        topology, size = tree.topology, len(tokens) - 1
+        copied = sum(node > size - tree.copies for node in path) if tree.copies else 0
+        draft = array("q", tokens[1:])  # kept for every step of a run: eight bytes a token
+        shape = (topology.parents, draft, tuple(path), tree.copies)
+        return cls(emitted, size, topology.depth, len(path) - 1, copied, *shape)
 
 
 @dataclass

@@ -85,8 +85,12 @@ def chain(length: int) -> Topology:
     return Topology(range(-1, length))
 
 
-def behind(count: int, topology: Topology) -> Topology:
-    """A chain of `count` tokens with a topology behind it; the same object behind nothing."""
+def after_chain(count: int, topology: Topology) -> Topology:
+    """A chain of `count` tokens with a topology after it; the same object after none.
+
+    >>> after_chain(2, Topology([-1, 0, 0])).parents
+    (-1, 0, 1, 2, 2)
+    """
     if not count:
         return topology
     if len(topology) == 1:

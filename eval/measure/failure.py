@@ -7,8 +7,8 @@ A drafter that raises fails no request: each is finished by plain decoding, with
 from collections.abc import Callable, Iterable, Sequence
 
 from specdraft.data.prompts import Prompt
-from specdraft.eval.engine.decoder import Timing
 from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.outcome import DecodingMethod, Outcome
 from specdraft.recipes.errors import UserError, in_a_line
 

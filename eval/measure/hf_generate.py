@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from specdraft.eval.engine.decoder import Timing
 from specdraft.eval.engine.request import Completion, Request, Step
+from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.models.target import Target
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from specdraft.data.lines import cut_torn_line
-from specdraft.eval.engine.decoder import Timing
 from specdraft.eval.engine.request import Completion, Step
+from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.turns import Place, Turn
 from specdraft.recipes.errors import DataError

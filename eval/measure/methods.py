@@ -19,10 +19,11 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.strategies import make_strategy
 from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.drafters.trained import HOW, Trained, needs
-from specdraft.eval.engine.decoder import Decoder, Timing
+from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.padded import PADDINGS, PaddedDecoder
 from specdraft.eval.engine.request import GUMBEL, Request, Update
+from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.hf_generate import Generate
 from specdraft.eval.measure.outcome import DecodingMethod, Outcome
 from specdraft.models.maxgram import MaxGramTable

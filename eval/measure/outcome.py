@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specdraft.eval.engine.decoder import Timing
 from specdraft.eval.engine.request import Completion, Request
+from specdraft.eval.engine.timing import Timing
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from test_tokens import write
 from specdraft.data.prompt_sets import SETS, read_questions
 from specdraft.data.prompts import load_prompts, next_turn, validation_prompts
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.engine.decoder import Decoder, Timing
+from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
+from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.categories import add_speedups, by_category, macro
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.questions import play_turns

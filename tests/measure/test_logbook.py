@@ -17,8 +17,8 @@ from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.engine.decoder import Timing
 from specdraft.eval.engine.request import Completion, Step
+from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.categories import macro
 from specdraft.eval.measure.logbook import NAME, Logbook
 from specdraft.eval.measure.outcome import Outcome

@@ -12,8 +12,9 @@ from rich.console import Console
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.drafters.lookup import PromptLookup
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.engine.decoder import Decoder, Timing
+from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
+from specdraft.eval.engine.timing import Timing
 from specdraft.eval.grow import best_paths, probability
 from specdraft.eval.measure.identity import first_difference
 from specdraft.eval.measure.methods import make_method

@@ -11,8 +11,9 @@ from decoding import decode, plain_tokens, prompts
 from random_models import random_target
 
 from specdraft.eval.drafters.strategies import make_strategy
-from specdraft.eval.engine.decoder import Decoder, Timing
+from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
+from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.methods import Outcome
 from specdraft.eval.papers.budgets import (
     Shape,

@@ -1,0 +1,101 @@
+"""What one step reads: of every row some committed tokens and the tree behind them, packed.
+
+Two rows, one with the last 3 tokens of its prompt left to read and no draft, one running with a
+tree of 2 drafted nodes, are 6 packed tokens (c committed, r root, d drafted):
+
+    packed    0 1 2   3 4 5         RowInput of row 0: count 3, first 0, root 2, stop 3
+    token     c c r   r d d         RowInput of row 1: count 1, first 3, root 3, stop 6
+    verified      0   1 2 3         places among the logits: what the target says after each node
+
+The root is the last committed token, so that every row has one. A prompt that is read in parts has
+nothing verified until its last part.
+
+Shapes: N packed tokens, M nodes that are verified.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdraft.eval.engine.packed import PackedTarget, Segment
+from specdraft.eval.engine.row import Row
+from specdraft.eval.engine.transfer import upload
+from specdraft.eval.engine.tree import Tree, after_chain
+
+
+def schedule(rows: Sequence[Row | None], prefill: int) -> list[tuple[Row, int]]:
+    """The rows that take part in a step, by slot, and how many unread tokens each reads.
+
+    Prompts share `prefill` tokens in the order of admission; running rows always take part.
+    """
+    shares = [(row, 1) for row in rows if row and row.tokens]
+    prompts = [row for row in rows if row and not row.tokens]
+    if not prompts:
+        return shares
+    for row in sorted(prompts, key=lambda row: row.index):
+        count = min(len(row.unread), prefill)
+        prefill -= count
+        if count:
+            shares.append((row, count))
+    return sorted(shares, key=lambda share: share[0].slot)
+
+
+class RowInput(NamedTuple):
+    """One row's part of a packed forward, and where it lies there."""
+
+    row: Row
+    count: int  # unread tokens that are read now, the root included
+    tree: Tree
+    first: int  # of its packed tokens
+    root: int
+    stop: int  # where the next row's begin
+    nodes: slice  # its places among the verified nodes; none before a prompt's last part
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the end of what is committed is reached, so that the target can speak."""
+        return self.count == len(self.row.unread)
+
+
+def row_inputs(
+    shares: Sequence[tuple[Row, int]], drafts: Mapping[int, Tree], empty: Tree
+) -> list[RowInput]:
+    """Put drafts, by slot, behind what their rows read; rows without one get the empty tree."""
+    inputs, first, node = [], 0, 0
+    for row, count in shares:
+        tree, root = drafts.get(row.slot, empty), first + count - 1
+        stop = root + len(tree.topology)
+        verified = stop - root if count == len(row.unread) else 0
+        nodes = slice(node, node + verified)
+        inputs.append(RowInput(row, count, tree, first, root, stop, nodes))
+        first, node = stop, nodes.stop
+    return inputs
+
+
+class Batch(NamedTuple):
+    """The input of a packed forward."""
+
+    ids: Tensor  # [N]
+    positions: Tensor  # [N]
+    segments: list[Segment]
+    nodes: Tensor | None  # [M], places of those that are verified; None: all N are
+    cached: int  # tokens in the rows' caches before it
+
+
+def pack(inputs: Sequence[RowInput], packed: PackedTarget) -> Batch:
+    """Concatenate the tokens of all rows; no pad anywhere (EMS-SD, unpadded inputs)."""
+    ids, positions, segments, nodes, total = [], [], [], [], 0
+    device = packed.target.device
+    for one in inputs:
+        cached, topology = one.row.num_cached_tokens, one.tree.topology
+        topology = after_chain(one.count - 1, topology)
+        segments.append(packed.segment(one.row.slot, topology))
+        ids += [upload(one.row.unread[: one.count], device), one.tree.tokens]
+        positions += map(cached.__add__, topology.depths)
+        total += cached
+        if one.is_verified:
+            nodes += range(one.root, one.stop)
+    nodes = upload(nodes, device) if len(nodes) < len(positions) else None
+    return Batch(torch.cat(ids), upload(positions, device), segments, nodes, total)

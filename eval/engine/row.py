@@ -1,0 +1,51 @@
+"""A running request: what is committed, what the target has read of it, and when it ends."""
+
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from specdraft.eval.engine.request import Request, Step
+from specdraft.eval.engine.stop import tokens_until_stop
+
+
+@dataclass(slots=True)
+class Row:
+    """A request in one of the decoder's slots.
+
+    Prompt and new tokens are committed; the first `num_cached_tokens` of them are in the target's
+    KV cache, the others `unread`: parts of a long prompt, later the bonus token alone.
+    """
+
+    slot: int
+    index: int  # of the request
+    request: Request
+    unread: list[int]
+    eos_ids: frozenset[int]
+    drafts: bool  # whether the drafter still knows this row
+    fallback: str | None = None  # why it no longer does
+    tokens: list[int] = field(default_factory=list)  # new ones
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def num_committed_tokens(self) -> int:
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens the target has read, and the position of the next one."""
+        return len(self.request.prompt) + len(self.tokens) - len(self.unread)
+
+    def cut(self, fresh: list[int], tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, str]:
+        """After how many fresh tokens the row ends, the last one included, and why: the first of an
+        end-of-sequence token, a stop string and the limit, which may lie beyond them."""
+        request = self.request
+        count, reason = request.max_new_tokens - len(self.tokens), "length"
+        if request.stop:
+            stop = tokens_until_stop(tokenizer, self.tokens, fresh, request.stop)
+            if stop is not None and stop <= count:
+                count, reason = stop, "stop"
+        if not self.eos_ids.isdisjoint(fresh):
+            eos = next(n for n, token in enumerate(fresh, start=1) if token in self.eos_ids)
+            if eos <= count:
+                count, reason = eos, "eos"
+        return count, reason
