@@ -9,25 +9,27 @@ propose by its own row, one forward reviews that, and its own next token is adde
 ever generates token by token. The last step of a contribution may bring more than was asked for;
 what has been reviewed is kept.
 
-A review accepts while the student agrees, or leniently, while l * p'(x) > p(x), p' the student's
-and p the proposer's probability. Max-Gram's tokens have no p and are never accepted leniently, and
-the target reviews by its own rules: the output is the target's for any l. Where the target's choice
-sees Gumbel noise, every student's does, too.
+A review (`accept.review`) keeps what the student would choose itself or, leniently, gives enough
+probability. Max-Gram's tokens have none and are never kept leniently, and the target reviews by its
+own rules: the output is the target's for any leniency. Where the target's choice sees Gumbel noise,
+every student's does, too.
 
 Shapes: R rows, P tokens proposed to one review of one row, V vocabulary.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from specdraft.eval.drafters.drawing import draw
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
+from specdraft.eval.engine.accept import review
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Tree, chain
 from specdraft.models.target import Target
@@ -39,8 +41,8 @@ class Reviewer:
     def __init__(self, student: Target, rows: int, capacity: int, max_nodes: int):
         self.student = student
         # Beyond its own context a student has learned nothing, and some cannot run at all.
-        context = getattr(student.config, "max_position_embeddings", None) or capacity + max_nodes
-        self.packed = PackedTarget(student, rows, min(capacity + max_nodes, context))
+        slots = capacity + max_nodes
+        self.packed = PackedTarget(student, rows, min(slots, student.context or slots))
         self.room = self.packed.pool.capacity - max_nodes
         self.forwards, self.tokens_read, self.seconds = 0, 0, 0.0
         self.cached: list[list[int]] = [[] for _ in range(rows)]  # token ids
@@ -57,22 +59,23 @@ class Reviewer:
         tokens: of each row, the `committed` ones first. What is cached of the same beginning is not
         read again, except for a last token before `starts`, whose logits are asked for.
         """
-        began, pool = time.perf_counter(), self.packed.pool
-        ids, positions, segments, asked = [], [], [], []
-        for row, known, fixed, start in zip(rows, tokens, committed, starts, strict=True):
-            kept = min(self._agreed(row, known, fixed), start - 1)
-            pool.lengths[row] = kept
-            segments.append(self.packed.segment(row, chain(len(known) - kept - 1)))
-            asked += range(len(ids) + start - 1 - kept, len(ids) + len(known) - kept)
-            ids += known[kept:]
-            positions += range(kept, len(known))
-            self.cached[row][kept:] = known[kept:]
-        device = self.student.device
-        features = self.packed.forward(upload(ids, device), upload(positions, device), segments)
-        logits = self.student.logits(features[upload(asked, device)])
+        pool, device = self.packed.pool, self.student.device
+        ids, positions, segments, ends = [], [], [], []
+        with Stopwatch() as watch:
+            for row, known, fixed, start in zip(rows, tokens, committed, starts, strict=True):
+                kept = min(self._agreed(row, known, fixed), start - 1)
+                pool.lengths[row] = kept
+                segments.append(self.packed.segment(row, chain(len(known) - kept - 1)))
+                ends += range(len(ids) + start - 1 - kept, len(ids) + len(known) - kept)
+                ids += known[kept:]
+                positions += range(kept, len(known))
+                self.cached[row][kept:] = known[kept:]
+            placed = upload(ids, device), upload(positions, device), segments
+            features = self.packed.forward(*placed)[upload(ends, device)]
+            logits = self.student.logits(features)
         self.forwards += len(rows)
         self.tokens_read += len(ids)
-        self.seconds += time.perf_counter() - began
+        self.seconds += watch.seconds
         return list(logits.split([len(k) - s + 1 for k, s in zip(tokens, starts, strict=True)]))
 
     def _agreed(self, row: int, known: list[int], committed: int) -> int:
@@ -94,7 +97,7 @@ class Memory:
     committed: int = 0
     # Of each drafted token, the probability that its last proposer or reviewer gave it; None: it is
     # Max-Gram's, or nobody is lenient.
-    chances: list[float | None] = field(default_factory=list)
+    probs: list[float | None] = field(default_factory=list)
 
 
 class CascadeDrafter:
@@ -160,7 +163,7 @@ class CascadeDrafter:
         """Draft a chain for each row; an empty one where a student's context is used up."""
         for row in rows:
             memory = self.memory[row]
-            memory.committed, memory.chances = len(memory.tokens), []
+            memory.committed, memory.probs = len(memory.tokens), []
         self._propose(0, [row for row in rows if self.memory[row].committed <= self.room])
         return [self._take(self.memory[row]) for row in rows]
 
@@ -175,8 +178,8 @@ class CascadeDrafter:
         """Collect what a reviewer's row of K asks for: the horizontal cascade."""
         for drafter, count in enumerate(self.counts[reviewer], start=1):
             goals = {row: len(self.memory[row].tokens) + count for row in rows}
-            while behind := [row for row in rows if len(self.memory[row].tokens) < goals[row]]:
-                self._step(drafter, behind, count)
+            while short := [row for row in rows if len(self.memory[row].tokens) < goals[row]]:
+                self._step(drafter, short, count)
 
     def _step(self, drafter: int, rows: list[int], count: int) -> None:
         """One step of a drafter: Max-Gram copies, a student reviews, the vertical cascade."""
@@ -185,7 +188,7 @@ class CascadeDrafter:
                 memory = self.memory[row]
                 ahead = memory.tokens[memory.committed :]
                 memory.tokens += self.maxgram.go_on(row, ahead, count)
-                memory.chances += [None] * count
+                memory.probs += [None] * count
             return
         starts = [len(self.memory[row].tokens) for row in rows]
         self._propose(drafter, rows)
@@ -230,20 +233,13 @@ class CascadeDrafter:
         of_proposed: list[float],
     ) -> None:
         proposed, begin = memory.tokens[start:], start - memory.committed
-        kept = 0
-        while kept < len(proposed):
-            agrees = proposed[kept] == choices[kept]
-            if not agrees and not self._lets_pass(memory.chances[begin + kept], of_proposed, kept):
-                break
-            kept += 1
+        own, others = of_proposed or [None] * len(proposed), memory.probs[begin:]
+        reviewed = zip(proposed, choices, own, others, strict=False)  # one choice is left over
+        kept = sum(takewhile(bool, (review(*one, self.leniency) for one in reviewed)))
         memory.tokens[start + kept :] = [choices[kept]]
         # Whoever reviews these tokens next compares with what this student thinks of them.
         fresh = [*of_proposed[:kept], of_choices[kept]] if of_choices else [None] * (kept + 1)
-        memory.chances[begin:] = fresh
-
-    def _lets_pass(self, chance: float | None, of_proposed: list[float], place: int) -> bool:
-        """Whether a lenient review accepts a token that the student itself would not choose."""
-        return chance is not None and self.leniency * of_proposed[place] > chance
+        memory.probs[begin:] = fresh
 
     def _most(self, reviewer: int) -> int:
         """The most tokens that may be proposed to a reviewer. A student's last step may bring all

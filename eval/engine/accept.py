@@ -41,10 +41,10 @@ class Chance(Protocol):
         """Return true with probability `prob`."""
 
 
-Target = Callable[[int], Tensor]  # node -> the target's warped probabilities after it, [V]
+TargetProbs = Callable[[int], Tensor]  # node -> the target's warped ones after it, [V]
 Accepted = tuple[list[int], int]  # accepted nodes, the root first, and the bonus token
 # (tree, tokens of all nodes with the root's, p, chance); p is asked for visited nodes only, once.
-Rule = Callable[[Tree, Sequence[int], Target, Chance], Accepted]
+Rule = Callable[[Tree, Sequence[int], TargetProbs, Chance], Accepted]
 
 
 def walk(topology: Topology, tokens: Sequence[int], pick: Callable[[int], int]) -> Accepted:
@@ -64,7 +64,7 @@ def walk(topology: Topology, tokens: Sequence[int], pick: Callable[[int], int]) 
         path.append(node := child)
 
 
-def sample_and_walk(tree: Tree, tokens: Sequence[int], p: Target, chance: Chance) -> Accepted:
+def sample_and_walk(tree: Tree, tokens: Sequence[int], p: TargetProbs, chance: Chance) -> Accepted:
     """Draw the target's token at every node and follow it: right for any draft.
 
     Accepts one of a node's candidates with the sum of their p, as rejection of point masses does.
@@ -72,17 +72,17 @@ def sample_and_walk(tree: Tree, tokens: Sequence[int], p: Target, chance: Chance
     return walk(tree.topology, tokens, lambda node: chance.choice(p(node)))
 
 
-def recursive(tree: Tree, tokens: Sequence[int], p: Target, chance: Chance) -> Accepted:
+def recursive(tree: Tree, tokens: Sequence[int], p: TargetProbs, chance: Chance) -> Accepted:
     """Recursive rejection sampling of siblings without replacement (RSD, Theorem 3.1)."""
     return _descend("recursive", _recursive, tree, tokens, p, chance)
 
 
-def multistep(tree: Tree, tokens: Sequence[int], p: Target, chance: Chance) -> Accepted:
+def multistep(tree: Tree, tokens: Sequence[int], p: TargetProbs, chance: Chance) -> Accepted:
     """Multi-step rejection of i.i.d. siblings (SpecInfer, Algorithm 2)."""
     return _descend("multistep", _multistep, tree, tokens, p, chance)
 
 
-def kseq(tree: Tree, tokens: Sequence[int], p: Target, chance: Chance) -> Accepted:
+def kseq(tree: Tree, tokens: Sequence[int], p: TargetProbs, chance: Chance) -> Accepted:
     """K-SEQ among i.i.d. siblings (SpecTr, Algorithm 2), with the smallest rho that is exact.
 
     The residual may fall on a sibling that was refused; the walk follows it, where the paper stops.
@@ -90,7 +90,7 @@ def kseq(tree: Tree, tokens: Sequence[int], p: Target, chance: Chance) -> Accept
     return _descend("kseq", _kseq, tree, tokens, p, chance)
 
 
-def block(tree: Tree, tokens: Sequence[int], p: Target, chance: Chance) -> Accepted:
+def block(tree: Tree, tokens: Sequence[int], p: TargetProbs, chance: Chance) -> Accepted:
     """Block verification of a drawn chain x_1..x_n (arXiv 2403.10444, Algorithm 2).
 
     With w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)) and S_i the sum of (w_i p - q)+ over what
@@ -117,30 +117,23 @@ def block(tree: Tree, tokens: Sequence[int], p: Target, chance: Chance) -> Accep
     return [*range(count + 1)], bonus
 
 
-def review(p: Tensor, q: Tensor, token: int, chance: Chance, leniency: float = 1.0) -> int:
-    """Return the drafted token if it passes, else one drawn from the residual (p - q)+.
+def review(
+    token: int, choice: int, p: float | None = None, q: float | None = None, leniency: float = 1.0
+) -> bool:
+    """Whether an inner model of a cascade lets a drafted token pass; if not, its choice stands.
 
-    p, q: [V], the reviewer's and the drafter's, a one-hot q for a point mass. Passes with
-    probability min(1, leniency * p / q), CS Drafting's review (arXiv 2312.11462); exactly p at
-    leniency 1, the only one allowed where the output has to be the target's. ValueError below 1.
+    Its choice is its argmax or, under the noise that the target's will see, y ~ p: a review without
+    leniency leaves p exactly. A lenient one also passes where leniency * p > q, the token's
+    probabilities by this model and the one before it; q None: a copy, which has none (CS Drafting,
+    arXiv 2312.11462). The target never reviews so. ValueError for a leniency below 1.
     """
-    _check_leniency(leniency)
-    if chance.accept(_ratio(leniency * p[token], q[token])):
-        return token
-    return chance.choice(_residual(p, q))
-
-
-def review_greedy(p: Tensor, q: Tensor, token: int, leniency: float = 1.0) -> int:
-    """Return the drafted token if it is the argmax of p or, leniently, `leniency * p > q` there;
-    else the argmax of p. Shapes and errors as of `review`."""
-    _check_leniency(leniency)
-    if leniency > 1 and leniency * p[token] > q[token]:
-        return token
-    return int(p.argmax())
+    if not leniency >= 1:
+        raise ValueError(f"leniency is {leniency}; allowed: 1 (exact) or more (lenient)")
+    return token == choice or (leniency > 1 and q is not None and leniency * p > q)
 
 
 @dataclass(frozen=True)
-class Entry:
+class RuleEntry:
     """A rule and the drafts it is exact for."""
 
     rule: Rule
@@ -149,11 +142,11 @@ class Entry:
 
 
 RULES = {
-    "walk": Entry(sample_and_walk, "any"),
-    "recursive": Entry(recursive, "without_replacement"),
-    "multistep": Entry(multistep, "iid"),
-    "kseq": Entry(kseq, "iid"),
-    "block": Entry(block, "iid", chain_only=True),
+    "walk": RuleEntry(sample_and_walk, "any"),
+    "recursive": RuleEntry(recursive, "without_replacement"),
+    "multistep": RuleEntry(multistep, "iid"),
+    "kseq": RuleEntry(kseq, "iid"),
+    "block": RuleEntry(block, "iid", chain_only=True),
 }
 
 
@@ -172,17 +165,12 @@ def _check(name: str, tree: Tree) -> None:
     raise ValueError(f"rule {name!r} needs {wanted}, not {made}; rule 'walk' takes any draft")
 
 
-def _check_leniency(leniency: float) -> None:
-    if not leniency >= 1:
-        raise ValueError(f"leniency is {leniency}; allowed: 1 (exact) or more (lenient)")
-
-
 def _descend(
     name: str,
     rule: Callable[[Tensor, Tensor, list[int], Chance], int],
     tree: Tree,
     tokens: Sequence[int],
-    p: Target,
+    p: TargetProbs,
     chance: Chance,
 ) -> Accepted:
     """Walk the tree, with `rule(p, q, siblings, chance)` naming the token after each node."""

@@ -14,7 +14,6 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.suffix import FirstSuffixes
 from specdraft.eval.drafters.tail import MaxGramTail, deepest, grafted, path_to
 from specdraft.eval.drafters.trained import Trained, load_trained
-from specdraft.eval.engine.accept import review_greedy
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.tree import Topology, Tree
@@ -140,9 +139,8 @@ def naive(students, k, leniency, known: list[int], ahead: list[int], reviewer: i
             place = len(known) + len(behind) - 1
             for token, chance in proposed:
                 own = laws[place]
-                q = {token: 1.0 if chance is None else chance}
-                kind = 1.0 if chance is None else leniency
-                if review_greedy(own, q, token, kind) != token:
+                lenient = leniency > 1 and chance is not None
+                if token != own.argmax() and not (lenient and leniency * own[token] > chance):
                     break
                 found.append((token, float(own[token])))
                 place += 1
