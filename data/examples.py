@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from specdraft.data.chat import Conversation, Reject
-from specdraft.data.template import Template, UnrenderableError
+from specdraft.data.template import Template, UnrenderableError, check_characters
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import DataSection
 
@@ -39,21 +39,23 @@ class Renderer:
         return self._template
 
     def text_ids(self, text: str) -> list[int]:
-        """Tokenise a text as a prompt: with the tokenizer's bos, if it sets one, without an eos."""
-        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        """Tokenise a text as a prompt: with the tokenizer's bos, if it sets one, without an eos.
+
+        Raises: UnrenderableError for a text with lone surrogates.
+        """
+        ids = self.tokenizer(check_characters(text), verbose=False)["input_ids"]
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id else ids
 
     def examples(self, conversations: Iterable[Conversation]) -> Iterator[Example]:
         """Render conversations with the answers they have; unrenderable ones are rejected."""
         for conversation in conversations:
-            if conversation.text is not None:
-                ids = self.text_ids(conversation.text)
-                prompt = self.data.prompt_tokens or 1  # the first token has nothing before it
-                mask = [False] * min(prompt, len(ids)) + [True] * (len(ids) - prompt)
-                yield Example(ids, mask, conversation.origin)
-                continue
             try:
-                ids, mask = self.template.render(conversation.messages)
+                if conversation.text is None:
+                    ids, mask = self.template.render(conversation.messages)
+                else:
+                    ids = self.text_ids(conversation.text)
+                    prompt = self.data.prompt_tokens or 1  # the first token has nothing before it
+                    mask = [False] * min(prompt, len(ids)) + [True] * (len(ids) - prompt)
             except UnrenderableError as error:
                 self.reject(conversation, str(error))
             else:

@@ -30,6 +30,19 @@ class UnrenderableError(ValueError):
     """A conversation that this template refuses, or whose answers cannot be told apart in it."""
 
 
+def check_characters(text: str) -> str:
+    """Return a text. Raises UnrenderableError for one that JSON can write and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("ascii", "backslashreplace").decode()
+        raise UnrenderableError(
+            f"{half} at character {error.start} is half of a pair, and no character by itself; "
+            "remove it or write the pair"
+        ) from None
+    return text
+
+
 class Template:
     """The chat template of a tokenizer. Raises DataError when there is none."""
 
@@ -84,7 +97,7 @@ class Template:
             )
         except Exception as error:  # templates raise what they like, TemplateError mostly
             raise UnrenderableError(f"the chat template refuses it: {in_a_line(error)}") from error
-        return texts[0], spans[0] if self._marks_answers else []
+        return check_characters(texts[0]), spans[0] if self._marks_answers else []
 
     def _spans(self, messages: Messages, text: str) -> list[Span]:
         """Find every answer in the text of the whole conversation by rendering prefixes."""

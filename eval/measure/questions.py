@@ -13,11 +13,17 @@ from specdraft.data.prompts import Prompt, next_turn
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import EvalSection, Recipe
 
 
 def play_turns(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt per turn, those of a question one after the other."""
+    """Return one prompt per turn, those of a question one after the other.
+
+    Raises: DataError for a prompt that the target has no positions for.
+    """
+    for prompt in prompts:
+        _check_context(prompt, recipe.eval.max_new_tokens, target)
     played = [[prompt] for prompt in prompts]
     first = [0, *accumulate(1 + len(prompt.later) for prompt in prompts)]  # place among all turns
     while waiting := [n for n, turns in enumerate(played) if turns[-1].later]:
@@ -33,6 +39,16 @@ def play_turns(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> lis
         for n, answer in zip(waiting, _answers(recipe, target, requests), strict=True):
             played[n].append(next_turn(recipe, target.tokenizer, played[n][-1], answer))
     return [prompt for turns in played for prompt in turns]
+
+
+def _check_context(prompt: Prompt, answer: int, target: Target) -> None:
+    length = len(prompt.input_ids)
+    if target.context is not None and length + answer > target.context:
+        raise DataError(
+            f"prompt {prompt.id} has {length} tokens and eval.max_new_tokens = {answer}: "
+            f"{target.name} has a context of {target.context}; leave it out, or lower "
+            "eval.max_new_tokens"
+        )
 
 
 def _answers(recipe: Recipe, target: Target, requests: list[Request]) -> list[str]:

@@ -130,6 +130,16 @@ def tiny():
     return Target.load("tiny")
 
 
+def test_a_prompt_that_leaves_no_room_for_its_answer_is_refused(tiny, tmp_path):
+    name = write(tmp_path / "long.jsonl", [{"id": "long", "prompt": "word " * 1010}])
+    recipe = load_recipe("recipes/tiny.yaml", [f"eval.prompts={name}", "eval.max_new_tokens=16"])
+    (prompt,) = load_prompts(recipe, tiny.tokenizer)
+    length = len(prompt.input_ids)
+    assert length < 1024 < length + 16
+    with pytest.raises(DataError, match=rf"prompt long has {length} tokens .* a context of 1024"):
+        play_turns(recipe, tiny, [prompt])
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_method_meets_the_history_that_plain_decoding_writes(tiny, tmp_path, temperature):
     rows = [

@@ -54,6 +54,13 @@ def test_a_row_of_any_benchmark_becomes_a_prompt(tmp_path, row, text):
     assert (prompt.id, prompt.category) == ("7", "math")
 
 
+@pytest.mark.parametrize("row", [{"prompt": "a\ud800b"}, {"text": "a\ud800b"}])
+def test_half_of_a_surrogate_pair_is_refused_with_its_place(tmp_path, row):
+    half = r"bench.jsonl:2: \\ud800 at character \d+ is half of a pair"
+    with pytest.raises(DataError, match=half):
+        prompts(tmp_path, [{"prompt": "Hello"}, row], data={"prompt_tokens": 4})
+
+
 def test_a_text_is_cut_to_its_first_tokens(tmp_path):
     tokenizer, text = st.small_tokenizer(None), "Hello there, how are you today?"
     (prompt,) = prompts(tmp_path, [{"text": text}], tokenizer, prompt_tokens=5)

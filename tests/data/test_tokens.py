@@ -118,9 +118,10 @@ def test_held_out_rows_are_not_in_the_cache(tmp_path):
     assert [cache.origin(n).rpartition(":")[2] for n in range(len(cache))] == ["1", "2", "3"]
 
 
-def test_rejected_lines_are_counted_and_listed(tmp_path):
+@pytest.mark.parametrize("broken", ["{broken", json.dumps(chats(1)[0]).replace("Sure", "\\ud800")])
+def test_rejected_lines_are_counted_and_listed(tmp_path, broken):
     rows = chats(120)
-    rows.insert(7, "{broken")
+    rows.insert(7, broken)
     cache = build_tokens(recipe(tmp_path, write(tmp_path / "a.jsonl", rows)), st.small_tokenizer())
     assert (cache.stats["rows"], cache.stats["rejected"]) == (120, 1)
     (reject,) = map(json.loads, (cache.directory / "rejects.jsonl").read_text().splitlines())
