@@ -31,7 +31,7 @@ from specdraft.eval.measure.report import (
     write_report,
 )
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser
+from specdraft.recipes.arguments import comma_separated, recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
@@ -67,14 +67,14 @@ def _variants(options: argparse.Namespace) -> list[list[str]]:
     """One list of overrides per combination of prompts, batch size and temperature."""
     common = [f"eval.methods=[{options.methods}]"] if options.methods else []
     many = {
-        "eval.prompts": options.prompts,
-        "eval.batch_size": options.batch_sizes,
-        "eval.temperature": options.temperatures,
+        "--prompts": ("eval.prompts", options.prompts),
+        "--batch-sizes": ("eval.batch_size", options.batch_sizes),
+        "--temperatures": ("eval.temperature", options.temperatures),
     }
     given = [
-        [f"{key}={value}" for value in values.split(",") if value]
-        for key, values in many.items()
-        if values
+        [f"{key}={value}" for value in comma_separated(option, values)]
+        for option, (key, values) in many.items()
+        if values is not None
     ]
     return [[*common, *chosen] for chosen in product(*given)]
 

@@ -16,12 +16,23 @@ def recipe_parser(description: str, example: str = "tiny") -> argparse.ArgumentP
     return parser
 
 
-def whole_numbers(option: str, text: str, least: int = 0) -> list[int]:
-    """Parse an option's 0,1,2. RecipeError for anything else, or for numbers below `least`."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) >= least for part in parts):
+def comma_separated(option: str, text: str) -> list[str]:
+    """Parse an option's a,b,c. RecipeError where there is nothing before or behind a comma."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise RecipeError(f"{option} {text:.100}: give values with commas between them")
+    return parts
+
+
+def whole_numbers(option: str, text: str, least: int = 0, most: int = 2**31 - 1) -> list[int]:
+    """Parse an option's 0,1,2. RecipeError for anything else, or for numbers out of bounds."""
+    parts = comma_separated(option, text)
+    if not all(part.isdecimal() and len(part) < 20 for part in parts) or not all(
+        least <= int(part) <= most for part in parts
+    ):
         example = ",".join(str(least + n) for n in range(3))
         raise RecipeError(
-            f"{option} {text}: give whole numbers of at least {least}, e.g. {example}"
+            f"{option} {text:.100}: give whole numbers of at least {least} and at most {most}, "
+            f"e.g. {example}"
         )
     return [int(part) for part in parts]

@@ -104,8 +104,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: budgets.json of output.dir")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
-    shapes = {f"length {n}": at_length(n) for n in whole_numbers("--lengths", options.lengths, 2)}
-    shapes |= {f"budget {n}": at_budget(n) for n in whole_numbers("--budgets", options.budgets, 2)}
+    shapes = {
+        f"length {n}": at_length(n) for n in whole_numbers("--lengths", options.lengths, 2, 256)
+    }
+    shapes |= {
+        f"budget {n}": at_budget(n) for n in whole_numbers("--budgets", options.budgets, 2, 256)
+    }
     seeds = whole_numbers("--seeds", options.seeds)
     rows = compare(recipe, shapes, seeds)
     out = options.out or Path(recipe.output.dir) / "budgets.json"

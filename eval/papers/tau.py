@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: tau.json of output.dir")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
-    rows = sweep(recipe, whole_numbers("--taus", options.taus))
+    rows = sweep(recipe, whole_numbers("--taus", options.taus, most=256))
     out = options.out or Path(recipe.output.dir) / "tau.json"
     write_json({"recipe": recipe.to_dict(), "rows": rows}, out)
     show(rows)

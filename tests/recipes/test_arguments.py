@@ -1,0 +1,24 @@
+"""Options that are lists: what they hold, or what is wrong with them."""
+
+import pytest
+
+from specdraft.recipes.arguments import comma_separated, whole_numbers
+from specdraft.recipes.errors import RecipeError
+
+
+def test_a_list_is_what_stands_between_commas():
+    assert comma_separated("--prompts", "a, b") == ["a", "b"]
+    assert whole_numbers("--lengths", "2, 30", least=2, most=30) == [2, 30]
+
+
+@pytest.mark.parametrize("text", ["", ",", "1,", ",1", "1,,2"])
+def test_an_empty_place_in_a_list_is_refused(text: str):
+    for parse in (comma_separated, whole_numbers):
+        with pytest.raises(RecipeError, match=r"--seeds .*: give values with commas between them"):
+            parse("--seeds", text)
+
+
+@pytest.mark.parametrize("text", ["-1", "x", "0.5", "1e3", "9" * 60, "9" * 5000, "2147483648"])
+def test_a_number_that_is_none_or_out_of_bounds_is_refused(text: str):
+    with pytest.raises(RecipeError, match="whole numbers of at least 0 and at most 2147483647"):
+        whole_numbers("--seeds", f"0,{text}")
