@@ -10,6 +10,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
+LONGEST = 8000  # characters of a message
+
 
 class UserError(Exception):
     """Bad input: the message names the value, what is allowed and what to do next."""
@@ -70,18 +72,14 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
 def _fail(error: Exception) -> None:
     if os.environ.get("SPECDRAFT_DEBUG") == "1":
         traceback.print_exc()
-    if isinstance(error, UserError):
+    # Out of disk, no permission, ...: the system's own words name the cause and the file.
+    if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno is not None):
         _say(f"error: {error}")
         sys.exit(2)
-    if isinstance(error, OSError) and error.errno is not None:
-        # Out of disk, no permission, ...: the system's own words name the cause and the file.
-        _say(f"error: {error}")
-        sys.exit(2)
-    _say(
-        f"internal error: {type(error).__name__}: {error} (set SPECDRAFT_DEBUG=1 for the traceback)"
-    )
+    what = f"{type(error).__name__}: {error}"[:LONGEST]
+    _say(f"internal error: {what} (set SPECDRAFT_DEBUG=1 for the traceback)")
     sys.exit(1)
 
 
 def _say(message: str) -> None:
-    print(message, file=sys.stderr)  # noqa: T201
+    print(message[: 2 * LONGEST], file=sys.stderr)  # noqa: T201

@@ -7,6 +7,7 @@ A section's annotations are the whole specification (`Count`, `Fraction | None`,
 import dataclasses
 import difflib
 import math
+import re
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,45 +15,58 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from specdraft.recipes.errors import RecipeError
 
+LARGEST_TREE = 4096  # nodes of a draft, which a target reads at once
+LONGEST_VALUE, LONGEST_LINE, MOST_LINES = 120, 800, 16  # shown of what is wrong
+
 
 @dataclass(frozen=True)
 class Interval:
-    """A closed range of allowed numbers; `above` excludes the lower end."""
+    """A closed range of allowed numbers; `above` excludes the lower end, `or_zero` allows 0."""
 
-    low: float | None = None
-    high: float | None = None
+    low: float
+    high: float
     above: bool = False
+    or_zero: bool = False
 
-    def holds(self, value: float) -> bool:
-        low_holds = self.low is None or (value > self.low if self.above else value >= self.low)
-        return low_holds and (self.high is None or value <= self.high)
+    def __contains__(self, value: float) -> bool:
+        inside = self.low <= value <= self.high and not (self.above and value == self.low)
+        return inside or (self.or_zero and value == 0)
 
     def __str__(self) -> str:
-        bounds = []
-        if self.low is not None:
-            bounds.append(f"{'>' if self.above else '>='} {self.low:g}")
-        if self.high is not None:
-            bounds.append(f"<= {self.high:g}")
-        return " and ".join(bounds)
+        zero = "0, or " if self.or_zero else ""
+        return f"{zero}{'>' if self.above else '>='} {self.low} and <= {self.high}"
 
 
-Count = Annotated[int, Interval(1)]
-Natural = Annotated[int, Interval(0)]
+# Every number has an upper end, one that nobody will miss.
+Count = Annotated[int, Interval(1, 10**9)]  # rows, steps
+Natural = Annotated[int, Interval(0, 10**9)]
+Tokens = Annotated[int, Interval(1, 10**7)]  # of a context or an answer
+Rows = Annotated[int, Interval(1, 2**13)]  # of a step of training
+Width = Annotated[int, Interval(1, 2**20)]  # of a layer
+Few = Annotated[int, Interval(1, 1024)]  # layers, rows decoded at once, threads
+Draft = Annotated[int, Interval(1, 256)]  # tokens drafted one after the other, or side by side
+Seed = Annotated[int, Interval(0, 2**31 - 1)]  # every generator takes these
 Fraction = Annotated[float, Interval(0, 1)]
-Positive = Annotated[float, Interval(0, above=True)]
-NonNegative = Annotated[float, Interval(0)]
+Share = Annotated[float, Interval(0, 1, above=True)]
+Positive = Annotated[float, Interval(0, 10**6, above=True)]
+NonNegative = Annotated[float, Interval(0, 10**6)]
+Factor = Annotated[float, Interval(1, 10**6)]
+Temperature = Annotated[float, Interval(0.01, 100)]
+Sampling = Annotated[float, Interval(0.01, 100, or_zero=True)]  # temperature; 0: greedy
 
 
 class InvalidRecipeError(RecipeError):
     """All that is wrong with a recipe, at once; `problems` has one line for each."""
 
     def __init__(self, problems: Iterable[str], source: str = "recipe") -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(shortened(problem, LONGEST_LINE) for problem in problems)
         if len(self.problems) == 1:
             super().__init__(f"{source}: {self.problems[0]}")
-        else:
-            lines = "".join(f"\n  {problem}" for problem in self.problems)
-            super().__init__(f"{source}: {len(self.problems)} errors{lines}")
+            return
+        lines = "".join(f"\n  {problem}" for problem in self.problems[:MOST_LINES])
+        more = len(self.problems) - MOST_LINES
+        rest = f"\n  and {more} more" if more > 0 else ""
+        super().__init__(f"{source}: {len(self.problems)} errors{lines}{rest}")
 
 
 class MismatchError(ValueError):
@@ -80,7 +94,7 @@ def coerce(value: Any, annotation: Any) -> Any:
     if annotation is float:
         return _number(value)
     if isinstance(value, bool) is (annotation is bool) and isinstance(value, annotation):
-        return value
+        return _printable(value) if annotation is str else value
     raise MismatchError(
         f"must be {_noun(annotation)}, not {_kind(value)}{_hint(value, annotation)}"
     )
@@ -113,9 +127,15 @@ class Section:
         """Yield what is wrong with values that are each allowed, but not together."""
         yield from ()
 
+    def check_nodes(self, key: str, nodes: int, way_out: str) -> Iterator[str]:
+        """Yield what is wrong where drafts have more nodes than a target can read at once."""
+        if nodes > LARGEST_TREE:
+            what = f"makes {nodes} nodes, at most {LARGEST_TREE}; {way_out}"
+            yield self.complaint(key, what)
+
     def setting(self, key: str) -> str:
         """Return a key with its value, as a user writes them: `optim.betas = [0.9, 0.95]`."""
-        return f"{self.label(key)} = {plain(getattr(self, key))!r}"
+        return f"{self.label(key)} = {shown(getattr(self, key))}"
 
     def complaint(self, key: str, what: str) -> str:
         """Return what is wrong with the value of a key."""
@@ -127,6 +147,19 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: a long one is cut."""
+    return shortened(repr(plain(value)), LONGEST_VALUE)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text, cut in its middle to about `most` characters."""
+    half = most // 2
+    if len(text) <= most:
+        return text
+    return f"{text[:half]} .. {len(text) - 2 * half} more characters .. {text[-half:]}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -159,7 +192,9 @@ def _choice(value: Any, allowed: tuple) -> Any:
 
 def _sequence(value: Any, arguments: tuple) -> tuple:
     if not isinstance(value, list | tuple):
-        raise MismatchError(f"must be a list, not {_kind(value)}: write [{value}]")
+        raise MismatchError(
+            f"must be a list, not {_kind(value)}: write [{shortened(str(value), LONGEST_VALUE)}]"
+        )
     if arguments[-1] is Ellipsis:
         annotations = (arguments[0],) * len(value)
     elif len(value) == len(arguments):
@@ -171,7 +206,7 @@ def _sequence(value: Any, arguments: tuple) -> tuple:
         try:
             items.append(coerce(item, annotation))
         except MismatchError as mismatch:
-            raise MismatchError(f"entry {place} ({item!r}) {mismatch}") from None
+            raise MismatchError(f"entry {place} ({shown(item)}) {mismatch}") from None
     return tuple(items)
 
 
@@ -185,38 +220,47 @@ def _mapping(value: Any, arguments: tuple) -> dict:
         try:
             entries[coerce(name, arguments[0])] = coerce(item, arguments[1])
         except MismatchError as mismatch:
-            raise MismatchError(f"entry {key!r} ({item!r}) {mismatch}") from None
+            raise MismatchError(f"entry {shown(key)} ({shown(item)}) {mismatch}") from None
     return entries
+
+
+def _printable(text: str) -> str:
+    """Refuse what no file name and no UTF-8 holds: a NUL, half of a surrogate pair."""
+    if re.search("[\0\ud800-\udfff]", text):
+        raise MismatchError("must be text without NUL and without lone surrogates")
+    return text
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise MismatchError(f"must be a number, not {_kind(value)}{_hint(value, float)}")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # of a whole number with hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
         raise MismatchError("must be a finite number")
-    return float(value)
+    return number
 
 
 def _within(value: float, interval: Interval) -> float:
-    if not interval.holds(value):
+    if value not in interval:
         raise MismatchError(f"must be {interval}")
     return value
 
 
 def _hint(value: Any, annotation: Any) -> str:
-    """What to write instead, where that is clear."""
+    """What to write instead, where that is clear and short."""
     if annotation is str and value is not None:
         return "; put it in quotes to make it text"
-    if annotation is int and isinstance(value, float) and value.is_integer():
-        return f"; write {int(value)}"
-    if not isinstance(value, str):
+    if not isinstance(value, str | float) or len(str(value)) > 20:
         return ""
     try:
         number = float(value)
     except ValueError:
         return ""
     if annotation is int and number.is_integer():
-        return f"; write {int(number)} without quotes"
+        return f"; write {number:.0f}" + (" without quotes" if isinstance(value, str) else "")
     if annotation is float and math.isfinite(number):
         return f"; YAML reads {value} as text: write {_yaml_float(value)}"
     return ""

@@ -15,9 +15,17 @@ from typing import Any, get_type_hints
 import yaml
 
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.fields import InvalidRecipeError, Section, nearest
+from specdraft.recipes.fields import (
+    LONGEST_VALUE,
+    MOST_LINES,
+    InvalidRecipeError,
+    Section,
+    nearest,
+    shortened,
+    shown,
+)
 from specdraft.recipes.schema import Recipe, conflicts
-from specdraft.recipes.yaml_file import explain, read_mapping, scalar
+from specdraft.recipes.yaml_file import explain, read_mapping, read_value
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -27,8 +35,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     Raises: RecipeError that lists every problem.
     """
     path = Path(path)
-    if not path.is_file():
-        raise RecipeError(f"no recipe at {path}; {_neighbours(path)}")
+    if not os.path.isfile(path):  # unlike Path.is_file, also where no such name can be
+        raise RecipeError(f"no recipe at {shortened(str(path), 200)}; {_neighbours(path)}")
     tree = read_mapping(path)
     problems = []
     for override in overrides or []:
@@ -48,7 +56,7 @@ def from_dict(tree: dict[str, Any]) -> Recipe:
     Raises: InvalidRecipeError with every problem of every section.
     """
     sections = _sections()
-    problems = [_unknown(str(key)) for key in tree if key != "name" and key not in sections]
+    problems = _unknown([str(key) for key in tree if key != "name" and key not in sections])
     built: dict[str, Section] = {}
     for section, kind in sections.items():
         try:
@@ -77,10 +85,10 @@ def _build(section: str, kind: type[Section], values: Any) -> Section:
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise InvalidRecipeError(
-            [f"{section} = {values!r}: must be a mapping of keys to values ({_keys_of(kind)})"]
+            [f"{section} = {shown(values)}: must be a mapping of keys to values ({_keys_of(kind)})"]
         )
     fields = {item.name: item for item in dataclasses.fields(kind)}
-    problems = [_unknown(f"{section}.{key}") for key in values if key not in fields]
+    problems = _unknown([f"{section}.{key}" for key in values if key not in fields])
     missing = [
         name
         for name, item in fields.items()
@@ -105,18 +113,16 @@ def _override(tree: dict, override: str) -> list[str]:
     key, equals, text = override.partition("=")
     section, dot, leaf = key.strip().partition(".")
     if not equals:
-        return [f"override {override!r}: write it as key=value, e.g. optim.lr=1.0e-4"]
+        return [f"override {shown(override)}: write it as key=value, e.g. optim.lr=1.0e-4"]
     try:
-        value = scalar(text)
+        value = read_value(text)
     except yaml.YAMLError as error:
-        return [f"override {override!r}: {explain(error)}"]
+        return [f"override {shown(override)}: {explain(error)}"]
     if not dot:
         tree[section] = value
         return []
-    if tree.get(section) is None:
-        tree[section] = {}
-    if isinstance(tree[section], dict):
-        tree[section][leaf] = value
+    if isinstance(tree.get(section) or {}, dict):
+        tree[section] = {**(tree.get(section) or {}), leaf: value}
     return []
 
 
@@ -134,7 +140,12 @@ def _merge(tree: dict, path: Path) -> list[str]:
     return []
 
 
-def _unknown(key: str) -> str:
+def _unknown(keys: list[str]) -> list[str]:
+    """Say of unknown keys which known ones they are nearest to; of so many as are shown."""
+    return [_guess(shortened(key, LONGEST_VALUE)) for key in keys[:MOST_LINES]]
+
+
+def _guess(key: str) -> str:
     """Say which known key an unknown one is nearest to, in its own section where it has one."""
     sections = _sections()
     section, _, leaf = key.rpartition(".")
@@ -164,7 +175,8 @@ def _keys_of(kind: type[Section]) -> str:
 
 def _neighbours(path: Path) -> str:
     """Name the recipes that do lie where one was looked for, or the bundled ones."""
-    folder = path.parent if any(path.parent.glob("*.yaml")) else Path(__file__).parent
+    there = os.path.isdir(path.parent) and any(path.parent.glob("*.yaml"))
+    folder = path.parent if there else Path(__file__).parent
     names = sorted(file.stem for file in folder.glob("*.yaml"))
     guess = nearest(path.stem, names)
     return f"nearest is {folder / guess}.yaml (there are {', '.join(names)})"

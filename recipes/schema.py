@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdraft.recipes.fields import InvalidRecipeError, plain
+from specdraft.recipes.fields import InvalidRecipeError, plain, shown
 from specdraft.recipes.sections.cascade import CascadeSection
 from specdraft.recipes.sections.data import DataSection
 from specdraft.recipes.sections.drafting import DraftingSection
@@ -65,11 +65,16 @@ def conflicts(parts: Mapping[str, Any]) -> Iterator[str]:
     parts: of a recipe, by their names. Nothing more is said about a section that is left out.
     """
     name = parts.get("name")
-    if not (isinstance(name, str) and name.strip() and "/" not in name and name[0] != "."):
-        yield f"name = {name!r}: must be text that can name a folder, e.g. tiny"
+    if not (isinstance(name, str) and _names_a_folder(name)):
+        yield f"name = {shown(name)}: must be text that can name a folder, e.g. tiny"
     for check, sections in _CHECKS.items():
         if all(section in parts for section in sections):
             yield from check(*(parts[section] for section in sections))
+
+
+def _names_a_folder(name: str) -> bool:
+    fits = name.isprintable() and len(name.encode()) < 200
+    return fits and bool(name.strip()) and "/" not in name and name[0] != "."
 
 
 def _of_stream(data: DataSection, maxgram: MaxgramSection) -> Iterator[str]:

@@ -7,9 +7,10 @@ is one node, the root (the last committed token) is none. Falcon, section "custo
 from pathlib import Path
 
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.fields import InvalidRecipeError, nearest
+from specdraft.recipes.fields import LARGEST_TREE, MOST_LINES, InvalidRecipeError, nearest
 from specdraft.recipes.yaml_file import read_mapping
 
+DEEPEST_TREE = 64  # tokens of a path
 KEYS = ("name", "block_size", "source", "paths")
 
 
@@ -30,8 +31,8 @@ def load_tree_paths(name: str) -> list[tuple[int, ...]]:
     except RecipeError as error:
         raise InvalidRecipeError([str(error)], "tree") from None
     problems = [
-        f"unknown key {key}; nearest is {nearest(key, KEYS)}"
-        for key in map(str, content)
+        f"unknown key {key:.80}; nearest is {nearest(key[:80], KEYS)}"
+        for key in map(str, [*content][:MOST_LINES])
         if key not in KEYS
     ]
     paths = content.get("paths")
@@ -50,6 +51,10 @@ def tree_problems(paths: list[tuple[int, ...]]) -> list[str]:
     Each node stands once, after its parent and after the sibling of the rank before its own, so
     that siblings are in draft order and no rank is skipped.
     """
+    if len(paths) > LARGEST_TREE:
+        return [f"{len(paths)} nodes, at most {LARGEST_TREE}; leave out the least probable"]
+    if (depth := max(map(len, paths))) > DEEPEST_TREE:
+        return [f"{depth} deep, at most {DEEPEST_TREE}; cut the longest paths"]
     problems = []
     everywhere, seen = set(paths), set()
     for node in paths:

@@ -1,24 +1,72 @@
-"""Read a YAML file so that a mistake in it is told with its file and line."""
+"""Read YAML so that a mistake in it is told with its file and line, and no text costs much.
+
+PyYAML's own loader recurses as deep as brackets nest, lets twelve lines of anchors stand for a
+billion values, and raises what Python raises for a number or a date that is none.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.errors import RecipeError, in_a_line
+
+LONGEST_FILE, LONGEST_TEXT = 2**17, 2**13  # characters of a file, of a value on a command line
+LONGEST_EXPANDED = 2**18  # characters with every anchor written out where it is used
+LONGEST_SCALAR = 2**11  # characters of one value
+DEEPEST = 16  # lists and mappings in one another
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys and says nothing; this says it."""
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, with these bounds, and with a word about a key that is given twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        mapping = super().construct_mapping(node, deep=deep)
-        if len(mapping) < len(node.value):
-            keys = [key.value for key, _ in node.value]
-            twice = next(index for index, key in enumerate(keys) if key in keys[:index])
-            mark = node.value[twice][0].start_mark
-            raise yaml.MarkedYAMLError(problem=f"{keys[twice]} is given twice", problem_mark=mark)
-        return mapping
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.depth = self.length = 0
+        self.lengths: dict[yaml.Node, int] = {}  # of each node, expanded
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event, before = self.peek_event(), self.length
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise _problem(event, f"nested more than {DEEPEST} deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self.lengths:
+                raise _problem(event, f"*{event.anchor} holds itself")
+            self.length += self.lengths[node]
+        else:
+            scalar = isinstance(node, yaml.ScalarNode)
+            if scalar and len(node.value) > LONGEST_SCALAR:
+                raise _problem(event, f"a value of more than {LONGEST_SCALAR} characters")
+            self.length += 1 + (len(node.value) if scalar else 0)
+            self.lengths[node] = self.length - before
+        if self.length > LONGEST_EXPANDED:
+            raise _problem(event, "the anchors stand for too many values; write fewer of them")
+        return node
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        known = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in known:
+                raise _problem(key, f"{key.value} is given twice")
+            known.add(key.value)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):  # 2020-13-45, !!bool maybe
+            kind = node.tag.rpartition(":")[2]
+            raise _problem(
+                node, f"{node.value!s:.60} is no {kind}; put it in quotes to make it text"
+            ) from None
+
+
+def _problem(place: yaml.Event | yaml.Node, what: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=what, problem_mark=place.start_mark)
 
 
 def read_mapping(path: Path) -> dict:
@@ -27,9 +75,11 @@ def read_mapping(path: Path) -> dict:
     Raises: RecipeError if the file cannot be read, is no YAML, or holds something else.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        with path.open(encoding="utf-8") as file:
+            content = _load(file.read(LONGEST_FILE + 1), LONGEST_FILE)
+    except (OSError, ValueError) as error:
+        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else in_a_line(error)
+        reason = error.strerror if isinstance(error, OSError) else reason
         raise RecipeError(f"{path}: cannot be read ({reason})") from None
     except yaml.YAMLError as error:
         raise RecipeError(f"{path}: {explain(error)}") from None
@@ -38,13 +88,26 @@ def read_mapping(path: Path) -> dict:
     return content
 
 
+def read_value(text: str) -> Any:
+    """Return what YAML makes of one value, such as `[a, b]`, `3.0e-5` or `null`.
+
+    Raises: yaml.YAMLError, also for what is too long or too deep.
+    """
+    return _load(text, LONGEST_TEXT)
+
+
+def _load(text: str, longest: int) -> Any:
+    if len(text) > longest:
+        raise yaml.YAMLError(f"longer than {longest} characters")
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
 def explain(error: yaml.YAMLError) -> str:
     """Say in one line what is wrong with a YAML text, and where."""
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}: " if mark else ""
-    return f"{where}{getattr(error, 'problem', None) or error}"
-
-
-def scalar(text: str) -> Any:
-    """Return what YAML makes of one value, such as `[a, b]`, `3.0e-5` or `null`."""
-    return yaml.safe_load(text)
+    return f"{where}{getattr(error, 'problem', None) or in_a_line(error)}"

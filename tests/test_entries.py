@@ -8,6 +8,9 @@ from commands import ROOT, run, run_here
 
 SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=40"]
 SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=16", "train.eval_every=3"]
+# What needs no head, and how a shell gives what is no UTF-8.
+UNTRAINED = ["eval.methods=[prompt_lookup]"]
+HALF, LONG = b"\xff".decode(errors="surrogateescape"), "eval.max_new_tokens=10000000"
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,10 @@ def test_a_head_is_not_used_for_another_target(finished):
         ("train/falcon.py", ["recipes/tiny.yaml", "target.model=./gone"], "no folder at ./gone"),
         ("eval/bench.py", ["recipes/tiny.yaml", "output.dir=gone"], "no trained head at gone"),
         ("eval/bench.py", ["recipes/tiny.yaml", "--methods", "medusa"], "medusa"),
+        ("eval/bench.py", ["recipes/tiny.yaml", "--batch-sizes", ","], "--batch-sizes ,: give"),
+        ("eval/bench.py", ["recipes/tiny.yaml", "eval.threads=100000"], "<= 1024"),
+        ("eval/generate.py", ["recipes/tiny.yaml", *UNTRAINED, "--prompt", HALF], "half of a pair"),
+        ("eval/bench.py", ["recipes/tiny.yaml", *UNTRAINED, LONG], "tiny has a context of 1024"),
     ],
 )
 def test_bad_input_is_one_clear_message_and_exit_code_2(script, arguments, message, tmp_path):

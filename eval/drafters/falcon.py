@@ -58,6 +58,7 @@ class FalconDrafter:
         capacity: int = 2048,
     ):
         head.check_target(target.identity())
+        tree.check_vocabulary(target)
         config = head.config
         if tree.block_size != config.block_size:
             raise ValueError(f"tree for blocks of {tree.block_size}, head of {config.block_size}")

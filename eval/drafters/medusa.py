@@ -38,6 +38,7 @@ class MedusaDrafter:
 
     def __init__(self, heads: MedusaHeads, target: Target, tree: StaticTree, rows: int = 1):
         heads.check_target(target.identity())
+        tree.check_vocabulary(target)
         self.depth = tree.topology.depth
         if self.depth > heads.config.heads or len(tree.passes) > 1:
             raise ValueError(

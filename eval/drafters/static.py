@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.engine.tree import Topology
+from specdraft.models.target import Target
+from specdraft.recipes.errors import RecipeError
 
 Path = tuple[int, ...]  # ranks from the root, 0 = most probable
 
@@ -58,6 +60,15 @@ class StaticTree:
     def chain(cls, depth: int, block_size: int) -> "StaticTree":
         """The most probable token at every depth."""
         return cls([(0,) * length for length in range(1, depth + 1)], block_size)
+
+    def check_vocabulary(self, target: Target) -> None:
+        """Raise RecipeError for a tree that takes a rank that the target's vocabulary lacks."""
+        rank = max(path[-1] for path in self.paths)
+        if rank >= target.vocab_size:
+            raise RecipeError(
+                f"the tree takes the token of rank {rank}, and {target.name} has "
+                f"{target.vocab_size} tokens; take another eval.tree, or drop its last siblings"
+            )
 
     @cached_property
     def passes(self) -> list[Pass]:

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from specdraft.recipes.fields import Interval, Natural, Section
+from specdraft.recipes.fields import Factor, Interval, Section
+
+Drafted = Annotated[int, Interval(0, 256)]  # tokens; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,8 +15,8 @@ class CascadeSection(Section):
     2312.11462, Algorithm 1). Row i of `k` belongs to reviewer i (0: the target): how many tokens
     each drafter contributes to what it reviews."""
 
-    k: tuple[tuple[Natural, ...], ...] = ((4, 2), (0, 10))  # upper triangular
-    leniency: Annotated[float, Interval(1)] = 1.0  # l, of reviews among students
+    k: tuple[tuple[Drafted, ...], ...] = ((4, 2), (0, 10))  # upper triangular
+    leniency: Factor = 1.0  # l, of reviews among students
     students: tuple[str, ...] | None = None  # folders or Hub ids; null: the recipe's own student
 
     @property

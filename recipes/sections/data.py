@@ -5,7 +5,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from specdraft.recipes.fields import Count, Interval, Natural, NonNegative, Positive, Section
+from specdraft.recipes.fields import (
+    Count,
+    Few,
+    Interval,
+    Natural,
+    Positive,
+    Rows,
+    Sampling,
+    Section,
+    Seed,
+    Tokens,
+)
 from specdraft.recipes.methods import Drafting
 from specdraft.recipes.sections.target import Dtype
 
@@ -20,29 +31,29 @@ class DataSection(Section):
     sources: tuple[str, ...]  # files, Hub ids, or "tiny" (the bundled conversations)
     format: Literal["auto", "sharegpt", "messages", "alpaca", "text"] = "auto"
     answers: Literal["dataset", "target"] = "dataset"  # "target": the target rewrites the answers
-    max_length: Annotated[int, Interval(2)] = 2048  # tokens kept of a conversation
+    max_length: Annotated[int, Interval(2, 10**7)] = 2048  # tokens kept of a conversation
     cache_dir: str = "cache"
     features: Literal["cached", "online"] = "cached"  # on disk, or computed as training goes on
     feature_dtype: Literal[Dtype, "float8", "int8"] = "float32"  # of the features, either way
     # Stored are features with a supervised token among the next so many; the others are zeros in
     # training. As many as max_length: only what no loss reads is missing. null: all are stored.
-    feature_context: Count | None = None
+    feature_context: Tokens | None = None
     limit: Count | None = None  # conversations read at most
     holdout: Natural = 0  # last rows of the sources, never trained on
-    prompt_tokens: Count | None = None  # format text: prompt length; null: all is supervised
+    prompt_tokens: Tokens | None = None  # format text: prompt length; null: all is supervised
     # The rest matters for `answers: target` only.
-    samples: Count = 1  # continuations per conversation
-    temperature: NonNegative = 0.0  # of the samples after the first, which is greedy
-    max_new_tokens: Count | None = 256
-    batch_rows: Count = 32  # conversations decoded, or requests of a process to the server, at once
-    seed: Natural = 0
+    samples: Rows = 1  # continuations per conversation
+    temperature: Sampling = 0.0  # of the samples after the first, which is greedy
+    max_new_tokens: Tokens | None = 256
+    batch_rows: Few = 32  # conversations decoded, or requests of a process to the server, at once
+    seed: Seed = 0
     # Drafts our decoder's answers, which are the same with any drafter, only sooner: a method of
     # `eval`, and the folder of the run that trained it; null: output.dir.
     drafter: Drafting = "plain"
     drafter_run: str | None = None
     server: str | None = None  # OpenAI-compatible, http://HOST:PORT/v1; null: our decoder
     server_model: str | None = None  # the name the server has for the target; null: target.model
-    retries: Natural = 5  # of a request, after 0.5 s, 1 s, 2 s, ..
+    retries: Annotated[int, Interval(0, 20)] = 5  # of a request, after 0.5 s, 1 s, 2 s, ..
     timeout: Positive = 600.0  # seconds for an answer of the server
 
     def conflicts(self) -> Iterator[str]:

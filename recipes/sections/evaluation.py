@@ -2,15 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from specdraft.recipes.fields import (
     Count,
-    Interval,
+    Draft,
+    Factor,
+    Few,
     InvalidRecipeError,
     Natural,
-    NonNegative,
+    Sampling,
     Section,
+    Seed,
+    Share,
+    Tokens,
 )
 from specdraft.recipes.methods import HEAD_METHODS, STUDENT_METHODS, Measured
 from specdraft.recipes.static_trees import load_tree_paths
@@ -24,26 +29,26 @@ class EvalSection(Section):
 
     prompts: str = "tiny_chat"  # bundled; or a published set, NAME:FILE, a JSONL file, "holdout"
     tree: str = "tiny_k2"  # a file of recipes/trees without .yaml, or a path
-    chain_depth: Count = 6  # of falcon_chain and eagle_chain
-    threads: Count | None = None  # of a CPU while decoding; null: as in training
+    chain_depth: Draft = 6  # of falcon_chain and eagle_chain
+    threads: Few | None = None  # of a CPU while decoding; null: as in training
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
-    max_new_tokens: Count = 128
+    max_new_tokens: Tokens = 128
     limit: Count | None = None  # prompts at most
     methods: tuple[Measured, ...] = HEAD_METHODS  # METHOD or METHOD:WAY; padded: prompt_lookup's
-    temperature: NonNegative = 0.0  # 0: greedy
+    temperature: Sampling = 0.0  # 0: greedy
     top_k: Natural = 0  # 0: off
-    top_p: Annotated[float, Interval(0, 1, above=True)] = 1.0
+    top_p: Share = 1.0
     # Rule when sampling: eval/engine/accept.py. rsd_c, rsd_s, specinfer and spectr have their own.
     acceptance: Acceptance = "gumbel"
-    batch_size: Count = 1  # rows decoded at once
-    repeats: Count = 1  # times each batch is decoded; the median by wall-clock stands
+    batch_size: Few = 1  # rows decoded at once
+    repeats: Few = 1  # times each batch is decoded; the median by wall-clock stands
     # Lengths range over max_new_tokens / spread .. max_new_tokens, and no end token cuts them.
-    spread: Annotated[float, Interval(1)] = 1.0
-    seed: Natural = 0
-    lookup_match: Count = 2  # prompt lookup: longest suffix looked for
-    lookup_copy: Count = 7  # prompt lookup: tokens proposed
-    hf_lookup_copy: Count = 3  # the same of transformers' prompt lookup
-    prompt_tokens: Count | None = None  # holdout of format text: null: as data.prompt_tokens
+    spread: Factor = 1.0
+    seed: Seed = 0
+    lookup_match: Draft = 2  # prompt lookup: longest suffix looked for
+    lookup_copy: Draft = 7  # prompt lookup: tokens proposed
+    hf_lookup_copy: Draft = 3  # the same of transformers' prompt lookup
+    prompt_tokens: Tokens | None = None  # holdout of format text: null: as data.prompt_tokens
 
     @property
     def student_methods(self) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Medusa heads, which replace the draft head."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from specdraft.recipes.fields import Count, Fraction, Interval, Section
+from specdraft.recipes.fields import Draft, Few, Fraction, Section, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,10 +11,10 @@ class MedusaSection(Section):
     """Medusa heads (arXiv 2401.10774, section 2.1) and their loss: head h of a feature f_i drafts
     t_(i+1+h). They replace the `head` section."""
 
-    heads: Count | None = None  # tokens drafted, in one pass; null: no Medusa heads
-    layers: Count = 1  # residual blocks of a head
+    heads: Draft | None = None  # tokens drafted, in one pass; null: no Medusa heads
+    layers: Few = 1  # residual blocks of a head
     lm_heads: Literal["own", "shared"] = "own"  # own: trained, from the target's; shared: frozen
-    decay: Annotated[float, Interval(0, 1, above=True)] = 0.8  # head h counts decay^h in the loss
+    decay: Share = 0.8  # head h counts decay^h in the loss
     soft_weight: Fraction = 0.0  # share of KL(p || q) in the loss, the rest is cross-entropy
 
     @property

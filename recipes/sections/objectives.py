@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specdraft.recipes.fields import Count, Fraction, NonNegative, Positive, Section
+from specdraft.recipes.fields import Fraction, NonNegative, Sampling, Section, Temperature, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,10 @@ class DistillSection(Section):
     beta: Fraction = 0.5  # its share of p in the mixture; 0 and 1 are excluded
     total_variation: NonNegative = 0.0  # 1 - the share of sampled drafts that is accepted
     cross_entropy: NonNegative = 0.0  # on the tokens of the text
-    temperature: Positive = 1.0  # of p and q in the divergences
+    temperature: Temperature = 1.0  # of p and q in the divergences
     on_policy: Fraction = 0.0  # lambda: share of rows whose answer the student writes
-    sample_temperature: NonNegative = 1.0  # of these answers
-    max_new_tokens: Count = 128  # of these answers
+    sample_temperature: Sampling = 1.0  # of these answers
+    max_new_tokens: Tokens = 128  # of these answers
 
     @property
     def divergences(self) -> bool:

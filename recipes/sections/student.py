@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from specdraft.recipes.fields import Count, Natural, Positive, Section
+from specdraft.recipes.fields import Few, Natural, Positive, Section, Width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +16,13 @@ class StudentSection(Section):
     revision: str | None = None  # Hub branch, tag or commit
     keep_layers: tuple[Natural, ...] | None = None  # pruned from the target: layers it copies
     embeddings: Literal["copied", "shared"] = "copied"  # of a pruned one; shared: not trained
-    layers: Count | None = None  # a config of its own, like Llama
-    hidden: Count | None = None  # null: as the target, for these four
-    heads: Count | None = None
-    kv_heads: Count | None = None
-    intermediate: Count | None = None  # width of the MLP
+    layers: Few | None = None  # a config of its own, like Llama
+    hidden: Width | None = None  # null: as the target, for these four
+    heads: Few | None = None
+    kv_heads: Few | None = None
+    intermediate: Width | None = None  # width of the MLP
     training: Literal["full", "lora", "none"] = "full"  # none: drafts as it is
-    lora_rank: Count = 16
+    lora_rank: Width = 16
     lora_alpha: Positive = 32.0
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # linear layers
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from specdraft.recipes.fields import Section
+from specdraft.recipes.fields import Interval, Section
 
 BUNDLED = "tiny"  # the target that comes with the package
+Device = Annotated[int, Interval(0, 1023)]  # a GPU by its number
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -21,7 +22,7 @@ class TargetSection(Section):
     chat_template: str | None = None  # a Jinja file, or "vicuna" (bundled); null: the tokenizer's
     # Of a target that does not fit one device, as transformers' from_pretrained takes them: a way
     # to spread it, or the devices of its modules (a GPU's number, cpu, disk). null: one device.
-    device_map: Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None = None
+    device_map: Literal["auto", "balanced", "sequential"] | dict[str, Device | str] | None = None
     max_memory: dict[str, str] | None = None  # of a device at most, e.g. {0: 40GiB, cpu: 100GiB}
 
     def conflicts(self) -> Iterator[str]:

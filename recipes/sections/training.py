@@ -4,7 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from specdraft.recipes.fields import Count, Fraction, Natural, NonNegative, Positive, Section
+from specdraft.recipes.fields import (
+    Count,
+    Draft,
+    Few,
+    Fraction,
+    NonNegative,
+    Positive,
+    Rows,
+    Section,
+    Seed,
+)
 from specdraft.recipes.sections.target import Dtype
 
 
@@ -31,18 +41,18 @@ class TrainSection(Section):
 
     steps: Count | None = None  # optimiser steps; exactly one of steps and epochs
     epochs: Count | None = None
-    batch_size: Count = 16  # sequences per optimiser step, over all ranks
-    accumulation: Count = 1  # forwards per optimiser step
-    seed: Natural = 0
+    batch_size: Rows = 16  # sequences per optimiser step, over all ranks
+    accumulation: Rows = 1  # forwards per optimiser step
+    seed: Seed = 0
     precision: Dtype = "float32"  # of the head's forward; master weights are float32
-    rollout: Count = 1  # passes over the head's own features in training
+    rollout: Draft = 1  # passes over the head's own features in training
     checkpointing: bool = False  # backward runs a student's layers, a head's passes again
     eval_every: Count | None = None  # steps between evaluations; null: at the end only
     save_every: Count | None = None  # steps between checkpoints; null: at the end only
     keep: Count = 2  # checkpoints kept
     log_every: Count = 10  # steps
     max_minutes: Positive | None = None  # stop training after this time
-    threads: Count | None = None  # of a CPU process; null: the cores, shared among the ranks
+    threads: Few | None = None  # of a CPU process; null: the cores, shared among the ranks
 
     def conflicts(self) -> Iterator[str]:
         """One length of training, and forwards of equal size."""

@@ -13,7 +13,7 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.models.target import Target
-from specdraft.recipes.errors import DataError, TargetError
+from specdraft.recipes.errors import DataError, RecipeError, TargetError
 
 
 @pytest.fixture(scope="module")
@@ -266,3 +266,10 @@ def test_a_head_of_another_target_is_refused_with_both_names(target):
     other = random_target(seed=5)
     with pytest.raises(TargetError, match=r"random-5.*random-0"):
         FalconDrafter(random_head(other), target, StaticTree(PATHS, 2))
+
+
+def test_a_tree_with_ranks_beyond_the_vocabulary_is_refused(target):
+    ranks = [(rank,) for rank in range(VOCAB + 1)]
+    FalconDrafter(random_head(target), target, StaticTree(ranks[:VOCAB], 2))
+    with pytest.raises(RecipeError, match="rank 23, and random-0 has 23 tokens"):
+        FalconDrafter(random_head(target), target, StaticTree(ranks, 2))

@@ -84,7 +84,7 @@ def test_an_override_that_is_no_yaml_is_refused():
         ("train.seed=-1", "train.seed = -1: must be >= 0"),
         ("train.batch_size=0", "train.batch_size = 0: must be >= 1"),
         ("train.batch_size=null", "must be a whole number, not null"),
-        ("data.limit=0", "data.limit = 0: must be >= 1 (or null)"),
+        ("data.limit=0", "data.limit = 0: must be >= 1 and <= 1000000000 (or null)"),
         ("data.limit=[1]", "data.limit = [1]: must be a whole number, not a list (or null)"),
         ("optim.lr=3e-5", "optim.lr = '3e-5': must be a number, not text; YAML reads 3e-5 as text"),
         ("optim.lr=3e-5", "write 3.0e-5"),
