@@ -19,6 +19,7 @@ from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.online_features import Features
 from specdraft.data.store.tokens import TokenCache
 from specdraft.data.template import preview
+from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_caches
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--preview", type=int, default=1, help="rows shown with their loss mask")
     arguments = parser.parse_intermixed_args()
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides, check=problems)
     console = Console(soft_wrap=True)
     if arguments.dry_run:
         show_plan(recipe, console)

@@ -21,15 +21,12 @@ from pathlib import Path
 
 from specdraft.data.fingerprint import of_settings
 from specdraft.data.prompts import Prompt, load_prompts
-from specdraft.eval.drafters.trained import Trained, load_trained
+from specdraft.eval.drafters.registry import describe, load_trained, problems
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.environment import environment
 from specdraft.eval.measure.logbook import NAME, Logbook
-from specdraft.eval.measure.report import (
-    environment,
-    evaluate,
-    print_curves,
-    print_report,
-    write_report,
-)
+from specdraft.eval.measure.report import evaluate, write_report
+from specdraft.eval.measure.table import print_curves, print_report
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import comma_separated, recipe_parser
 from specdraft.recipes.errors import entry
@@ -40,7 +37,7 @@ from specdraft.recipes.schema import Recipe
 @entry
 def main() -> None:
     """Parse, load recipe, target and drafters, and measure."""
-    parser = recipe_parser(__doc__)
+    parser = recipe_parser(__doc__, epilog=describe())
     parser.add_argument("--methods", help="comma-separated; default: eval.methods")
     parser.add_argument("--batch-sizes", help="comma-separated; default: eval.batch_size")
     parser.add_argument("--temperatures", help="comma-separated; default: eval.temperature")
@@ -48,22 +45,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where report.json goes; default: output.dir")
     options = parser.parse_intermixed_args()
     recipes = [
-        load_recipe(options.recipe, [*options.overrides, *overrides])
-        for overrides in _variants(options)
+        load_recipe(options.recipe, [*options.overrides, *overrides], check=problems)
+        for overrides in variants(options)
     ]
     out = options.out or Path(recipes[0].output.dir)
     try:
         report = measure(recipes, out)
     except KeyboardInterrupt:
-        told = (
+        raise KeyboardInterrupt(
             f"interrupted; {out / NAME} has what was measured: the same command goes on from there"
-        )
-        raise KeyboardInterrupt(told) from None
+        ) from None
     if any(run["failures"] for run in report["runs"]):
         sys.exit("not all methods decoded all prompts: see the tables, or failures in report.json")
 
 
-def _variants(options: argparse.Namespace) -> list[list[str]]:
+def variants(options: argparse.Namespace) -> list[list[str]]:
     """One list of overrides per combination of prompts, batch size and temperature."""
     common = [f"eval.methods=[{options.methods}]"] if options.methods else []
     many = {
@@ -87,14 +83,13 @@ def measure(recipes: list[Recipe], out: Path) -> dict:
     prompts = {name: load_prompts(recipe, target.tokenizer) for name, recipe in sets.items()}
     trained = load_trained(first, target)
     reports = []
-    with Logbook(out, _depends_on(recipes, target, trained, prompts)) as logbook:
+    with Logbook(out, depends_on(recipes, target, trained, prompts)) as logbook:
         if logbook.note:
             print(logbook.note)  # noqa: T201
         for part, recipe in enumerate(recipes):
-            asked = prompts[recipe.eval.prompts]
-            recall = partial(logbook.recall, part)
-            common = (recipe, target, trained, asked, recipe.eval.methods)
-            reports.append(evaluate(*common, recall=recall))
+            asked, methods = prompts[recipe.eval.prompts], recipe.eval.methods
+            remember = partial(logbook.remember, part)
+            reports.append(evaluate(recipe, target, trained, asked, methods, remember=remember))
             print_report(reports[-1])
         report = reports[0] | {"runs": [run for report in reports for run in report["runs"]]}
         print_curves(report["runs"])
@@ -103,7 +98,7 @@ def measure(recipes: list[Recipe], out: Path) -> dict:
     return report
 
 
-def _depends_on(
+def depends_on(
     recipes: list[Recipe], target: Target, trained: Trained, prompts: dict[str, list[Prompt]]
 ) -> dict:
     """All that the figures depend on."""

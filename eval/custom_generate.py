@@ -15,7 +15,7 @@ Shapes: B rows of the call, T padded prompt length.
 
 import weakref
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,79 +28,70 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.lm import SSD
-from specdraft.eval.drafters.lookup import PromptLookup
-from specdraft.eval.drafters.maxgram import MaxGramDrafter
-from specdraft.eval.drafters.medusa import MedusaDrafter
-from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.registry import Setup, make_drafter
+from specdraft.eval.drafters.trained import KINDS, Source, Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.generation.generate_call import GenerateCall, read_call
-from specdraft.eval.measure.methods import make_maxgram
-from specdraft.models.falcon import FalconHead, load_head
-from specdraft.models.maxgram import MaxGramTable, load_table
-from specdraft.models.medusa import MedusaHeads, load_medusa
-from specdraft.models.student import load_student
+from specdraft.models.falcon import FalconHead
+from specdraft.models.maxgram import MaxGramTable
+from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
-from specdraft.recipes.schema import MaxgramSection
-from specdraft.recipes.static_trees import load_tree_paths
+from specdraft.recipes.load import from_dict
 
 MakeDrafter = Callable[[Target, int, int], Drafter | None]  # of a target, rows and capacity
 
 
-def falcon(head: FalconHead | str | Path, tree: str, revision: str | None = None) -> MakeDrafter:
+def method(
+    name: str, settings: dict[str, dict] | None = None, revision: str | None = None, **trained: Any
+) -> MakeDrafter:
+    """Draft by any method of ours (`python eval/bench.py --help` names them).
+
+    settings: sections of a recipe that differ from their defaults. trained: what it needs, by its
+    kind (eval/drafters/trained.py), or the folder or Hub id of it.
+
+        method("gsd", {"drafting": {"tau": 1}}, student="you/draft-lm")
+    """
+    # What a recipe has to say, and no drafter reads.
+    base = {"name": name, "data": {"sources": ["tiny"]}, "train": {"steps": 1}}
+    recipe = from_dict(base | (settings or {}))
+
+    def make(target: Target, rows: int, capacity: int) -> Drafter | None:
+        loaded = {
+            kind: KINDS[kind].fetch(one, revision, target) if isinstance(one, Source) else one
+            for kind, one in trained.items()
+        }
+        return make_drafter(name, Setup(recipe, target, Trained(**loaded), rows, capacity))
+
+    return make
+
+
+def falcon(head: FalconHead | Source, tree: str, revision: str | None = None) -> MakeDrafter:
     """Draft with a Falcon head (or its folder or Hub id) and a tree: a bundled one's name, or a
     file."""
-
-    def make(target: Target, rows: int, capacity: int) -> FalconDrafter:
-        loaded = head
-        if not isinstance(head, FalconHead):
-            loaded = load_head(head, target.identity(), revision)
-        plan = StaticTree(load_tree_paths(tree), loaded.config.block_size)
-        return FalconDrafter(loaded, target, plan, rows, capacity)
-
-    return make
+    return method("falcon_tree", {"eval": {"tree": tree}}, revision, head=head)
 
 
-def medusa(heads: MedusaHeads | str | Path, tree: str, revision: str | None = None) -> MakeDrafter:
+def medusa(heads: MedusaHeads | Source, tree: str, revision: str | None = None) -> MakeDrafter:
     """Draft with Medusa heads (or their folder or Hub id) and a tree, as `falcon` does."""
-
-    def make(target: Target, rows: int, capacity: int) -> MedusaDrafter:
-        loaded = heads
-        if not isinstance(heads, MedusaHeads):
-            loaded = load_medusa(heads, target.identity(), revision)
-        paths = load_tree_paths(tree)
-        return MedusaDrafter(loaded, target, StaticTree(paths, max(map(len, paths))), rows)
-
-    return make
+    return method("medusa_tree", {"eval": {"tree": tree}}, revision, medusa=heads)
 
 
-def ssd(student: str | Path, revision: str | None = None, gamma: int = 5) -> MakeDrafter:
+def ssd(student: Target | Source, revision: str | None = None, gamma: int = 5) -> MakeDrafter:
     """Draft `gamma` tokens at a time with a small causal LM, from its folder or by its Hub id."""
-    return lambda target, rows, capacity: SSD(
-        load_student(student, revision, target, target.dtype), rows, capacity, gamma
-    )
+    drafting = {"gamma": gamma, "theta_prob": 0.0}
+    return method("ssd", {"drafting": drafting}, revision, student=student)
 
 
-def maxgram(
-    table: MaxGramTable | str | Path, revision: str | None = None, n: int = 10
-) -> MakeDrafter:
+def maxgram(table: MaxGramTable | Source, revision: str | None = None, n: int = 10) -> MakeDrafter:
     """Draft `n` tokens by copying, then by a Max-Gram table (or its folder or Hub id)."""
-
-    def make(target: Target, rows: int, capacity: int) -> MaxGramDrafter:
-        loaded = table
-        if not isinstance(table, MaxGramTable):
-            loaded = load_table(table, target.name, target.vocab_size, revision=revision)
-        return make_maxgram(MaxgramSection(n=n), loaded, rows, target.device)
-
-    return make
+    return method("maxgram", {"maxgram": {"n": n}}, revision, table=table)
 
 
 def prompt_lookup(match: int = 2, copy: int = 10) -> MakeDrafter:
     """Draft by copying what followed the last `match` tokens when they occurred before."""
-    return lambda target, rows, capacity: PromptLookup(match, copy, rows, target.device)
+    return method("prompt_lookup", {"eval": {"lookup_match": match, "lookup_copy": copy}})
 
 
 def no_drafter(target: Target, rows: int, capacity: int) -> None:
@@ -118,7 +109,7 @@ class Speculative:
 
     def __init__(self, drafter: MakeDrafter = no_drafter, streamer: BaseStreamer | None = None):
         self.make_drafter, self.streamer = drafter, streamer
-        self._loan: Loan | None = None
+        self._borrowed: BorrowedModel | None = None
 
     @torch.no_grad()
     def __call__(
@@ -136,9 +127,9 @@ class Speculative:
         )
         if self.streamer and len(input_ids) > 1:
             raise DataError(f"generate: a streamer takes one row, and there are {len(input_ids)}")
-        if self._loan is None or not self._loan.is_of(model):
-            self._loan = Loan(model, self.make_drafter)
-        decoder = self._loan.decoder(call)
+        if self._borrowed is None or not self._borrowed.is_of(model):
+            self._borrowed = BorrowedModel(model, self.make_drafter)
+        decoder = self._borrowed.decoder(call)
         if self.streamer:
             self.streamer.put(input_ids.cpu())
         rows = self._decode(decoder, call)
@@ -169,7 +160,7 @@ class Speculative:
         return rows
 
 
-class Loan:
+class BorrowedModel:
     """A copy of a model's structure over the model's own tensors, and a decoder over that."""
 
     def __init__(self, model: PreTrainedModel, make_drafter: MakeDrafter):

@@ -15,6 +15,7 @@ from specdraft.data.template import preview
 from specdraft.eval.checkup.caches import Caches, check_caches
 from specdraft.eval.checkup.drafters import check_drafters, check_methods
 from specdraft.eval.checkup.finding import FAIL, print_findings
+from specdraft.eval.drafters.registry import problems
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="cached rows that are made anew")
     parser.add_argument("--preview", type=int, default=1, help="rows shown with their loss mask")
     options = parser.parse_intermixed_args()
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(options.recipe, options.overrides, check=problems)
     recipe = replace(recipe, eval=replace(recipe.eval, limit=options.prompts))
     target = Target.of_recipe(recipe.target)
     caches, findings = check_caches(recipe, target, options.samples)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from specdraft.eval.drafters.registry import problems
 from specdraft.models.embeddings import DTYPES, TargetEmbeddings
 from specdraft.models.falcon import load_head
 from specdraft.models.medusa import load_medusa
@@ -30,7 +31,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     options = parser.parse_intermixed_args()
-    served = served_head(load_recipe(options.recipe, options.overrides), options.engine)
+    recipe = load_recipe(options.recipe, options.overrides, check=problems)
+    served = served_head(recipe, options.engine)
     served.write(options.out)
     size = sum(tensor.nbytes for tensor in served.tensors.values()) / 1e6
     print(f"wrote {options.out}: {len(served.tensors)} tensors, {size:.1f} MB")  # noqa: T201

@@ -17,16 +17,15 @@ import yaml
 from rich.console import Console
 
 from specdraft.data.prompts import tuning_prompts
-from specdraft.eval.drafters.trained import load_trained
+from specdraft.eval.drafters.registry import METHODS, load_trained, problems
 from specdraft.eval.measure.tuning import (
     FIRST,
-    SPACES,
-    Measured,
-    fragment,
-    halve,
+    Scorer,
     overrides,
     parse_tuning,
-    settings,
+    recipe_part,
+    sample_settings,
+    successive_halving,
 )
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
@@ -38,25 +37,26 @@ from specdraft.recipes.load import load_recipe
 def main() -> None:
     """Parse, load, search, write the best setting."""
     parser = recipe_parser(__doc__, "tiny_cascade")
-    parser.add_argument("--method", default="cascade", help=f"one of {', '.join(SPACES)}")
+    tunable = [row.name for row in METHODS.values() if row.tuned]
+    parser.add_argument("--method", default="cascade", help=f"one of {', '.join(tunable)}")
     parser.add_argument("--out", type=Path, help="default: output.dir/tuned_METHOD.yaml")
     options = parse_tuning(parser, candidates=24)
     chosen = [*options.overrides, f"eval.methods=[{options.method}]"]
-    recipe = load_recipe(options.recipe, chosen)
-    candidates = settings(recipe, options.method, options.candidates, recipe.eval.seed)
+    recipe = load_recipe(options.recipe, chosen, check=problems)
+    candidates = sample_settings(recipe, options.method, options.candidates, recipe.eval.seed)
     target = Target.of_recipe(recipe.target)
     prompts = tuning_prompts(recipe, target.tokenizer, options.prompts)
     trained = load_trained(recipe, target)
-    measure = Measured(recipe, options.method, target, trained, prompts, options.by)
+    measure = Scorer(recipe, options.method, target, trained, prompts, options.by)
     console = Console(soft_wrap=True)
-    for budget, scored in halve(candidates, measure, FIRST, len(prompts)):
+    for budget, scored in successive_halving(candidates, measure, FIRST, len(prompts)):
         score, best = scored[0]
         console.print(f"{len(scored)} settings, {budget} prompts: {options.by} {score:.3f}, {best}")
     out = options.out or Path(recipe.output.dir) / f"tuned_{options.method}.yaml"
-    part = fragment(recipe, best)
+    part = recipe_part(recipe, best)
     out.parent.mkdir(parents=True, exist_ok=True)
-    told = f"# {options.method} of {recipe.name}: {options.by} {score:.3f} on {budget} prompts\n"
-    out.write_text(told + yaml.safe_dump(part, default_flow_style=None))
+    note = f"# {options.method} of {recipe.name}: {options.by} {score:.3f} on {budget} prompts\n"
+    out.write_text(note + yaml.safe_dump(part, default_flow_style=None))
     console.print(f"wrote {out}: {' '.join(map(repr, overrides(part)))}")
 
 

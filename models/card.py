@@ -17,21 +17,15 @@ TREE = "tree.yaml"  # a tree of the user's own, beside the head
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of drafter: its name, the tags of its repository, the call that drafts with it."""
+class Card:
+    """What the card of one kind of drafter says of it; eval/drafters/trained.py has them all."""
 
+    folder: str  # of a run, where it lies
     noun: str
-    tag: str
-    maker: str  # function of eval/custom_generate.py
-    arguments: str  # after the drafter's name; {tree}: the recipe's tree
+    tag: str  # of its repository
+    call: str  # of eval/custom_generate.py, up to its revision; {repo} and {tree}: the recipe's
+    library: str = "specdraft"  # that loads it
 
-
-KINDS = {
-    "head": Kind("Falcon head", "falcon", "falcon", ', tree="{tree}"'),
-    "medusa": Kind("set of Medusa heads", "medusa", "medusa", ', tree="{tree}"'),
-    "student": Kind("draft LM", "distillation", "ssd", ""),
-    "table": Kind("Max-Gram table", "max-gram", "maxgram", ""),
-}
 
 COLUMNS = {
     "tokens_per_step": ("tokens/step", ".2f"),
@@ -44,22 +38,21 @@ COLUMNS = {
 
 def model_card(
     recipe: Recipe,
-    kind: str,  # of KINDS
+    card: Card,
     config: dict,  # the drafter's own
     report: dict | None,  # report.json
     picture: bool,  # whether PICTURE lies beside the card
 ) -> str:
     """Return README.md for the repository `hub.repo_id`."""
-    noun = KINDS[kind].noun
     parts = [
-        f"---\n{yaml.safe_dump(metadata(recipe, kind), sort_keys=False)}---",
+        f"---\n{yaml.safe_dump(metadata(recipe, card), sort_keys=False)}---",
         f"# {recipe.hub.repo_id}",
-        f"A {noun} that drafts for **{recipe.target.model}** in speculative decoding: the target "
-        "checks every drafted token, so its output stays what it would have been alone. Trained "
-        "and measured with specdraft; `recipe.yaml` makes it again.",
+        f"A {card.noun} that drafts for **{recipe.target.model}** in speculative decoding: the "
+        "target checks every drafted token, so its output stays what it would have been alone. "
+        "Trained and measured with specdraft; `recipe.yaml` makes it again.",
         facts(recipe, config),
         "## Use",
-        f"```python\n{usage(recipe, kind)}```",
+        f"```python\n{usage(recipe, card)}```",
         "## Results",
         results(report),
     ]
@@ -68,16 +61,16 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def metadata(recipe: Recipe, kind: str) -> dict:
+def metadata(recipe: Recipe, card: Card) -> dict:
     """Return what the Hub reads from a card's front matter."""
-    found = {"library_name": "transformers" if kind == "student" else "specdraft"}
+    found = {"library_name": card.library}
     if recipe.hub.license:
         found["license"] = recipe.hub.license
     if _is_public(recipe.target.model):
         found["base_model"] = recipe.target.model
     if datasets := [name for name in recipe.data.sources if _is_public(name)]:
         found["datasets"] = datasets
-    return found | {"tags": ["speculative-decoding", "draft-model", KINDS[kind].tag]}
+    return found | {"tags": ["speculative-decoding", "draft-model", card.tag]}
 
 
 def facts(recipe: Recipe, config: dict) -> str:
@@ -96,11 +89,12 @@ def facts(recipe: Recipe, config: dict) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())])
 
 
-def usage(recipe: Recipe, kind: str) -> str:
+def usage(recipe: Recipe, card: Card) -> str:
     """Return the lines of Python that decode with the drafter."""
-    target, one = recipe.target, KINDS[kind]
+    target = recipe.target
     revision = f', revision="{recipe.hub.revision}"' if recipe.hub.revision else ""
-    call = f'{one.maker}("{recipe.hub.repo_id}"{one.arguments.format(tree=tree_name(recipe))}'
+    call = card.call.format(repo=recipe.hub.repo_id, tree=tree_name(recipe))
+    maker = call.partition("(")[0]
     bundled = target.model == BUNDLED
     source = "bundled_target_dir()" if bundled else repr(target.model).replace("'", '"')
     pin = f', revision="{target.revision}"' if target.revision else ""
@@ -108,7 +102,7 @@ def usage(recipe: Recipe, kind: str) -> str:
         [
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
-            f"from specdraft.eval.custom_generate import Speculative, {one.maker}",
+            f"from specdraft.eval.custom_generate import Speculative, {maker}",
             *(["from specdraft.models.target_files import bundled_target_dir"] if bundled else []),
             "",
             f"name = {source}",

@@ -1,21 +1,19 @@
-"""From a run's folder to the Hub: weights, config, recipe and model card, for every drafter kind.
-
-A run keeps its drafter in one folder, whose name is its kind: head, medusa, student or table.
-"""
+"""From a run's folder to the Hub: weights, config, recipe and model card of its drafter."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import yaml
 
-from specdraft.models.card import KINDS, PICTURE, TREE, model_card, tree_name
+from specdraft.models.card import PICTURE, TREE, Card, model_card, tree_name
 from specdraft.models.curve import curve
 from specdraft.models.hub import push
 from specdraft.recipes.errors import HeadError, HubError
 from specdraft.recipes.schema import Recipe
 
 
-def publish(recipe: Recipe, kind: str) -> str | None:
+def publish(recipe: Recipe, card: Card) -> str | None:
     """Push the drafter of `output.dir` to `hub.repo_id`; return the commit's address.
 
     None where the recipe names no repository. Raises HeadError when there is no drafter, HubError
@@ -24,9 +22,9 @@ def publish(recipe: Recipe, kind: str) -> str | None:
     hub, run = recipe.hub, Path(recipe.output.dir)
     if hub.repo_id is None:
         return None
-    files = contents(recipe, kind)
+    files = contents(recipe, card)
     try:
-        message = f"{KINDS[kind].noun} of {recipe.name}"
+        message = f"{card.noun} of {recipe.name}"
         return push(files, hub.repo_id, hub.private, hub.revision, message)
     except HubError as error:
         raise HubError(
@@ -34,28 +32,28 @@ def publish(recipe: Recipe, kind: str) -> str | None:
         ) from error
 
 
-def contents(recipe: Recipe, kind: str) -> dict[str, Path | bytes]:
+def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
     """Return what goes into the repository, by its place there. Raises HeadError."""
     run = Path(recipe.output.dir)
-    folder = run / kind
+    folder = run / card.folder
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise HeadError(f"no trained {KINDS[kind].noun} at {folder}; train one first")
+        raise HeadError(f"no trained {card.noun} at {folder}; train one first")
     files: dict[str, Path | bytes] = {
         path.name: path for path in sorted(folder.iterdir()) if path.is_file()
     }
-    if kind in ("head", "medusa") and tree_name(recipe) == TREE:
+    if "{tree}" in card.call and tree_name(recipe) == TREE:
         files[TREE] = Path(recipe.eval.tree)
     report, picture = run / "report.json", curve(run / "log.jsonl")
     if picture:
         files[PICTURE] = picture
-    card = model_card(
+    text = model_card(
         recipe,
-        kind,
+        card,
         config=json.loads((folder / "config.json").read_text()),
         report=json.loads(report.read_text()) if report.is_file() else None,
         picture=picture is not None,
     )
-    files["README.md"] = card.encode()
+    files["README.md"] = text.encode()
     files["recipe.yaml"] = yaml.safe_dump(portable(recipe), sort_keys=False).encode()
     return files
 
@@ -68,10 +66,10 @@ def portable(recipe: Recipe) -> dict:
     return sections
 
 
-def only_kind(run: Path) -> str:
-    """Return the kind of a run's one drafter. Raises HeadError when there is none, or several."""
-    found = [kind for kind in KINDS if (run / kind).is_dir()]
+def only_kind(run: Path, kinds: Collection[str]) -> str:
+    """Return the one of some kinds that a run has. Raises HeadError for none, or several."""
+    found = [kind for kind in kinds if (run / kind).is_dir()]
     if len(found) != 1:
         what = "several drafters" if found else "no drafter"
-        raise HeadError(f"{what} in {run} ({', '.join(found) or 'none'} of {', '.join(KINDS)})")
+        raise HeadError(f"{what} in {run} ({', '.join(found) or 'none'} of {', '.join(kinds)})")
     return found[0]

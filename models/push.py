@@ -9,7 +9,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from specdraft.models.card import KINDS
+from specdraft.eval.drafters.trained import CARDS
 from specdraft.models.hub import check_login
 from specdraft.models.publish import only_kind, publish
 from specdraft.recipes.errors import HeadError, entry
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a run's folder, e.g. runs/tiny")
     parser.add_argument("repo_id", metavar="owner/name", help="made if needed")
     parser.add_argument("overrides", nargs="*", metavar="hub.key=value")
-    parser.add_argument("--kind", choices=KINDS, help="where a run has several drafters")
+    parser.add_argument("--kind", choices=CARDS, help="where a run has several drafters")
     options = parser.parse_intermixed_args()
     path = options.run / "recipe.yaml"
     if not path.is_file():
@@ -32,7 +32,7 @@ def main() -> None:
     recipe = load_recipe(path, [f"hub.repo_id={options.repo_id}", *options.overrides])
     recipe = replace(recipe, output=OutputSection(dir=str(options.run)))
     check_login(recipe.hub)
-    print(publish(recipe, options.kind or only_kind(options.run)))  # noqa: T201
+    print(publish(recipe, CARDS[options.kind or only_kind(options.run, CARDS)]))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -5,12 +5,18 @@ import argparse
 from specdraft.recipes.errors import RecipeError
 
 
-def recipe_parser(description: str, example: str = "tiny") -> argparse.ArgumentParser:
+def recipe_parser(
+    description: str, example: str = "tiny", epilog: str | None = None
+) -> argparse.ArgumentParser:
     """A parser for RECIPE [section.key=value ..]; parse with `parse_intermixed_args`.
 
-    description: a script's docstring, of which the first line is shown.
+    description: a script's docstring, of which the first line is shown; epilog: shown as it is.
     """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=description.splitlines()[0],
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("recipe", help=f"a YAML file, e.g. recipes/{example}.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser

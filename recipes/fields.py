@@ -184,10 +184,7 @@ def _choice(value: Any, allowed: tuple) -> Any:
     if isinstance(value, str) and value in allowed:
         return value
     guess = f"; nearest is {nearest(value, allowed)}" if isinstance(value, str) else ""
-    names = [name for name in allowed if ":" not in name]
-    ways = dict.fromkeys(name.partition(":")[2] for name in allowed if ":" in name)
-    told = f" (most with :{', :'.join(ways)}, too)" if ways else ""
-    raise MismatchError(f"must be one of {', '.join(names)}{told}{guess}")
+    raise MismatchError(f"must be one of {', '.join(allowed)}{guess}")
 
 
 def _sequence(value: Any, arguments: tuple) -> tuple:

@@ -9,6 +9,7 @@ YAML maps 1:1 to the sections of `schema.Recipe`; every mistake of a recipe is r
 
 import dataclasses
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -27,11 +28,17 @@ from specdraft.recipes.fields import (
 from specdraft.recipes.schema import Recipe, conflicts
 from specdraft.recipes.yaml_file import explain, read_mapping, read_value
 
+# What is wrong with a recipe beyond its sections, one line each, by the sections that are sound.
+Check = Callable[[Mapping[str, Section]], list[str]]
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+
+def load_recipe(
+    path: str | Path, overrides: list[str] | None = None, check: Check = lambda _: []
+) -> Recipe:
     """Read a recipe, apply overrides and validate the whole. An override is section.key=value or
     the YAML file of a part of a recipe; later ones win.
 
+    check: of what other floors know, e.g. the methods (eval/drafters/registry.py).
     Raises: RecipeError that lists every problem.
     """
     path = Path(path)
@@ -42,7 +49,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     for override in overrides or []:
         problems += _override(tree, override)
     try:
-        recipe = from_dict({"name": path.stem, **tree})
+        recipe = from_dict({"name": path.stem, **tree}, check)
     except InvalidRecipeError as error:
         problems += error.problems
     if problems:
@@ -50,7 +57,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     return recipe
 
 
-def from_dict(tree: dict[str, Any]) -> Recipe:
+def from_dict(tree: dict[str, Any], check: Check = lambda _: []) -> Recipe:
     """Build a recipe from nested dicts, as `Recipe.to_dict` returns them.
 
     Raises: InvalidRecipeError with every problem of every section.
@@ -63,6 +70,7 @@ def from_dict(tree: dict[str, Any]) -> Recipe:
             built[section] = _build(section, kind, tree.get(section))
         except InvalidRecipeError as error:
             problems += error.problems
+    problems += check(built)
     if problems:
         raise InvalidRecipeError([*problems, *conflicts({"name": tree.get("name"), **built})])
     return Recipe(name=tree.get("name"), **built)

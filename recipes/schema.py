@@ -23,7 +23,6 @@ from specdraft.recipes.sections.output import HubSection, OutputSection
 from specdraft.recipes.sections.student import StudentSection
 from specdraft.recipes.sections.target import TargetSection
 from specdraft.recipes.sections.training import OptimSection, TrainSection
-from specdraft.recipes.static_trees import load_tree_paths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +112,6 @@ def _of_length(train: TrainSection, student: StudentSection) -> Iterator[str]:
         yield "train.steps and train.epochs are both null: set exactly one"
 
 
-def _of_student(
-    evaluation: EvalSection, student: StudentSection, cascade: CascadeSection
-) -> Iterator[str]:
-    for method in () if student.given else evaluation.methods:
-        own = method.partition(":")[0] == "cascade" and cascade.students is None
-        if own or method in evaluation.student_methods:
-            yield (
-                f"eval.methods: {method} drafts with a student; set one of student.model, "
-                "student.keep_layers and student.layers"
-            )
-
-
 def _of_on_policy(data: DataSection, distill: DistillSection) -> Iterator[str]:
     if distill.on_policy and data.format == "text" and not data.prompt_tokens:
         needed = "set data.prompt_tokens, e.g. 16"
@@ -133,22 +120,10 @@ def _of_on_policy(data: DataSection, distill: DistillSection) -> Iterator[str]:
         )
 
 
-def _of_medusa(
-    evaluation: EvalSection, student: StudentSection, medusa: MedusaSection
-) -> Iterator[str]:
-    """One kind of drafter to a recipe, and a tree no deeper than there are heads."""
+def _of_medusa(student: StudentSection, medusa: MedusaSection) -> Iterator[str]:
+    """One kind of drafter to a recipe."""
     if medusa.given and student.given:
         yield medusa.complaint("heads", "the recipe has a student, too; set one to null")
-    elif "medusa_tree" not in (name.partition(":")[0] for name in evaluation.methods):
-        return
-    elif not medusa.given:
-        yield "eval.methods: medusa_tree drafts with Medusa heads; set medusa.heads, e.g. 4"
-    elif (depth := max(map(len, load_tree_paths(evaluation.tree)))) > medusa.heads:
-        yield evaluation.complaint(
-            "tree",
-            f"{depth} deep, and medusa.heads = {medusa.heads} draft {medusa.heads} tokens; take a "
-            "tree that is no deeper, or grow one: eval/grow.py",
-        )
 
 
 # Each check, and the sections that it is about.
@@ -156,7 +131,6 @@ _CHECKS: dict[Any, tuple[str, ...]] = {
     _of_stream: ("data", "maxgram"),
     _of_holdout: ("data", "eval"),
     _of_length: ("train", "student"),
-    _of_student: ("eval", "student", "cascade"),
     _of_on_policy: ("data", "distill"),
-    _of_medusa: ("eval", "student", "medusa"),
+    _of_medusa: ("student", "medusa"),
 }

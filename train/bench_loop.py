@@ -36,8 +36,9 @@ from specdraft.data.store.features import BATCH_TOKENS, batches, build_features,
 from specdraft.data.store.online_features import Features
 from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import TokenCache
+from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_caches
-from specdraft.eval.measure.report import environment
+from specdraft.eval.measure.environment import environment
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="optimiser steps of one timing")
     parser.add_argument("--repeats", type=int, default=5, help="turns; their medians are shown")
     options = parser.parse_intermixed_args()
-    recipe = load_recipe(options.recipe, ["data.limit=400", *options.overrides])
+    recipe = load_recipe(options.recipe, ["data.limit=400", *options.overrides], check=problems)
     if recipe.student.given:
         raise RecipeError(f"{recipe.name}: has a student; give a recipe of a head")
     with TemporaryDirectory(prefix="bench-") as folder:

@@ -11,6 +11,7 @@ from accelerate import Accelerator, PartialState
 from rich.console import Console
 from rich.table import Table
 
+from specdraft.eval.drafters.registry import problems
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.load import load_recipe
@@ -40,7 +41,7 @@ def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda
         "--processes", type=int, metavar="N", help="with --dry-run: plan for N (default: as run)"
     )
     arguments = parser.parse_intermixed_args()
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides, check=problems)
     check(recipe)
     if arguments.dry_run:
         show_plan(recipe, arguments.processes)

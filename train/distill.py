@@ -16,9 +16,11 @@ from transformers.utils import logging as transformers_logging
 
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.data.store.feature_cache import FeatureCache
-from specdraft.eval.drafters.trained import HOW, Trained, needs
+from specdraft.eval.drafters.registry import needs
+from specdraft.eval.drafters.trained import CARDS, KINDS, Trained
 from specdraft.eval.generation.answers import build_caches, build_token_cache
-from specdraft.eval.measure.report import evaluate, print_report, tokens_per_step, write_report
+from specdraft.eval.measure.report import evaluate, tokens_per_step, write_report
+from specdraft.eval.measure.table import print_report
 from specdraft.models.hub import check_login
 from specdraft.models.publish import publish
 from specdraft.models.student import Student, finished_student, make_student
@@ -56,8 +58,8 @@ def check(recipe: Recipe) -> None:
     others = [name for name in recipe.eval.methods if set(needs(name)) - {"student"}]
     if others:
         raise RecipeError(
-            f"eval.methods: {others[0]} needs {HOW[needs(others[0])[0]]}; train/distill.py has a "
-            "student only"
+            f"eval.methods: {others[0]} needs {KINDS[needs(others[0])[0]].remedy}; "
+            "train/distill.py has a student only"
         )
 
 
@@ -115,7 +117,7 @@ def report(recipe: Recipe, target: Target, prompts: list[Prompt]) -> None:
     outcome = evaluate(recipe, target, trained, prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))
     print_report(outcome)
-    publish(recipe, "student")
+    publish(recipe, CARDS["student"])
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ from torch import nn
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.online_features import Features
-from specdraft.eval.drafters.trained import HOW, Trained, needs
+from specdraft.eval.drafters.registry import needs
+from specdraft.eval.drafters.trained import CARDS, KINDS, Trained
 from specdraft.eval.generation.answers import build_caches
-from specdraft.eval.measure.report import evaluate, print_report, tokens_per_step, write_report
+from specdraft.eval.measure.report import evaluate, tokens_per_step, write_report
+from specdraft.eval.measure.table import print_report
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconHead
 from specdraft.models.hub import check_login
@@ -50,7 +52,7 @@ class Kind:
             for need in needs(name):
                 if need != self.field:
                     raise RecipeError(
-                        f"eval.methods: {name} needs {HOW[need]}; here is trained what "
+                        f"eval.methods: {name} needs {KINDS[need].remedy}; here is trained what "
                         f"{self.method} drafts with, and nothing else"
                     )
 
@@ -134,4 +136,4 @@ def _report(
     outcome = evaluate(recipe, target, trained, prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))
     print_report(outcome)
-    publish(recipe, kind.field)
+    publish(recipe, CARDS[kind.field])

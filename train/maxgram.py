@@ -17,9 +17,11 @@ from rich.table import Table
 
 from specdraft.data import fingerprint
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.drafters.registry import problems
+from specdraft.eval.drafters.trained import CARDS, Trained
 from specdraft.eval.generation.answers import build_token_cache, ranks
-from specdraft.eval.measure.report import evaluate, print_report, write_report
+from specdraft.eval.measure.report import evaluate, write_report
+from specdraft.eval.measure.table import print_report
 from specdraft.models.hub import check_login
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.publish import publish
@@ -40,7 +42,7 @@ def main() -> None:
     parser = recipe_parser(__doc__, "tiny_maxgram")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     arguments = parser.parse_intermixed_args()
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides, check=problems)
     if arguments.dry_run:
         show_plan(recipe)
         return
@@ -94,7 +96,7 @@ def report(recipe: Recipe, target: Target, table: MaxGramTable) -> None:
     outcome = evaluate(recipe, target, Trained(table=table), prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))
     print_report(outcome)
-    publish(recipe, "table")
+    publish(recipe, CARDS["table"])
 
 
 def show_plan(recipe: Recipe) -> None:

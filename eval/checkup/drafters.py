@@ -7,9 +7,11 @@ from typing import Any
 
 from specdraft.data.prompts import Prompt
 from specdraft.eval.checkup.finding import Finding, failed, judged, passed, skipped
-from specdraft.eval.drafters.trained import Trained, load_trained, needs
-from specdraft.eval.measure.identity import first_difference
-from specdraft.eval.measure.report import REFERENCE, cpu_threads, decode_all
+from specdraft.eval.drafters.registry import load_drafters, needs
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.environment import cpu_threads
+from specdraft.eval.measure.identity import differences
+from specdraft.eval.measure.measurement import REFERENCE, measure
 from specdraft.models.falcon import FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, TargetError, UserError
@@ -32,8 +34,7 @@ def check_drafters(
         if not need:
             loaded[method] = Trained()
             continue
-        one = replace(recipe, eval=replace(recipe.eval, methods=(method,)))
-        trained, found = _check_drafter(one, need, target, manifest)
+        trained, found = _check_drafter(recipe, method, target, manifest)
         findings[need] = found
         if trained is not None:
             loaded[method] = trained
@@ -41,12 +42,13 @@ def check_drafters(
 
 
 def _check_drafter(
-    recipe: Recipe, need: str, target: Target, manifest: dict[str, Any] | None
+    recipe: Recipe, method: str, target: Target, manifest: dict[str, Any] | None
 ) -> tuple[Trained | None, list[Finding]]:
-    folder = Path(recipe.output.dir) / need
+    run, need = Path(recipe.output.dir), " and ".join(needs(method))
+    folder = run / need
     whole, owner = f"{need} files", f"{need}'s target"
     try:
-        trained = load_trained(recipe, target)
+        trained = load_drafters([method], recipe, target, run)
     except HeadError as error:
         problem, _, remedy = str(error).partition("; ")
         if not folder.exists():
@@ -109,8 +111,7 @@ def check_methods(
 def _answers(
     recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], method: str
 ) -> list[list[int]]:
-    outcomes = decode_all(recipe, target, trained, prompts, [method], progress=False)
-    return [done.tokens for part in outcomes[method] for done in part.completions]
+    return measure(recipe, target, trained, prompts, [method], progress=False).tokens(method)
 
 
 def _compared(
@@ -120,12 +121,8 @@ def _compared(
     plain: list[list[int]],
     ours: list[list[int]],
 ) -> Finding:
-    found = [
-        first_difference(target, prompt.input_ids, a, b)
-        for prompt, a, b in zip(prompts, plain, ours, strict=True)
-    ]
-    differing = [difference for difference in found if difference is not None]
-    faults = sum(not difference.near_tie for difference in differing)
-    note = f"{len(found) - len(differing)} of {len(found)} answers are identical"
-    note += f", {len(differing) - faults} differ by a near-tie" if len(differing) > faults else ""
+    found = differences(target, prompts, plain, ours)
+    faults = sum(not difference.near_tie for _, difference in found)
+    note = f"{len(ours) - len(found)} of {len(ours)} answers are identical"
+    note += f", {len(found) - faults} differ by a near-tie" if len(found) > faults else ""
     return judged(line, faults == 0, note, "a fault of the decoder: report it with the recipe")

@@ -1,51 +1,25 @@
-"""What training has left in a run's folder, and which methods draft with it."""
+"""What training leaves in a run's folder: its kinds, how each is loaded and what its card says."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from specdraft.data import fingerprint
+from specdraft.models.card import Card
 from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.maxgram import MaxGramTable, load_table
 from specdraft.models.medusa import MedusaHeads, load_medusa
 from specdraft.models.student import finished_student, load_student
 from specdraft.models.target import Target
 from specdraft.models.target_files import hash_weights
-from specdraft.recipes.methods import STUDENT_METHODS
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.static_trees import load_tree_paths
 
-NEEDS = {
-    "falcon_chain": ("head",),
-    "falcon_tree": ("head",),
-    "maxgram": ("table",),
-    **dict.fromkeys((*STUDENT_METHODS, "hf_assisted"), ("student",)),
-    "cascade": ("cascade", "table"),
-    "falcon_maxgram": ("head", "table"),
-    "eagle_chain": ("head",),
-    "eagle_tree": ("head",),
-    "medusa_tree": ("medusa",),
-}
-HOW = {
-    "head": "a trained head; train one first",
-    "table": "a Max-Gram table; count one first",
-    "student": "a student; give the recipe one and train it",
-    "cascade": "at least one student; train one, or name some in cascade.students",
-    "medusa": "Medusa heads; train them first: train/medusa.py",
-}
-
-
-def needs(method: str) -> tuple[str, ...]:
-    """Which fields of `Trained` a method, decoded in whatever way, drafts with."""
-    return NEEDS.get(method.partition(":")[0], ())
-
-
-def showcase(methods: Sequence[str]) -> str:
-    """Return the method that shows a run at its best: our last one that drafts as it was trained,
-    else the last."""
-    ours = [name for name in methods if needs(name) and not name.startswith("hf_")]
-    return [*methods, *ours][-1]
+Source = str | Path  # a folder or a Hub id
+Sections = Mapping[str, Any]  # of a recipe, by name; one that is unsound is missing
 
 
 @dataclass(frozen=True)
@@ -58,12 +32,11 @@ class Trained:
     cascade: tuple[Target, ...] = ()  # students, from the largest to the smallest
     medusa: MedusaHeads | None = None
 
-    def models(self, method: str) -> list[nn.Module]:
-        """The networks that a method drafts with, in the order of its passes."""
-        needed = needs(method)
-        students = self.cascade if "cascade" in needed else ()
-        students += (self.student,) if "student" in needed else ()
-        heads = [getattr(self, name) for name in ("head", "medusa") if name in needed]
+    def networks(self, kinds: Collection[str]) -> list[nn.Module]:
+        """The networks among some kinds, in the order of a draft's passes."""
+        heads = [getattr(self, name) for name in ("head", "medusa") if name in kinds]
+        students = self.cascade if "cascade" in kinds else ()
+        students += (self.student,) if "student" in kinds else ()
         return [*heads, *(student.model for student in students)]
 
     def weights(self) -> list[str]:
@@ -74,36 +47,102 @@ class Trained:
         return [*hashes, *(student.identity()["weights"] for student in students)]
 
 
-def load_trained(recipe: Recipe, target: Target) -> Trained:
-    """Load from `output.dir`, or from where the recipe says, what its methods need.
+@dataclass(frozen=True)
+class Kind:
+    """One kind of what is trained: a field of `Trained`, and a folder of a run."""
+
+    remedy: str  # what a method that has none of it needs, and what to do
+    load: Callable[[Recipe, Target, Path], Any]  # of a run's folder
+    fetch: Callable[[Source, str | None, Target], Any] | None = None  # by its own name; revision
+    card: Card | None = None
+    # What is wrong with a recipe whose eval.methods have a method, by its name, that needs it.
+    problems: Callable[[str, Sections], list[str]] = lambda method, sections: []
+
+
+def _without_student(method: str, sections: Sections) -> list[str]:
+    if "student" not in sections or sections["student"].given:
+        return []
+    return [
+        f"eval.methods: {method} drafts with a student; set one of student.model, "
+        "student.keep_layers and student.layers"
+    ]
+
+
+def _without_cascade(method: str, sections: Sections) -> list[str]:
+    cascade = sections.get("cascade")
+    own = cascade is not None and cascade.students is None
+    return _without_student(method, sections) if own else []
+
+
+def _without_medusa(method: str, sections: Sections) -> list[str]:
+    if "medusa" not in sections:
+        return []
+    if (heads := sections["medusa"].heads) is None:
+        return [f"eval.methods: {method} drafts with Medusa heads; set medusa.heads, e.g. 4"]
+    if (depth := max(map(len, load_tree_paths(sections["eval"].tree)))) <= heads:
+        return []
+    deep = f"{depth} deep, and medusa.heads = {heads} draft {heads} tokens"
+    way_out = "take a tree that is no deeper, or grow one: eval/grow.py"
+    return [sections["eval"].complaint("tree", f"{deep}; {way_out}")]
+
+
+def _load_table(recipe: Recipe, target: Target, run: Path) -> MaxGramTable:
+    tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
+    folder = recipe.maxgram.table or run / "table"
+    return load_table(folder, target.name, target.vocab_size, tokenizer)
+
+
+def _load_cascade(recipe: Recipe, target: Target, run: Path) -> tuple[Target, ...]:
+    names = recipe.cascade.students
+    return tuple(load_student(name, None, target, key="cascade.students") for name in names)
+
+
+KINDS: dict[str, Kind] = {
+    "head": Kind(
+        "a trained head; train one first",
+        load=lambda recipe, target, run: load_head(run / "head", target.identity()),
+        fetch=lambda name, revision, target: load_head(name, target.identity(), revision),
+        card=Card("head", "Falcon head", "falcon", 'falcon("{repo}", tree="{tree}"'),
+    ),
+    "medusa": Kind(
+        "Medusa heads; train them first: train/medusa.py",
+        load=lambda recipe, target, run: load_medusa(run / "medusa", target.identity()),
+        fetch=lambda name, revision, target: load_medusa(name, target.identity(), revision),
+        card=Card("medusa", "set of Medusa heads", "medusa", 'medusa("{repo}", tree="{tree}"'),
+        problems=_without_medusa,
+    ),
+    "student": Kind(
+        "a student; give the recipe one and train it",
+        load=lambda recipe, target, run: finished_student(recipe.student, run / "student", target),
+        fetch=lambda name, revision, target: load_student(name, revision, target, target.dtype),
+        card=Card("student", "draft LM", "distillation", 'ssd("{repo}"', "transformers"),
+        problems=_without_student,
+    ),
+    "table": Kind(
+        "a Max-Gram table; count one first",
+        load=_load_table,
+        fetch=lambda name, revision, target: load_table(
+            name, target.name, target.vocab_size, revision=revision
+        ),
+        card=Card("table", "Max-Gram table", "max-gram", 'maxgram("{repo}"'),
+    ),
+    "cascade": Kind(
+        "at least one student; train one, or name some in cascade.students",
+        load=_load_cascade,
+        problems=_without_cascade,
+    ),
+}
+CARDS = {name: kind.card for name, kind in KINDS.items() if kind.card}
+
+
+def load_kinds(kinds: Collection[str], recipe: Recipe, target: Target, run: Path) -> Trained:
+    """Load some kinds from the folder of a run, or from where the recipe says.
 
     Raises HeadError, TargetError.
     """
-    return load_drafters(recipe.eval.methods, recipe, target, Path(recipe.output.dir))
-
-
-def load_drafters(methods: Sequence[str], recipe: Recipe, target: Target, out: Path) -> Trained:
-    """Load what these methods need from the folder of a run, or from where the recipe says.
-
-    Raises HeadError, TargetError.
-    """
-    needed = {need for method in methods for need in needs(method)}
-    own = recipe.cascade.students is None
-    head = table = student = medusa = None
-    cascade: tuple[Target, ...] = ()
-    if "head" in needed:
-        head = load_head(out / "head", target.identity())
-    if "table" in needed:
-        folder = Path(recipe.maxgram.table) if recipe.maxgram.table else out / "table"
-        tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
-        table = load_table(folder, target.name, target.vocab_size, tokenizer)
-    if "student" in needed or ("cascade" in needed and own):
-        student = finished_student(recipe.student, out / "student", target)
-    if "medusa" in needed:
-        medusa = load_medusa(out / "medusa", target.identity())
-    if "cascade" in needed:
-        named = recipe.cascade.students or ()
-        key = "cascade.students"
-        loaded = tuple(load_student(name, None, target, key=key) for name in named)
-        cascade = (student,) if own else loaded
-    return Trained(head, table, student, cascade, medusa)
+    own = "cascade" in kinds and recipe.cascade.students is None
+    wanted = {*kinds, "student"} - {"cascade"} if own else kinds
+    found = {name: kind.load(recipe, target, run) for name, kind in KINDS.items() if name in wanted}
+    if own:
+        found["cascade"] = (found["student"],)
+    return Trained(**found)

@@ -1,7 +1,6 @@
 """The target answers many prompts at once: what data/regenerate.py is handed by an entry."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from specdraft.data.server import Server
 from specdraft.data.store.features import Announce, build_features, unannounced
 from specdraft.data.store.online_features import Features, OnlineFeatures
 from specdraft.data.store.tokens import TokenCache, build_tokens
-from specdraft.eval.drafters.trained import Trained, load_drafters
+from specdraft.eval.drafters.registry import Setup, load_drafters, make_drafter
+from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.request import Request
-from specdraft.eval.measure.methods import make_drafter
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 
@@ -48,9 +47,7 @@ class Answers:
     """
 
     def __init__(self, recipe: Recipe, target: Target):
-        # Drafters are made for as many rows as an evaluation has.
-        rows = replace(recipe.eval, batch_size=recipe.data.batch_rows)
-        self.recipe, self.target = replace(recipe, eval=rows), target
+        self.recipe, self.target = recipe, target
 
     def __call__(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
         return answer(self.target, self.recipe.data.batch_rows, asks, self._drafter)
@@ -63,8 +60,9 @@ class Answers:
         return load_drafters([data.drafter], self.recipe, self.target, folder)
 
     def _drafter(self, capacity: int) -> Drafter | None:
-        name = self.recipe.data.drafter
-        return make_drafter(name, self.recipe, self.target, self.trained, capacity)
+        data = self.recipe.data
+        setup = Setup(self.recipe, self.target, self.trained, data.batch_rows, capacity)
+        return make_drafter(data.drafter, setup)
 
 
 def build_caches(

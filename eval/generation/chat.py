@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from specdraft.data.prompts import chat_prompt
 from specdraft.data.template import Messages
-from specdraft.eval.drafters.trained import load_trained
+from specdraft.eval.drafters.registry import load_trained
 from specdraft.eval.engine.request import Request, Update
 from specdraft.eval.measure.methods import Engine, make_method
 from specdraft.eval.measure.outcome import DecodingMethod
-from specdraft.eval.measure.questions import request_of
+from specdraft.eval.measure.questions import make_request
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.schema import Recipe
@@ -71,7 +71,7 @@ class Chat:
         forgotten = (len(self.messages) + 1 - len(messages)) // 2
         self.messages = messages
         settings = self.recipe.eval
-        request = request_of(settings, prompt, self.answers, settings.max_new_tokens)
+        request = make_request(settings, prompt, self.answers, settings.max_new_tokens)
         self.answers += 1
         return steps_of(self.method, request), forgotten
 

@@ -13,7 +13,7 @@ from specdraft.eval.measure.outcome import DecodingMethod, Outcome
 from specdraft.recipes.errors import UserError, in_a_line
 
 
-class Tolerant:
+class FaultTolerant:
     """A method whose failures are outcomes. One that cannot be built, or fails on the first batch
     (which warms it up), is not asked again. Bad input is no failure before that, but raised."""
 
@@ -46,7 +46,7 @@ def _failed(error: Exception) -> Outcome:
     return Outcome([], 0.0, Timing(), failure=in_a_line(error, kind=True))
 
 
-def trouble(parts: Iterable[tuple[Sequence[Prompt], Outcome]]) -> dict:
+def failures_of(parts: Iterable[tuple[Sequence[Prompt], Outcome]]) -> dict:
     """Count and list the prompts that a method failed on, and those that its drafter gave up."""
     found = [
         {"prompt": prompt.id, "turn": prompt.turn, "error": error, "fallback": not part.failure}
@@ -64,13 +64,13 @@ def _errors(prompts: Sequence[Prompt], part: Outcome) -> list[tuple[Prompt, str]
     return [(prompt, done.fallback) for prompt, done in pairs if done.fallback]
 
 
-def told(run: dict) -> str:
+def failure_counts(run: dict) -> str:
     """How many prompts a run of a report failed on, and how many its drafter left."""
     counts = {"failed": run["failed"], "fell back": run["fallbacks"]}
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
 
-def reasons(run: dict) -> str:
+def failure_reasons(run: dict) -> str:
     """What was raised in a run of a report, each with its prompts."""
     by_error: dict[str, list[str]] = {}
     for one in run["failures"]:

@@ -1,9 +1,11 @@
 """Whether an output is token-identical to plain decoding, and if not, whether a near-tie did it."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
+from specdraft.data.prompts import Prompt
 from specdraft.models.target import Target
 
 # A forward of one token and one of many sum in different orders. Two logits closer than this many
@@ -42,3 +44,17 @@ def first_difference(
     gap = float((logits[plain[shared]] - logits[ours[shared]]).abs())
     limit = ROUNDING_UNITS * torch.finfo(target.dtype).eps * float(logits.abs().max())
     return Difference(shared, plain[shared], ours[shared], gap, gap <= limit)
+
+
+def differences(
+    target: Target,
+    prompts: Sequence[Prompt],
+    plain: Sequence[list[int]],
+    ours: Sequence[list[int]],
+) -> list[tuple[Prompt, Difference]]:
+    """Return every prompt whose output is not plain decoding's, with where it leaves it."""
+    found = [
+        (prompt, first_difference(target, prompt.input_ids, a, b))
+        for prompt, a, b in zip(prompts, plain, ours, strict=True)
+    ]
+    return [(prompt, difference) for prompt, difference in found if difference]

@@ -2,7 +2,7 @@
 
 The first line says what the figures depend on: hashes of recipe, prompts and weights, and the
 machine. Figures of two machines are no comparison: where a single one differs, all starts afresh.
-Every other line is one turn (eval/measure/turns.py), with all that its methods have made of it.
+Every other line is one round (eval/measure/rounds.py), with all that its methods have made of it.
 The file is gone once report.json is there.
 """
 
@@ -17,14 +17,14 @@ from specdraft.data.lines import cut_torn_line
 from specdraft.eval.engine.request import Completion, Step
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.outcome import Outcome
-from specdraft.eval.measure.turns import Place, Turn
+from specdraft.eval.measure.rounds import Round, RoundId
 from specdraft.recipes.errors import DataError
 
 NAME = "measured.jsonl"
 
 
 class Logbook:
-    """The turns of a benchmark, of which a setting (prompts, batch size, temperature) is one part.
+    """The rounds of a benchmark, of which a setting (prompts, batch size, temperature) is one part.
 
     depends_on: what the figures depend on, by name, as JSON.
     """
@@ -33,16 +33,18 @@ class Logbook:
         self.path = folder / NAME
         folder.mkdir(parents=True, exist_ok=True)
         cut_torn_line(self.path)
-        head, self.turns = self._read()
+        head, self.rounds = self._read()
         changed = sorted(k for k in {*head, *depends_on} if head.get(k) != depends_on.get(k))
         self.note = ""  # what a user should know
         if head and changed:
             self.note = f"{self.path} is of another {', '.join(changed)}: starting afresh"
-        elif self.turns:
-            self.note = f"{self.path} has {len(self.turns)} turns of this benchmark: going on there"
+        elif self.rounds:
+            self.note = (
+                f"{self.path} has {len(self.rounds)} turns of this benchmark: going on there"
+            )
         self.file = self.path.open("w" if changed else "a", encoding="utf-8")
         if changed:
-            self.turns = {}
+            self.rounds = {}
             self._write(depends_on)
 
     def __enter__(self) -> Self:
@@ -51,13 +53,14 @@ class Logbook:
     def __exit__(self, *_: object) -> None:
         self.file.close()
 
-    def recall(self, part: int, place: Place, make: Callable[[], Turn]) -> Turn:
-        """Return the turn at a place of a part: as it was, or made and written down now."""
-        if known := self.turns.get((part, *place)):
-            return {name: _outcome(told) for name, told in json.loads(known)["outcomes"].items()}
-        turn = make()
-        self._write({"place": [part, *place], "outcomes": turn})
-        return turn
+    def remember(self, part: int, number: RoundId, make: Callable[[], Round]) -> Round:
+        """Return a round of a part: as it was, or made and written down now."""
+        if known := self.rounds.get((part, *number)):
+            outcomes = json.loads(known)["outcomes"]
+            return {name: _outcome(fields) for name, fields in outcomes.items()}
+        made = make()
+        self._write({"place": [part, *number], "outcomes": made})
+        return made
 
     def remove(self) -> None:
         """Forget everything: it is in the report."""
@@ -85,14 +88,14 @@ def _plain(value: Any) -> Any:
     return {item.name: getattr(value, item.name) for item in fields(value)}
 
 
-def _outcome(told: dict) -> Outcome:
-    told["completions"] = [
+def _outcome(values: dict) -> Outcome:
+    values["completions"] = [
         Completion(**one | {"steps": [_step(step) for step in one["steps"]]})
-        for one in told["completions"]
+        for one in values["completions"]
     ]
-    told["timing"] = Timing(**told["timing"])
-    return Outcome(**told | {key: tuple(told[key]) for key in ("drafter_passes", "tries")})
+    values["timing"] = Timing(**values["timing"])
+    return Outcome(**values | {key: tuple(values[key]) for key in ("drafter_passes", "tries")})
 
 
-def _step(told: dict) -> Step:
-    return Step(**told | {key: tuple(told[key]) for key in ("parents", "path")})
+def _step(values: dict) -> Step:
+    return Step(**values | {key: tuple(values[key]) for key in ("parents", "path")})

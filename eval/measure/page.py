@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from specdraft.data.whole import write_whole
-from specdraft.eval.measure.failure import reasons, told
+from specdraft.eval.measure.failure import failure_counts, failure_reasons
 from specdraft.eval.measure.page_plots import (
     Plot,
     bars,
@@ -65,7 +65,11 @@ def render(report: dict, sections: list[dict], across: list[Plot]) -> str:
     )
     environment.filters |= {"svg": to_svg, "figure": _figure}
     environment.filters |= {"draft_lines": draft_lines, "hash": _hash}
-    environment.filters |= {"trouble": told, "reasons": reasons, "category": _category}
+    environment.filters |= {
+        "trouble": failure_counts,
+        "reasons": failure_reasons,
+        "category": _category,
+    }
     template = Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
     recipe = report.get("recipe", {})
     return environment.from_string(template).render(

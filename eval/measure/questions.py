@@ -17,7 +17,7 @@ from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import EvalSection, Recipe
 
 
-def play_turns(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> list[Prompt]:
+def expand_turns(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt per turn, those of a question one after the other.
 
     Raises: DataError for a prompt that the target has no positions for.
@@ -28,7 +28,7 @@ def play_turns(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> lis
     first = [0, *accumulate(1 + len(prompt.later) for prompt in prompts)]  # place among all turns
     while waiting := [n for n, turns in enumerate(played) if turns[-1].later]:
         requests = [
-            request_of(
+            make_request(
                 recipe.eval,
                 played[n][-1].input_ids,
                 first[n] + len(played[n]) - 1,
@@ -67,12 +67,12 @@ def make_requests(settings: EvalSection, prompts: Sequence[Prompt]) -> list[Requ
         lengths = [round(n * settings.spread ** (-i / steps)) for i, n in enumerate(lengths)]
         random.Random(settings.seed).shuffle(lengths)
     return [
-        request_of(settings, prompt.input_ids, number, max(length, 1))
+        make_request(settings, prompt.input_ids, number, max(length, 1))
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
 
 
-def request_of(settings: EvalSection, prompt: Sequence[int], number: int, length: int) -> Request:
+def make_request(settings: EvalSection, prompt: Sequence[int], number: int, length: int) -> Request:
     """Return the request of a prompt with the settings of a recipe and a seed of its own."""
     return Request(
         prompt,

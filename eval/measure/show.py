@@ -57,7 +57,7 @@ def replay(
     `kind` is "accepted", "bonus" (the target's own behind a draft) or "plain" (nothing was
     drafted). Node 0 of a draft is its root and has no text.
     """
-    shown, done, told = "", 0, []
+    shown, done, replayed = "", 0, []
     for step in steps:
         kinds = [ACCEPTED] * step.accepted + [BONUS if step.drafted or step.accepted else PLAIN]
         given = []
@@ -67,8 +67,8 @@ def replay(
             whole = not text.endswith("\N{REPLACEMENT CHARACTER}") or done == len(tokens)
             given.append((text[len(shown) :] if whole else "", kind))
             shown = text if whole else shown
-        told.append({"tokens": given, "draft": _draft(tokenizer, step)})
-    return told
+        replayed.append({"tokens": given, "draft": _draft(tokenizer, step)})
+    return replayed
 
 
 def _draft(tokenizer: PreTrainedTokenizerBase, step: Step) -> dict | None:

@@ -1,10 +1,10 @@
 """Find the best setting of a drafter: successive halving over a grid, on prompts of its own.
 
 CS Drafting (arXiv 2312.11462) tunes its cascades by a halving grid search. Every candidate is
-measured on a few prompts, the better half on twice as many, until one is left. What is tuned is
-declared in `SPACES`; a new method needs a line there and nothing else. K's entries are addressed by
-their place: the paper's k11, k12 and k21, the entries of a row from its diagonal on, are k.0.0,
-k.0.1 and k.1.1 of a K for one student; more students have more of them.
+measured on a few prompts, the better half on twice as many, until one is left. What is tuned of a
+method stands in its row (eval/drafters/registry.py). K's entries are addressed by their place: the
+paper's k11, k12 and k21, the entries of a row from its diagonal on, are k.0.0, k.0.1 and k.1.1 of a
+K for one student; more students have more of them.
 """
 
 import json
@@ -16,12 +16,11 @@ from math import prod
 from typing import Any, TypeVar
 
 from specdraft.data.prompts import Prompt
+from specdraft.eval.drafters.registry import Space, space_of
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.measure.methods import make_method
+from specdraft.eval.measure.environment import cpu_threads
+from specdraft.eval.measure.measurement import REFERENCE, measure, measured_cost
 from specdraft.eval.measure.metrics import Costs, counts, times
-from specdraft.eval.measure.questions import make_requests
-from specdraft.eval.measure.report import REFERENCE, cpu_threads
-from specdraft.eval.measure.turns import Outcomes, capacity_for, take_turns
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import from_dict
@@ -31,26 +30,6 @@ Setting = dict[str, Any]  # recipe paths (section.key, section.key.row.column) a
 T = TypeVar("T")
 MEASURES = ("wall", "swi")
 FIRST = 2  # prompts of the first rung
-LENIENCIES = (1.0, 2.0, 3.0, 5.0)
-SPACES: dict[str, dict[str, tuple]] = {
-    "cascade": {  # of one student, who has nobody to be lenient with; of more: `space_of`
-        "cascade.k.0.0": (1, 2, 3, 4, 6, 8),
-        "cascade.k.0.1": (0, 1, 2, 4),
-        "cascade.k.1.1": (1, 2, 4, 7, 10),
-    },
-    "ssd": {
-        "drafting.gamma": (1, 2, 3, 4, 5, 6, 8),
-        "drafting.theta_prob": (0.0, 0.2, 0.4, 0.6),
-    },
-    "gsd": {
-        "drafting.depth": (3, 4, 6, 8, 10),
-        "drafting.out_degree": (2, 3, 4),
-        "drafting.theta_prob": (0.1, 0.2, 0.4),
-        "drafting.theta_sib": (0.1, 0.3, 0.5),
-        "drafting.tau": (1, 2, 3),
-    },
-    "maxgram": {"maxgram.n": (1, 2, 3, 4, 5, 7, 10)},
-}
 
 
 def parse_tuning(parser: ArgumentParser, candidates: int) -> Namespace:
@@ -64,7 +43,7 @@ def parse_tuning(parser: ArgumentParser, candidates: int) -> Namespace:
     return options
 
 
-def settings(recipe: Recipe, method: str, limit: int, seed: int = 0) -> list[Setting]:
+def sample_settings(recipe: Recipe, method: str, limit: int, seed: int = 0) -> list[Setting]:
     """Return up to `limit` different settings of a method: the recipe's own, then a sample of all.
 
     Raises RecipeError for a method that has no space.
@@ -77,26 +56,7 @@ def settings(recipe: Recipe, method: str, limit: int, seed: int = 0) -> list[Set
     return [own, *others[: limit - 1]]
 
 
-def space_of(recipe: Recipe, method: str) -> dict[str, tuple]:
-    """Return the values of everything that is tuned of a method; RecipeError where nothing is."""
-    if method not in SPACES:
-        raise RecipeError(f"nothing to tune for {method!r}; known: {', '.join(SPACES)}")
-    if method != "cascade" or recipe.cascade.size == 1:
-        return SPACES[method]
-    return k_of(recipe.cascade.size) | {"cascade.leniency": LENIENCIES}
-
-
-def k_of(students: int) -> dict[str, tuple]:
-    """Return the values of K's entries, from the diagonal on, for more than one student.
-
-    Fewer for each than for one student, since there are more entries. No entry of the diagonal is
-    0: every drafter has something to do.
-    """
-    places = [(i, j) for i in range(students + 1) for j in range(i, students + 1)]
-    return {f"cascade.k.{i}.{j}": (1, 2, 4) if i == j else (0, 1, 2) for i, j in places}
-
-
-def _at(space: dict[str, tuple], place: int) -> Setting:
+def _at(space: Space, place: int) -> Setting:
     """Return one point of a space, all of which are numbered."""
     setting = {}
     for path, values in space.items():
@@ -113,7 +73,7 @@ def look_up(recipe: Recipe, path: str) -> Any:
     return value
 
 
-def applied(recipe: Recipe, setting: Setting) -> Recipe:
+def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
     """Return the recipe with a setting in it; InvalidRecipeError where that is none."""
     tree = recipe.to_dict()
     for path, value in setting.items():
@@ -129,7 +89,7 @@ def _keys(path: str) -> list[str | int]:
     return [int(key) if key.isdigit() else key for key in path.split(".")]
 
 
-def halve(
+def successive_halving(
     candidates: Sequence[T], measure: Callable[[T, int], float], first: int, most: int
 ) -> Iterator[tuple[int, list[tuple[float, T]]]]:
     """Yield (budget, scores and candidates, the best first) of every rung until one is left.
@@ -149,9 +109,9 @@ def halve(
         budget *= 2
 
 
-def fragment(recipe: Recipe, setting: Setting) -> dict[str, dict]:
+def recipe_part(recipe: Recipe, setting: Setting) -> dict[str, dict]:
     """Return a setting as part of a recipe: sections with whole values, ready for YAML."""
-    tree, part = applied(recipe, setting).to_dict(), {}
+    tree, part = apply_setting(recipe, setting).to_dict(), {}
     for path in setting:
         section, key, *_ = path.split(".")
         part.setdefault(section, {})[key] = tree[section][key]
@@ -168,7 +128,7 @@ def overrides(part: dict[str, dict]) -> list[str]:
 
 
 @dataclass
-class Measured:
+class Scorer:
     """Speed of settings on tuning prompts: each is decoded in turns with plain decoding, so that a
     machine that slows down slows both. One drafter is alive at a time."""
 
@@ -181,23 +141,12 @@ class Measured:
 
     def __call__(self, setting: Setting, budget: int) -> float:
         """Over the first `budget` prompts: tokens/s over plain's, or SWI with measured costs."""
-        recipe = applied(self.recipe, setting)
+        recipe, prompts = apply_setting(self.recipe, setting), self.prompts[:budget]
+        pair = [REFERENCE, self.method]
         with cpu_threads(recipe.eval.threads):
-            outcomes = self._decode(recipe, self.prompts[:budget])
-        plain, ours = outcomes[REFERENCE], outcomes[self.method]
+            done = measure(recipe, self.target, self.trained, prompts, pair, progress=False)
+        plain, ours = (done.outcomes[name] for name in pair)
         if self.by == "wall":
             return sum(part.seconds for part in plain) / sum(part.seconds for part in ours)
-        forwards = sum(part.drafter_forwards for part in ours)
-        per_step = times(plain, 1)["verify_ms_per_step"]
-        drafting = 1e3 * sum(part.drafter_seconds for part in ours)
-        cost = drafting / forwards / per_step if forwards else 0.0
+        cost = measured_cost(ours, times(plain, 1)["verify_ms_per_step"])
         return counts(ours, Costs(0.0, cost))["swi_measured"]
-
-    def _decode(self, recipe: Recipe, prompts: Sequence[Prompt]) -> Outcomes:
-        requests = make_requests(recipe.eval, prompts)
-        capacity = capacity_for(recipe.eval, requests)
-        runners = {
-            name: make_method(name, recipe, self.target, self.trained, capacity)
-            for name in (REFERENCE, self.method)
-        }
-        return take_turns(runners, requests, recipe.eval, progress=False)

@@ -23,9 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.prompts import Prompt, load_prompts
+from specdraft.eval.drafters.registry import problems
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.measure.methods import Outcome
-from specdraft.eval.measure.report import cpu_threads, decode_all, summarise, write_json
+from specdraft.eval.measure.environment import cpu_threads
+from specdraft.eval.measure.measurement import Measurement, measure
+from specdraft.eval.measure.outcome import Outcome
+from specdraft.eval.measure.report import write_json
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole_numbers
@@ -103,7 +106,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     parser.add_argument("--out", type=Path, help="default: budgets.json of output.dir")
     options = parser.parse_intermixed_args()
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(options.recipe, options.overrides, check=problems)
     shapes = {
         f"length {n}": at_length(n) for n in whole_numbers("--lengths", options.lengths, 2, 256)
     }
@@ -127,13 +130,13 @@ def compare(
     student = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
     with cpu_threads(recipe.eval.threads):
         return [
-            {"comparison": name} | measure(recipe, target, student, prompts, shape, seeds)
+            {"comparison": name} | measure_shape(recipe, target, student, prompts, shape, seeds)
             for name, some in shapes.items()
             for shape in some
         ]
 
 
-def measure(
+def measure_shape(
     recipe: Recipe,
     target: Target,
     student: Target,
@@ -148,10 +151,10 @@ def measure(
     trained, outcomes = Trained(student=student), []
     for seed in seeds:
         seeded = replace(recipe, eval=replace(settings, seed=APART * seed))
-        decoded = decode_all(seeded, target, trained, prompts, [shape.method], progress=False)
-        outcomes += decoded[shape.method]
+        done = measure(seeded, target, trained, prompts, [shape.method], progress=False)
+        outcomes += done.outcomes[shape.method]
     every = [prompt for _ in seeds for prompt in prompts]
-    (row,) = summarise(recipe, target, trained, every, {shape.method: outcomes})
+    (row,) = Measurement(recipe, target, trained, every, {shape.method: outcomes}).rows()
     return {"shape": str(shape), "standard_error": standard_error(outcomes)} | row
 
 

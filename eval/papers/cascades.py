@@ -20,10 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.prompts import load_prompts, tuning_prompts
-from specdraft.eval.drafters.trained import Trained, load_trained
-from specdraft.eval.measure.questions import play_turns
-from specdraft.eval.measure.report import agreement, cpu_threads, environment, write_json
-from specdraft.eval.measure.tuning import fragment, overrides, parse_tuning
+from specdraft.eval.drafters.registry import load_trained, problems
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.environment import cpu_threads, environment
+from specdraft.eval.measure.questions import expand_turns
+from specdraft.eval.measure.report import write_json
+from specdraft.eval.measure.table import identical_outputs
+from specdraft.eval.measure.tuning import overrides, parse_tuning, recipe_part
 from specdraft.eval.papers.contenders import contenders, measured, tuned
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
@@ -44,7 +47,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: cascades.json of output.dir")
     options = parse_tuning(parser, candidates=16)
     chosen = [*options.overrides, "eval.methods=[plain, maxgram, cascade]"]
-    recipe = load_recipe(options.recipe, chosen)
+    recipe = load_recipe(options.recipe, chosen, check=problems)
     if recipe.eval.batch_size > 1:
         raise RecipeError(
             f"eval.batch_size = {recipe.eval.batch_size}: a batch mixes categories; set it to 1"
@@ -67,11 +70,11 @@ def compare(
     rows = []
     for row in contenders(recipe, trained):
         rows.append(tuned(row, target, unseen, candidates, by))
-        chosen = " ".join(overrides(fragment(rows[-1].recipe, rows[-1].setting)))
+        chosen = " ".join(overrides(recipe_part(rows[-1].recipe, rows[-1].setting)))
         if chosen:
             Console(soft_wrap=True).print(f"{row.name}: {by} {rows[-1].score:.3f}, {chosen}")
     with cpu_threads(recipe.eval.threads):
-        prompts = play_turns(recipe, target, prompts)
+        prompts = expand_turns(recipe, target, prompts)
         where = environment(target)
     figures = measured(rows, target, prompts)
     gains = gains_of(figures)
@@ -131,7 +134,7 @@ def show(report: dict, trained: Trained) -> None:
     for row in rows:
         pairs = ([figure_of(row, gain["category"], m) for m in FIGURES] for gain in gains)
         cells = [f"{swi:.2f} {wall:.2f}" for swi, wall in pairs]
-        table.add_row(row["row"], *cells, agreement(row))
+        table.add_row(row["row"], *cells, identical_outputs(row))
     ratios = (f"{g['swi']['ratio']:.2f} {g['wall']['ratio']:.2f}" for g in gains)
     table.add_section()
     table.add_row("cascade/SD", *ratios, "")

@@ -2,7 +2,7 @@
 
 Plain decoding, SD with each student, Max-Gram alone, each student above Max-Gram, and the cascade
 of all. Every row is tuned by itself (eval/measure/tuning.py), on prompts that none is measured
-on; then all take turns on the measured prompts (eval/measure/turns.py).
+on; then all take turns on the measured prompts (eval/measure/rounds.py).
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,20 @@ from dataclasses import dataclass, field, replace
 
 from specdraft.data.prompts import Prompt
 from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.environment import cpu_threads
+from specdraft.eval.measure.measurement import REFERENCE, Measurement
 from specdraft.eval.measure.methods import make_method
 from specdraft.eval.measure.questions import make_requests
-from specdraft.eval.measure.report import REFERENCE, cpu_threads, summarise
+from specdraft.eval.measure.rounds import Outcomes, capacity_for, take_turns
 from specdraft.eval.measure.tuning import (
     FIRST,
-    Measured,
+    Scorer,
     Setting,
-    applied,
-    fragment,
-    halve,
-    settings,
+    apply_setting,
+    recipe_part,
+    sample_settings,
+    successive_halving,
 )
-from specdraft.eval.measure.turns import Outcomes, capacity_for, take_turns
 from specdraft.models.target import Target
 from specdraft.recipes.schema import CascadeSection, Recipe
 
@@ -75,11 +76,11 @@ def tuned(
     """Return a row with the best of up to `candidates` settings in its recipe."""
     if row.method == REFERENCE:
         return row
-    tried = settings(row.recipe, row.method, candidates, row.recipe.eval.seed)
-    measure = Measured(row.recipe, row.method, target, row.trained, prompts, by)
-    *_, (_, scored) = halve(tried, measure, FIRST, len(prompts))
+    tried = sample_settings(row.recipe, row.method, candidates, row.recipe.eval.seed)
+    measure = Scorer(row.recipe, row.method, target, row.trained, prompts, by)
+    *_, (_, scored) = successive_halving(tried, measure, FIRST, len(prompts))
     score, best = scored[0]
-    return replace(row, recipe=applied(row.recipe, best), setting=best, score=score)
+    return replace(row, recipe=apply_setting(row.recipe, best), setting=best, score=score)
 
 
 def measured(
@@ -100,19 +101,18 @@ def measured(
         outcomes = take_turns(runners, requests, section, progress)
     plain = outcomes[rows[0].name]
     return [
-        {"row": row.name, "score": row.score, "setting": fragment(row.recipe, row.setting)}
+        {"row": row.name, "score": row.score, "setting": recipe_part(row.recipe, row.setting)}
         | _report(row, target, prompts, {REFERENCE: plain, row.method: outcomes[row.name]})
         for row in rows
     ]
 
 
 def _report(row: Contender, target: Target, prompts: Sequence[Prompt], outcomes: Outcomes) -> dict:
-    """A row of `summarise`, in which every category has also the figures of its prompts alone."""
-    whole = summarise(row.recipe, target, row.trained, prompts, outcomes)[-1]
+    """A row of figures, in which every category has also the figures of its prompts alone."""
+    done = Measurement(row.recipe, target, row.trained, prompts, outcomes)
+    whole = done.rows()[-1]
     for category in whole["categories"]:
         own = [n for n, prompt in enumerate(prompts) if prompt.category == category["category"]]
-        parts = {name: [every[n] for n in own] for name, every in outcomes.items()}
-        some = [prompts[n] for n in own]
-        figures = summarise(row.recipe, target, row.trained, some, parts)[-1]
+        figures = done.of([*outcomes], own).rows()[-1]
         category |= {key: figures[key] for key in OF_A_CATEGORY}
     return whole

@@ -22,9 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.drafters.trained import Trained, load_trained
-from specdraft.eval.measure.questions import play_turns
-from specdraft.eval.measure.report import REFERENCE, agreement, cpu_threads, environment, write_json
+from specdraft.eval.drafters.registry import METHODS, load_trained, problems
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.environment import cpu_threads, environment
+from specdraft.eval.measure.measurement import REFERENCE
+from specdraft.eval.measure.questions import expand_turns
+from specdraft.eval.measure.report import write_json
+from specdraft.eval.measure.table import identical_outputs
 from specdraft.eval.papers.contenders import Contender, measured
 from specdraft.eval.papers.seeded import Job, over_seeds, run_all, told
 from specdraft.models.target import Target
@@ -49,14 +53,12 @@ class Rival:
 
     @property
     def recipe(self) -> Recipe:
-        return load_recipe(
-            self.path, [*self.overrides, f"eval.methods=[{REFERENCE},{self.method}]"]
-        )
+        methods = f"eval.methods=[{REFERENCE},{self.method}]"
+        return load_recipe(self.path, [*self.overrides, methods], check=problems)
 
     @property
     def script(self) -> str:
-        known = {TREE: "falcon", CHAIN: "falcon", "eagle_tree": "eagle", "medusa_tree": "medusa"}
-        return f"train/{known[self.method]}.py"
+        return METHODS[self.method].trainer
 
     def job(self, runs: Path, seed: int) -> Job:
         """Its run from a seed. A chain is decoded with the head of the tree's run."""
@@ -105,7 +107,7 @@ def line_up(path: str, against: Sequence[str], common: tuple[str, ...]) -> list[
         Rival(other, path, (*common, glance), TREE),
     ]
     for rival_path in against:
-        recipe = load_recipe(rival_path, list(common))
+        recipe = load_recipe(rival_path, list(common), check=problems)
         method = "medusa_tree" if recipe.medusa.given else "eagle_tree"
         rivals.append(Rival(method.removesuffix("_tree"), rival_path, common, method))
         _check_fair(ours.recipe, rivals[-1].recipe)
@@ -130,7 +132,7 @@ def compare(rivals: Sequence[Rival], runs: Path, seeds: Sequence[int]) -> dict:
     recipe = rivals[0].recipe
     target = Target.of_recipe(recipe.target)
     with cpu_threads(recipe.eval.threads):
-        prompts = play_turns(recipe, target, load_prompts(recipe, target.tokenizer))
+        prompts = expand_turns(recipe, target, load_prompts(recipe, target.tokenizer))
         where = environment(target)
     rows = [Contender(REFERENCE, REFERENCE, recipe, Trained())]
     for rival in rivals:
@@ -176,7 +178,7 @@ def show(report: dict) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for rival in report["rivals"]:
         rows, gains = rival["rows"], rival["ours_over_it"]
-        same = " ".join(sorted({agreement(row) for row in rows}))
+        same = " ".join(sorted({identical_outputs(row) for row in rows}))
         nodes = max(row["drafted_per_step"] for row in rows)
         figures = (told(rival[figure]) for figure in FIGURES)
         ratios = (told(gains[figure]) for figure in FIGURES)

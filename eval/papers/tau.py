@@ -23,12 +23,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.drafters.gsd import GSD, GraphGrowth
-from specdraft.eval.drafters.strategies import pruned
+from specdraft.eval.drafters.registry import Setup, problems
+from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.tree import Tree
+from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.methods import Engine
 from specdraft.eval.measure.metrics import Costs, counts
-from specdraft.eval.measure.report import cpu_threads, make_requests, write_json
+from specdraft.eval.measure.questions import make_requests
+from specdraft.eval.measure.report import write_json
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole_numbers
@@ -81,7 +84,7 @@ def main() -> None:
     parser.add_argument("--taus", default="0,1,2,3,4", help="comma-separated")
     parser.add_argument("--out", type=Path, help="default: tau.json of output.dir")
     options = parser.parse_intermixed_args()
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(options.recipe, options.overrides, check=problems)
     rows = sweep(recipe, whole_numbers("--taus", options.taus, most=256))
     out = options.out or Path(recipe.output.dir) / "tau.json"
     write_json({"recipe": recipe.to_dict(), "rows": rows}, out)
@@ -98,8 +101,8 @@ def sweep(recipe: Recipe, taus: list[int]) -> list[dict]:
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
     size, rows = recipe.eval.batch_size, []
     for tau in taus:
-        place, drafting = (student, size, capacity), recipe.drafting
-        drafter = ComparingGSD(*place, tau, drafting.max_copies, **pruned(drafting))
+        setup = Setup(recipe, target, Trained(student=student), size, capacity)
+        drafter = ComparingGSD(*setup.student, tau, setup.drafting.max_copies, **setup.pruned)
         decoder = Decoder(target, drafter, size, capacity + drafter.max_nodes)
         with cpu_threads(recipe.eval.threads):
             figures = counts([Engine(decoder)(requests)], Costs(0.0, None))

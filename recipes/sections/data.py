@@ -17,7 +17,6 @@ from specdraft.recipes.fields import (
     Seed,
     Tokens,
 )
-from specdraft.recipes.methods import Drafting
 from specdraft.recipes.sections.target import Dtype
 
 
@@ -49,7 +48,7 @@ class DataSection(Section):
     seed: Seed = 0
     # Drafts our decoder's answers, which are the same with any drafter, only sooner: a method of
     # `eval`, and the folder of the run that trained it; null: output.dir.
-    drafter: Drafting = "plain"
+    drafter: str = "plain"
     drafter_run: str | None = None
     server: str | None = None  # OpenAI-compatible, http://HOST:PORT/v1; null: our decoder
     server_model: str | None = None  # the name the server has for the target; null: target.model

@@ -17,7 +17,6 @@ from specdraft.recipes.fields import (
     Share,
     Tokens,
 )
-from specdraft.recipes.methods import HEAD_METHODS, STUDENT_METHODS, Measured
 from specdraft.recipes.static_trees import load_tree_paths
 
 Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"]
@@ -34,7 +33,15 @@ class EvalSection(Section):
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Tokens = 128
     limit: Count | None = None  # prompts at most
-    methods: tuple[Measured, ...] = HEAD_METHODS  # METHOD or METHOD:WAY; padded: prompt_lookup's
+    # METHOD or METHOD:WAY, of eval/drafters/registry.py; these need no more than a Falcon head.
+    methods: tuple[str, ...] = (
+        "plain",
+        "generate",
+        "hf_prompt_lookup",
+        "prompt_lookup",
+        "falcon_chain",
+        "falcon_tree",
+    )
     temperature: Sampling = 0.0  # 0: greedy
     top_k: Natural = 0  # 0: off
     top_p: Share = 1.0
@@ -50,23 +57,10 @@ class EvalSection(Section):
     hf_lookup_copy: Draft = 3  # the same of transformers' prompt lookup
     prompt_tokens: Tokens | None = None  # holdout of format text: null: as data.prompt_tokens
 
-    @property
-    def student_methods(self) -> tuple[str, ...]:
-        """The methods, padded or not, that draft with a student."""
-        drafting = (*STUDENT_METHODS, "hf_assisted")
-        return tuple(name for name in self.methods if name.partition(":")[0] in drafting)
-
     def conflicts(self) -> Iterator[str]:
-        """Methods there are, and a tree that exists and is one."""
+        """Methods, and a tree that exists and is one."""
         if not self.methods:
             yield self.complaint("methods", "name at least one")
-        foreign = [name for name in self.methods if name.startswith(("generate", "hf_"))]
-        if self.spread > 1 and foreign:
-            yield self.complaint(
-                "spread",
-                f"{foreign[0]} cannot give each row its own length; leave it out of eval.methods "
-                "or set eval.spread to 1",
-            )
         try:
             load_tree_paths(self.tree)
         except InvalidRecipeError as error:

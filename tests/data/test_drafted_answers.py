@@ -13,6 +13,7 @@ from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import LMDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_token_cache
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
@@ -55,9 +56,8 @@ def recipe(out, drafter="plain", **data):
     own = {"samples": 3, "temperature": 0.8, "max_new_tokens": 12, "batch_rows": 4, "limit": 5}
     data = {"sources": ["tiny"], "max_length": 96, "answers": "target", **own, **data}
     data |= {"drafter": drafter, "cache_dir": str(out / drafter)}
-    return from_dict(
-        {"name": "x", "data": data, "train": {"steps": 1}, "output": {"dir": str(out / "none")}}
-    )
+    tree = {"name": "x", "data": data, "train": {"steps": 1}, "output": {"dir": str(out / "none")}}
+    return from_dict(tree, problems)
 
 
 def build(settings, target) -> TokenCache:

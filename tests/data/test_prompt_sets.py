@@ -15,7 +15,7 @@ from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.categories import add_speedups, by_category, macro
 from specdraft.eval.measure.outcome import Outcome
-from specdraft.eval.measure.questions import play_turns
+from specdraft.eval.measure.questions import expand_turns
 from specdraft.eval.measure.report import evaluate
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
@@ -137,7 +137,7 @@ def test_a_prompt_that_leaves_no_room_for_its_answer_is_refused(tiny, tmp_path):
     length = len(prompt.input_ids)
     assert length < 1024 < length + 16
     with pytest.raises(DataError, match=rf"prompt long has {length} tokens .* a context of 1024"):
-        play_turns(recipe, tiny, [prompt])
+        expand_turns(recipe, tiny, [prompt])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -151,7 +151,7 @@ def test_every_method_meets_the_history_that_plain_decoding_writes(tiny, tmp_pat
     settings = [f"eval.prompts={name}", "eval.max_new_tokens=16", "train.threads=1"]
     recipe = load_recipe("recipes/tiny.yaml", [*settings, f"eval.temperature={temperature}"])
     questions = load_prompts(recipe, tiny.tokenizer)
-    turns = play_turns(recipe, tiny, questions)
+    turns = expand_turns(recipe, tiny, questions)
     assert [(p.id, p.turn) for p in turns] == [("1", 1), ("1", 2), ("2", 1), ("3", 1), ("3", 2)]
     for number in (0, 3):  # by hand: answer, render, compare
         request = Request(turns[number].input_ids, 16, temperature, seed=number)

@@ -10,10 +10,11 @@ from specdraft.eval.drafters.cascade import CascadeDrafter, Reviewer
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
+from specdraft.eval.drafters.registry import load_trained, problems
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.suffix import FirstSuffixes
 from specdraft.eval.drafters.tail import MaxGramTail, deepest, grafted, path_to
-from specdraft.eval.drafters.trained import Trained, load_trained
+from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.tree import Topology, Tree
@@ -342,7 +343,7 @@ def test_a_tail_behind_a_falcon_tree_changes_no_output(target, rows, temperature
 
 def complaint(*overrides: str) -> str:
     with pytest.raises(RecipeError) as caught:
-        load_recipe("recipes/tiny_cascade.yaml", list(overrides))
+        load_recipe("recipes/tiny_cascade.yaml", list(overrides), check=problems)
     return str(caught.value)
 
 

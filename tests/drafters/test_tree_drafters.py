@@ -1,5 +1,7 @@
 """Trees drafted with a draft LM: plain decoding's tokens, the right trees, the right cache."""
 
+import dataclasses
+
 import pytest
 import torch
 from decoding import decode, plain_tokens, prompts
@@ -13,10 +15,11 @@ from specdraft.eval.drafters.drawing import ranking
 from specdraft.eval.drafters.gsd import GSD
 from specdraft.eval.drafters.level import TSD
 from specdraft.eval.drafters.lm import SSD
-from specdraft.eval.drafters.strategies import make_strategy
+from specdraft.eval.drafters.registry import METHODS, Setup, make_drafter
+from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import GUMBEL, Request
-from specdraft.recipes.methods import STUDENT_METHODS
+from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import DraftingSection
 
 LOW = {"theta_prob": 0.05, "theta_sib": 0.05}
@@ -269,12 +272,12 @@ def test_without_noise_branching_takes_the_best_and_a_beam_the_best_sequences():
 
 def test_every_method_with_a_student_has_its_drafter(target):
     settings = DraftingSection(gamma=3, chains=2, branching=(2, 1), beam_width=3, max_nodes=50)
-    drafters = {name: make_strategy(name, settings, target, 1, 64) for name in STUDENT_METHODS}
-    sizes = {name: drafter.max_nodes for name, drafter in drafters.items()}
+    recipe = dataclasses.replace(load_recipe("recipes/tiny_distill.yaml"), drafting=settings)
+    setup = Setup(recipe, target, Trained(student=target), 1, 64)
+    with_student = [row.name for row in METHODS.values() if row.is_ours and "student" in row.needs]
+    sizes = {name: make_drafter(name, setup).max_nodes for name in with_student}
     assert sizes == {
         "ssd": 3, "tsd": 50, "gsd": 150, "rsd_c": 4, "rsd_s": 9, "specinfer": 4, "spectr": 6
     }  # fmt: skip
-    with pytest.raises(ValueError, match="plain does not draft with a student"):
-        make_strategy("plain", settings, target, 1, 64)
     with pytest.raises(ValueError, match="factors of at least 1"):
         Branching(target, branching=())

@@ -267,22 +267,22 @@ def test_the_callers_model_is_left_as_it_was(model):
 def test_a_decoder_is_kept_for_the_next_call_and_follows_the_weights(model):
     method, inputs = Speculative(prompt_lookup()), one()
     model.generate(**inputs, max_new_tokens=NEW, custom_generate=method)
-    loan, decoder = method._loan, method._loan._decoder
+    borrowed, decoder = method._borrowed, method._borrowed._decoder
     model.generate(**inputs, max_new_tokens=NEW - 3, custom_generate=method)
-    assert method._loan is loan
-    assert loan._decoder is decoder
+    assert method._borrowed is borrowed
+    assert borrowed._decoder is decoder
     with torch.no_grad():
         for parameter in model.parameters():  # an optimiser's step
             parameter.add_(0.2 * torch.randn_like(parameter))
     expected = model.generate(**inputs, max_new_tokens=NEW)
     ours = model.generate(**inputs, max_new_tokens=NEW, custom_generate=method)
     assert torch.equal(ours, expected)
-    assert method._loan is loan
+    assert method._borrowed is borrowed
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))  # other tensors
     expected = model.generate(**inputs, max_new_tokens=NEW)
     ours = model.generate(**inputs, max_new_tokens=NEW, custom_generate=method)
     assert torch.equal(ours, expected)
-    assert method._loan is not loan
+    assert method._borrowed is not borrowed
 
 
 def test_a_model_is_not_kept_alive(model):

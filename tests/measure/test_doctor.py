@@ -241,15 +241,15 @@ def test_another_recipes_cache_is_nobodys_fault(doctor, ill):
 
 
 def test_a_method_that_changes_one_token_is_found(doctor, ill, monkeypatch):
-    decode_all = drafter_checkup.decode_all
+    measure = drafter_checkup.measure
 
     def spoilt(recipe, target, trained, prompts, methods, progress):
-        outcomes = decode_all(recipe, target, trained, prompts, methods, progress)
+        done = measure(recipe, target, trained, prompts, methods, progress)
         if methods == ["falcon_tree"]:
-            outcomes["falcon_tree"][1].completions[0].tokens[4] += 1
-        return outcomes
+            done.outcomes["falcon_tree"][1].completions[0].tokens[4] += 1
+        return done
 
-    monkeypatch.setattr(drafter_checkup, "decode_all", spoilt)
+    monkeypatch.setattr(drafter_checkup, "measure", spoilt)
     code, outcomes, remedies, text = doctor(ill)
     assert (code, failing(outcomes)) == (1, ["falcon_tree = plain"])
     assert "1 of 2 answers are identical" in text

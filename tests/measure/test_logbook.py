@@ -22,7 +22,8 @@ from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.categories import macro
 from specdraft.eval.measure.logbook import NAME, Logbook
 from specdraft.eval.measure.outcome import Outcome
-from specdraft.eval.measure.report import evaluate, print_report, tokens_per_step, write_report
+from specdraft.eval.measure.report import evaluate, tokens_per_step, write_report
+from specdraft.eval.measure.table import print_report
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
@@ -120,27 +121,27 @@ def never():
     raise AssertionError("this was measured before")
 
 
-def test_turns_are_recalled_as_they_were(tmp_path):
+def test_rounds_are_remembered_as_they_were(tmp_path):
     turn = {"plain": OUTCOME, "falcon_tree": FAILED}
     with Logbook(tmp_path, {"recipe": "a", "cpu": "x"}) as book:
         assert book.note == ""
-        assert book.recall(1, (0, 2), lambda: turn) == turn
+        assert book.remember(1, (0, 2), lambda: turn) == turn
     with Logbook(tmp_path, {"recipe": "a", "cpu": "x"}) as book:
         assert "has 1 turns" in book.note
-        assert book.recall(1, (0, 2), never) == turn
-        assert book.recall(0, (0, 2), lambda: {"plain": FAILED}) == {"plain": FAILED}
+        assert book.remember(1, (0, 2), never) == turn
+        assert book.remember(0, (0, 2), lambda: {"plain": FAILED}) == {"plain": FAILED}
         book.remove()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_figures_of_two_machines_are_not_put_together(tmp_path):
     with Logbook(tmp_path, {"recipe": "a", "cpu": "x", "torch": "2"}) as book:
-        book.recall(0, (0, 0), lambda: {"plain": OUTCOME})
+        book.remember(0, (0, 0), lambda: {"plain": OUTCOME})
     with Logbook(tmp_path, {"recipe": "a", "cpu": "y", "torch": "2"}) as book:
         assert book.note.endswith("is of another cpu: starting afresh")
-        assert book.recall(0, (0, 0), lambda: {"plain": FAILED}) == {"plain": FAILED}
+        assert book.remember(0, (0, 0), lambda: {"plain": FAILED}) == {"plain": FAILED}
     with Logbook(tmp_path, {"recipe": "a", "cpu": "y", "torch": "2"}) as book:
-        assert book.recall(0, (0, 0), never) == {"plain": FAILED}
+        assert book.remember(0, (0, 0), never) == {"plain": FAILED}
 
 
 def test_a_damaged_file_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.registry import METHODS
 from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.drafters.tree_growth import best_paths, probability
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.timing import Timing
-from specdraft.eval.grow import best_paths, probability
+from specdraft.eval.measure import measurement
 from specdraft.eval.measure.identity import first_difference
+from specdraft.eval.measure.measurement import repeat_speedups
 from specdraft.eval.measure.methods import make_method
 from specdraft.eval.measure.metrics import (
     Costs,
@@ -26,15 +30,15 @@ from specdraft.eval.measure.metrics import (
     times,
 )
 from specdraft.eval.measure.outcome import Outcome
-from specdraft.eval.measure.report import agreement, evaluate, paired, print_report, write_report
+from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.measure.show import ACCEPTED, pieces, replay
+from specdraft.eval.measure.table import identical_outputs, print_report
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.student import make_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
-from specdraft.recipes.methods import METHODS
 from specdraft.recipes.schema import StudentSection
 
 STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3, 2, copies=3), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
@@ -100,7 +104,7 @@ def test_repeats_are_kept_and_paired_with_plain():
     }
     assert rows["plain"]["tokens_per_second_repeats"] == [4 / 8, 4 / 8]
     assert rows["ours"]["tokens_per_second_repeats"] == [4 / 2, 4 / 4]
-    assert paired(rows["ours"], rows["plain"]) == [4.0, 2.0]
+    assert repeat_speedups(rows["ours"], rows["plain"]) == [4.0, 2.0]
 
 
 def test_a_replay_tells_of_every_token_and_draft(tiny):
@@ -180,6 +184,20 @@ def test_every_method_gives_plain_decodings_tokens(report):
     assert rows["falcon_tree"]["drafter_forwards_per_step"] > 2.0
 
 
+def test_every_key_of_a_run_is_described_and_every_description_is_of_a_key(report):
+    lines = measurement.__doc__.partition("\n\n")[2].splitlines()
+    described = [line.split()[0] for line in lines if re.match(r"    \w", line)]
+    for run in report["runs"]:
+        assert sorted(run) == sorted(described)
+    nested = {
+        "categories": report["runs"][0]["categories"][0].keys() - {"category"},
+        "acceptance_by_node": {"path", "drafted", "accepted"},
+    }
+    for key, parts in nested.items():
+        text = re.search(rf"(?s)    {key}\s.*?(?=\n    \w|$)", measurement.__doc__)[0]
+        assert all(re.search(rf"\b{part}\b", text) for part in parts), key
+
+
 def test_a_report_is_written_whole_and_shown(report, tmp_path, capsys):
     path = write_report(report, tmp_path)
     assert json.loads(path.read_text())["schema"] == 1
@@ -217,7 +235,7 @@ def test_a_narrow_terminal_loses_no_column(report, capsys):
     shown = capsys.readouterr().out
     for run in report["runs"]:
         (line,) = (line for line in shown.splitlines() if line.split()[:1] == [run["method"]])
-        assert line.split()[-1] == agreement(run)
+        assert line.split()[-1] == identical_outputs(run)
 
 
 def test_an_unknown_method_is_answered_with_the_known_ones(tiny):

@@ -7,16 +7,16 @@ import torch
 import yaml
 
 from specdraft.data.prompts import load_prompts, tuning_prompts, validation_prompts
+from specdraft.eval.drafters.registry import space_of
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.tuning import (
-    SPACES,
-    Measured,
-    applied,
-    fragment,
-    halve,
+    Scorer,
+    apply_setting,
     look_up,
     overrides,
-    settings,
+    recipe_part,
+    sample_settings,
+    successive_halving,
 )
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.target import Target
@@ -53,50 +53,50 @@ def test_halving_keeps_the_better_half_and_doubles_the_prompts():
         # A few prompts cannot tell 7 from 6; many can.
         return 6.5 if budget < 16 and candidate in (6, 7) else candidate
 
-    rungs = list(halve(range(12), measure, 2, 16))
+    rungs = list(successive_halving(range(12), measure, 2, 16))
     assert [(budget, len(scored)) for budget, scored in rungs] == [(2, 12), (4, 6), (16, 3)]
     assert sorted(one for _, one in rungs[1][1]) == [6, 7, 8, 9, 10, 11]
     assert rungs[-1][1][0] == (11, 11)
     assert len(asked) == 12 + 6 + 3
-    assert list(halve([5], measure, 2, 16)) == [(16, [(5, 5)])]
+    assert list(successive_halving([5], measure, 2, 16)) == [(16, [(5, 5)])]
 
 
 def test_candidates_are_valid_different_and_begin_with_the_recipes_own():
     places = ["cascade.students=[a, b]", "cascade.k=[[4, 2, 1], [0, 2, 0], [0, 0, 3]]"]
     recipe = load_recipe(RECIPE, places)
-    found = settings(recipe, "cascade", 30)
+    found = sample_settings(recipe, "cascade", 30)
     assert found[0] == {
         "cascade.k.0.0": 4, "cascade.k.0.1": 2, "cascade.k.0.2": 1,
         "cascade.k.1.1": 2, "cascade.k.1.2": 0, "cascade.k.2.2": 3, "cascade.leniency": 1.0,
     }  # fmt: skip
     assert len(found) == 30 == len({tuple(setting.items()) for setting in found})
-    assert settings(recipe, "cascade", 30) == found
+    assert sample_settings(recipe, "cascade", 30) == found
     for setting in found:
-        own = applied(recipe, setting)
+        own = apply_setting(recipe, setting)
         assert all(look_up(own, path) == value for path, value in setting.items())
         assert own.eval == recipe.eval
 
 
 def test_leniency_is_not_tuned_for_a_lone_student():
-    found = settings(load_recipe(RECIPE), "cascade", 10_000)
+    found = sample_settings(load_recipe(RECIPE), "cascade", 10_000)
     assert "cascade.leniency" not in found[0]
-    sizes = [len(values) for path, values in SPACES["cascade"].items() if ".k." in path]
+    sizes = [len(values) for values in space_of(load_recipe(RECIPE), "cascade").values()]
     assert len(found) == prod(sizes)
 
 
 def test_a_method_without_a_space_is_answered_with_the_known_ones():
-    with pytest.raises(RecipeError, match="nothing to tune for 'plain'; known: cascade, ssd"):
-        settings(load_recipe(RECIPE), "plain", 5)
+    with pytest.raises(RecipeError, match="nothing to tune for 'plain'; known: maxgram, ssd"):
+        sample_settings(load_recipe(RECIPE), "plain", 5)
 
 
 def test_a_part_of_a_recipe_is_taken_as_a_file_and_as_overrides(tmp_path):
     recipe = load_recipe(RECIPE)
     best = {"cascade.k.0.0": 6, "cascade.k.1.1": 7, "drafting.theta_prob": 0.2}
-    part = fragment(recipe, best)
+    part = recipe_part(recipe, best)
     assert part == {"cascade": {"k": [[6, 2], [0, 7]]}, "drafting": {"theta_prob": 0.2}}
     path = tmp_path / "best.yaml"
     path.write_text(yaml.safe_dump(part))
-    expected = applied(recipe, best)
+    expected = apply_setting(recipe, best)
     assert load_recipe(RECIPE, [str(path)]) == load_recipe(RECIPE, overrides(part)) == expected
     assert load_recipe(RECIPE, [str(path), "drafting.theta_prob=0.0"]).drafting.theta_prob == 0.0
     path.write_text("cascade: {l: 2}")
@@ -113,9 +113,9 @@ def test_settings_are_measured_beside_plain_decoding(tiny):
     trained = Trained(table=table, student=tiny, cascade=(tiny,))
     prompts = tuning_prompts(recipe, tiny.tokenizer, 2)
     for method in ("cascade", "ssd"):
-        by_swi = Measured(recipe, method, tiny, trained, prompts, "swi")
+        by_swi = Scorer(recipe, method, tiny, trained, prompts, "swi")
         # The target as its own student costs about one target forward a pass: nothing is gained.
-        assert 0 < by_swi(settings(recipe, method, 1)[0], 1) < 1.5
-    free = Measured(recipe, "maxgram", tiny, trained, prompts, "swi")
+        assert 0 < by_swi(sample_settings(recipe, method, 1)[0], 1) < 1.5
+    free = Scorer(recipe, "maxgram", tiny, trained, prompts, "swi")
     assert free({"maxgram.n": 5}, 2) >= 1.0
-    assert Measured(recipe, "maxgram", tiny, trained, prompts, "wall")({"maxgram.n": 1}, 1) > 0
+    assert Scorer(recipe, "maxgram", tiny, trained, prompts, "wall")({"maxgram.n": 1}, 1) > 0

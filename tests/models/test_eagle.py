@@ -8,10 +8,11 @@ from decoding import decode, plain_tokens, prompts
 from random_models import random_head, random_target
 from test_loop import ToyRows, log_lines, make_ends, make_head, make_recipe
 
-from specdraft.eval.drafters.trained import Trained, load_trained
+from specdraft.eval.drafters.registry import Setup, load_trained, make_drafter
+from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.eval.measure.methods import make_drafter, make_method
+from specdraft.eval.measure.methods import make_method
 from specdraft.models.falcon import FalconHead, load_head
 from specdraft.models.shapes import TargetShape, head_config
 from specdraft.recipes.errors import RecipeError
@@ -39,7 +40,8 @@ def eagle(target, **changes) -> FalconHead:
 @pytest.mark.parametrize("method", ["eagle_chain", "eagle_tree"])
 def test_output_is_that_of_plain_decoding(target, method, rows):
     recipe = load_recipe(RECIPE, [f"eval.batch_size={rows}"])
-    drafter = make_drafter(method, recipe, target, Trained(eagle(target)), 128)
+    setup = Setup(recipe, target, Trained(eagle(target)), rows, 128)
+    drafter = make_drafter(method, setup)
     requests = [Request(prompt, 17) for prompt in prompts()]
     expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
     assert decode(Decoder(target, drafter, rows, 128), requests) == expected

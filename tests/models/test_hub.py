@@ -11,6 +11,7 @@ import pytest
 import yaml
 from local_hub import DROP, LocalHub
 
+from specdraft.eval.drafters.trained import CARDS
 from specdraft.models.card import PICTURE
 from specdraft.models.curve import curve
 from specdraft.models.hub import fetch, is_hub_id
@@ -279,7 +280,7 @@ def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):
     tree = tmp_path / "mine.yaml"
     tree.write_text("paths: [[0], [1], [0, 0]]\n")
     recipe = load_recipe(runs / "head" / "recipe.yaml", [f"eval.tree={tree}", "hub.repo_id=you/t"])
-    files = contents(recipe, "head")
+    files = contents(recipe, CARDS["head"])
     assert files["tree.yaml"] == tree
     assert 'falcon("you/t", tree="tree.yaml")' in files["README.md"].decode()
     assert str(tmp_path) not in files["README.md"].decode() + files["recipe.yaml"].decode()

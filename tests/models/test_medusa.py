@@ -15,12 +15,13 @@ from test_rules_in_decoder import CHAIN, check_law
 
 from specdraft.eval.custom_generate import Speculative, medusa
 from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.registry import problems
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.drafters.tree_growth import WIDTH, medusa_rank_shares
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.eval.grow import WIDTH, medusa_rank_shares
 from specdraft.eval.measure.methods import make_method
 from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
@@ -392,7 +393,7 @@ def test_a_method_without_its_heads_is_refused(target):
 )
 def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
     with pytest.raises(RecipeError) as caught:
-        load_recipe(RECIPE, overrides)
+        load_recipe(RECIPE, overrides, check=problems)
     assert message in str(caught.value)
 
 

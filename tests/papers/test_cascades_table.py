@@ -14,10 +14,11 @@ from random_models import VOCAB, random_target
 from test_lm_drafter import near
 
 from specdraft.data.prompts import Prompt, load_prompts, tuning_prompts
+from specdraft.eval.drafters.registry import space_of
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.questions import make_requests
-from specdraft.eval.measure.tuning import SPACES, Measured, applied, k_of, settings, space_of
-from specdraft.eval.measure.turns import balanced, take_turns
+from specdraft.eval.measure.rounds import balanced, take_turns
+from specdraft.eval.measure.tuning import Scorer, apply_setting, sample_settings
 from specdraft.eval.papers import contenders as module
 from specdraft.eval.papers.contenders import Contender, alone, contenders, measured, tuned
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
@@ -95,15 +96,17 @@ def test_every_point_of_a_larger_k_is_a_k(students):
     entries = [path for path in space if ".k." in path]
     assert len(entries) == size * (size + 1) // 2
     for extreme in (min, max):
-        k = applied(recipe, {path: extreme(values) for path, values in space.items()}).cascade.k
+        k = apply_setting(
+            recipe, {path: extreme(values) for path, values in space.items()}
+        ).cascade.k
         assert all(k[i][j] == 0 for i in range(size) for j in range(i))
         assert [k[i][j] for i in range(size) for j in range(i, size)] == [
             extreme(space[path]) for path in entries
         ]
-    found = settings(recipe, "cascade", 40)
+    found = sample_settings(recipe, "cascade", 40)
     assert len({tuple(setting.values()) for setting in found}) == 40
     for setting in found:  # raises where a setting and the recipe do not go together
-        tree = applied(recipe, setting).to_dict()["cascade"]
+        tree = apply_setting(recipe, setting).to_dict()["cascade"]
         places = [path.split(".")[2:] for path in entries]
         assert [tree["k"][int(i)][int(j)] for i, j in places] == [setting[p] for p in entries]
     for path, values in space.items():  # the sample does not miss a value
@@ -114,22 +117,22 @@ def test_all_points_of_a_space_are_found_once():
     recipe = load_recipe(RECIPE)
     for method in ("ssd", "maxgram", "gsd", "cascade"):
         space = space_of(recipe, method)
-        found = settings(recipe, method, 10_000)
+        found = sample_settings(recipe, method, 10_000)
         assert len({tuple(setting.values()) for setting in found}) == len(found)
         inside = all(found[0][path] in values for path, values in space.items())
         assert len(found) == prod(map(len, space.values())) + (not inside)
-    assert space_of(load_recipe("recipes/tiny_cascade.yaml"), "cascade") == SPACES["cascade"]
-    assert set(k_of(1)) == set(SPACES["cascade"])
+    alone = space_of(load_recipe("recipes/tiny_cascade.yaml"), "cascade")
+    assert [*alone] == ["cascade.k.0.0", "cascade.k.0.1", "cascade.k.1.1"]
 
 
 def test_the_best_setting_of_the_last_rung_is_taken(rows, target, monkeypatch):
-    class Counted(Measured):
+    class Counted(Scorer):
         """Prefers long drafts, whatever they bring."""
 
         def __call__(self, setting, budget):
             return setting["maxgram.n"] / budget
 
-    monkeypatch.setattr(module, "Measured", Counted)
+    monkeypatch.setattr(module, "Scorer", Counted)
     best = tuned(rows[3], target, chats(random_prompts(4)), 100, "wall")
     assert (best.setting, best.score) == ({"maxgram.n": 10}, 10 / 4)
     assert best.recipe.maxgram.n == 10
@@ -219,12 +222,12 @@ def drafters(tmp_path_factory) -> list[str]:
 def test_the_command_tunes_on_other_prompts_than_it_measures(drafters, tmp_path, monkeypatch):
     seen = []
 
-    class Watched(Measured):
+    class Watched(Scorer):
         def _decode(self, recipe, prompts):
             seen.append((self.method, [prompt.id for prompt in prompts]))
             return super()._decode(recipe, prompts)
 
-    monkeypatch.setattr(module, "Measured", Watched)
+    monkeypatch.setattr(module, "Scorer", Watched)
     out = tmp_path / "deep" / "table.json"
     options = ["--candidates", "2", "--prompts", "2", "--by", "swi", "--out", str(out)]
     done = run_here("eval/papers/cascades.py", RECIPE, *drafters, *options)

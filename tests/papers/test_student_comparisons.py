@@ -10,11 +10,12 @@ import torch
 from decoding import decode, plain_tokens, prompts
 from random_models import random_target
 
-from specdraft.eval.drafters.strategies import make_strategy
+from specdraft.eval.drafters.registry import Setup, make_drafter
+from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.timing import Timing
-from specdraft.eval.measure.methods import Outcome
+from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.papers.budgets import (
     Shape,
     at_budget,
@@ -47,14 +48,15 @@ def test_branching_factors_of_a_budget_are_all_there_are(budget):
 
 @pytest.mark.parametrize("budget", [6, 10, 14, 21, 30])
 def test_every_shape_has_the_nodes_of_its_budget_or_the_depth_of_its_length(budget):
-    target, drafting = random_target(), DraftingSection()
-    for shape in at_budget(budget):
-        drafter = make_strategy(shape.method, shape.section(drafting), target, 1, 64)
-        assert drafter.max_nodes == budget
+    target, recipe = random_target(), load_recipe("recipes/tiny_distill.yaml")
+
+    def drafter(shape):
+        own = replace(recipe, drafting=shape.section(DraftingSection()))
+        return make_drafter(shape.method, Setup(own, target, Trained(student=target), 1, 64))
+
+    assert {drafter(shape).max_nodes for shape in at_budget(budget)} == {budget}
     for length in (2, 3, 5):
-        for shape in at_length(length):
-            drafter = make_strategy(shape.method, shape.section(drafting), target, 1, 64)
-            assert drafter.depth == length
+        assert {drafter(shape).depth for shape in at_length(length)} == {length}
 
 
 def test_the_standard_error_is_that_of_resampled_prompts():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from specdraft.eval.drafters.registry import problems
 from specdraft.recipes import schema
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import from_dict, load_recipe
@@ -23,7 +24,7 @@ SMALLEST = {"name": "x", "data": {"sources": ["tiny"]}, "train": {"steps": 1}}
 def complaint(*overrides: str, recipe: Path = RECIPES / "tiny.yaml") -> str:
     """Return the message of a recipe that must be refused, without the recipe's path."""
     with pytest.raises(RecipeError) as caught:
-        load_recipe(recipe, list(overrides))
+        load_recipe(recipe, list(overrides), check=problems)
     return str(caught.value).removeprefix(f"{recipe}: ")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from specdraft.eval.drafters.registry import problems
 from specdraft.recipes.load import dump, from_dict, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -15,7 +16,7 @@ SMALLEST = {"name": "x", "data": {"sources": ["tiny"]}, "train": {"steps": 1}}
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_recipe_file_is_valid_and_survives_a_round_trip(path: Path, tmp_path: Path):
-    recipe = load_recipe(path)
+    recipe = load_recipe(path, check=problems)
     assert recipe.name == path.stem
     assert recipe.output.dir == f"runs/{path.stem}"
     dump(recipe, tmp_path / "deep" / "recipe.yaml")

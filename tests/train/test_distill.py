@@ -17,6 +17,7 @@ from random_models import VOCAB, random_target
 from test_loop import assert_close, log_lines
 from transformers import AutoModelForCausalLM
 
+from specdraft.eval.drafters.registry import problems
 from specdraft.models.student import make_student
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict, load_recipe
@@ -333,7 +334,7 @@ def test_rows_without_a_prompt_are_refused_on_policy():
 )
 def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
     with pytest.raises(RecipeError) as caught:
-        load_recipe(RECIPES / "tiny_distill.yaml", overrides)
+        load_recipe(RECIPES / "tiny_distill.yaml", overrides, check=problems)
     assert message in str(caught.value)
 
 

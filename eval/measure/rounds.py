@@ -20,14 +20,14 @@ WARM_UP_TOKENS = 8
 
 T = TypeVar("T")
 Outcomes = dict[str, list[Outcome]]  # of every runner, batch by batch
-Turn = dict[str, Outcome]  # of the runners that took a batch, once each
-Place = tuple[int, int]  # of a turn: number of the batch, number of the repeat
-# What a turn at a place has given: known from before (eval/measure/logbook.py), or made now.
-Recall = Callable[[Place, Callable[[], Turn]], Turn]
+Round = dict[str, Outcome]  # of the runners that took a batch, once each
+RoundId = tuple[int, int]  # number of the batch, number of the repeat
+# What a round has given: known from before (eval/measure/logbook.py), or made now.
+Remember = Callable[[RoundId, Callable[[], Round]], Round]
 
 
-def make_now(place: Place, make: Callable[[], Turn]) -> Turn:
-    """Recall nothing."""
+def forget(number: RoundId, make: Callable[[], Round]) -> Round:
+    """Remember nothing: every round is made."""
     return make()
 
 
@@ -41,7 +41,7 @@ def take_turns(
     requests: Sequence[Request],
     settings: EvalSection,
     progress: bool = True,
-    recall: Recall = make_now,
+    remember: Remember = forget,
 ) -> Outcomes:
     """Run every runner on every batch of requests, one after the other per batch, all warmed up.
 
@@ -58,17 +58,16 @@ def take_turns(
         for batch in (batches(names[0], requests, settings.batch_size) if names else ())
     ]
     # All is done once before anything is repeated: a slow minute of the machine is one try of all.
-    turns = [(number, again) for again in range(settings.repeats) for number in range(len(work))]
-    tries: list[list[Turn]] = [[] for _ in work]
-    for number, again in tqdm(turns, desc="evaluating", unit="turn", disable=not progress):
+    ids = [(number, again) for again in range(settings.repeats) for number in range(len(work))]
+    tries: list[list[Round]] = [[] for _ in work]
+    for number, again in tqdm(ids, desc="evaluating", unit="turn", disable=not progress):
         names, batch = work[number]
         order = balanced(names, number + again)
-        turn = recall((number, again), partial(_turn, runners, order, batch))
-        tries[number].append(turn)
+        tries[number].append(remember((number, again), partial(_round, runners, order, batch)))
     outcomes: Outcomes = {name: [] for name in runners}
-    for (names, _), turns_of_batch in zip(work, tries, strict=True):
+    for (names, _), rounds in zip(work, tries, strict=True):
         for name in names:
-            outcomes[name].append(_median([turn[name] for turn in turns_of_batch]))
+            outcomes[name].append(_median([one[name] for one in rounds]))
     return outcomes
 
 
@@ -82,9 +81,9 @@ def is_queue(name: str) -> bool:
     return name.endswith(":dynamic")
 
 
-def _turn(
+def _round(
     runners: Mapping[str, DecodingMethod], order: Sequence[str], batch: Sequence[Request]
-) -> Turn:
+) -> Round:
     return {name: runners[name](batch) for name in order}
 
 

@@ -1,0 +1,347 @@
+"""All methods of decoding, one row each. A new drafter is a file beside this one and a row here.
+
+Whoever needs to know of methods reads the rows: a recipe is checked against them (`problems`), a
+run's trained parts are loaded for them, eval/bench.py measures them, eval/tune.py searches their
+settings, eval/custom_generate.py offers them inside transformers, and `--help` describes them.
+A drafter that is no part of the package is tried out with `registered`.
+
+METHOD:WAY decodes a drafter's method in another way: `padded` as vanilla multi-sample decoding does
+(`pad_kv`, `pad_inputs`: one of its two pads; eval/engine/padded.py), `dynamic` from one queue
+instead of batches that end together. `padded` alone is prompt_lookup:padded.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from specdraft.eval.drafters.beam import StochasticBeam
+from specdraft.eval.drafters.branching import Branching
+from specdraft.eval.drafters.cascade import CascadeDrafter
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.gsd import GSD
+from specdraft.eval.drafters.level import TSD
+from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
+from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.tail import MaxGramTail
+from specdraft.eval.drafters.trained import KINDS, Sections, Trained, load_kinds
+from specdraft.eval.engine.drafter import Drafter
+from specdraft.eval.engine.padded import PADDINGS
+from specdraft.models.target import Target
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.fields import nearest, shown
+from specdraft.recipes.schema import DraftingSection, Recipe
+from specdraft.recipes.static_trees import load_tree_paths
+
+WAYS = (*PADDINGS, "dynamic")
+ALIASES = {"padded": "prompt_lookup:padded"}
+Space = Mapping[str, tuple]  # values by recipe path: section.key, or section.key.row.column
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a drafter is made for: whose tokens it drafts, with what, for how many rows."""
+
+    recipe: Recipe
+    target: Target
+    trained: Trained
+    rows: int
+    capacity: int  # tokens of a row: its prompt and its answer
+
+    @property
+    def drafting(self) -> DraftingSection:
+        return self.recipe.drafting
+
+    @property
+    def student(self) -> tuple[Target, int, int]:
+        """What every drafter around a student takes first: it, rows and capacity."""
+        return self.trained.student, self.rows, self.capacity
+
+    @property
+    def pruned(self) -> dict:
+        """What the recipe says of trees that are pruned, as TSD and GSD take it."""
+        keys = ("depth", "out_degree", "theta_prob", "theta_sib")
+        drop = {
+            "drop_siblings": self.drafting.sibling_pruning == "drop",
+            "nodes": self.drafting.max_nodes,
+        }
+        return {key: getattr(self.drafting, key) for key in keys} | drop
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of decoding: ours, which has `make`, or transformers' own, which has `generate`."""
+
+    name: str
+    description: str
+    make: Callable[[Setup], Drafter | None] | None = None  # None made: plain decoding
+    generate: Callable[[Setup], dict] | None = None  # arguments of measure/hf_generate.py
+    needs: tuple[str, ...] = ()  # kinds of what is trained: eval/drafters/trained.py
+    trainer: str | None = None  # the script that trains them
+    rule: str | None = None  # its paper's acceptance when sampling; None: eval.acceptance
+    tuned: Space | Callable[[Recipe], Space] | None = None  # what eval/tune.py searches
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether our engine decodes it; transformers draws other samples, and pads rows."""
+        return self.generate is None
+
+    def check(self, trained: Trained) -> None:
+        """Raise RecipeError unless there is all that it drafts with."""
+        for need in self.needs:
+            if not getattr(trained, need):
+                raise RecipeError(f"method {self.name} needs {KINDS[need].remedy}")
+
+
+# -- what takes more than a line of a row ----------------------------------------------------------
+
+
+def _head(setup: Setup, tree: bool = False, eagle: str | None = None) -> FalconDrafter:
+    """A head's chain or static tree. RecipeError for the method `eagle` with another head."""
+    config, settings = setup.trained.head.config, setup.recipe.eval
+    if eagle and not config.is_eagle:
+        raise RecipeError(
+            f"method {eagle} needs an EAGLE-1 head (k = 1, linear); this one has "
+            f"k = {config.block_size}, {config.fusion}: measure falcon_tree, or train one: "
+            "train/eagle.py"
+        )
+    plan = StaticTree.chain(settings.chain_depth, config.block_size)
+    if tree:
+        plan = StaticTree(load_tree_paths(settings.tree), config.block_size)
+    return FalconDrafter(setup.trained.head, setup.target, plan, setup.rows, setup.capacity)
+
+
+def _medusa(setup: Setup) -> MedusaDrafter:
+    paths = load_tree_paths(setup.recipe.eval.tree)
+    tree = StaticTree(paths, max(map(len, paths)))
+    return MedusaDrafter(setup.trained.medusa, setup.target, tree, setup.rows)
+
+
+def _lookup(setup: Setup) -> PromptLookup:
+    shape = (setup.recipe.eval.lookup_match, setup.recipe.eval.lookup_copy)
+    return PromptLookup(*shape, setup.rows, setup.target.device)
+
+
+def _maxgram(setup: Setup) -> MaxGramDrafter:
+    section, bigrams = setup.recipe.maxgram, setup.trained.table.next_id.tolist()
+    shape = (CONTINUATIONS[section.continuation], section.n, section.min_match, section.branches)
+    return MaxGramDrafter(*shape, bigrams, setup.rows, setup.target.device)
+
+
+def _falcon_maxgram(setup: Setup) -> MaxGramTail:
+    section = setup.recipe.maxgram
+    return MaxGramTail(_head(setup, tree=True), _maxgram(setup), section.n, section.branches)
+
+
+def _cascade(setup: Setup) -> CascadeDrafter:
+    section, parts = setup.recipe.cascade, (setup.trained.cascade, _maxgram(setup))
+    return CascadeDrafter(*parts, section.k, section.leniency, setup.rows, setup.capacity)
+
+
+def cascade_space(recipe: Recipe) -> Space:
+    """K's entries from the diagonal on, whose own is never 0: every drafter has something to do.
+
+    Fewer values of each for more students, since there are more entries, and their leniency: a
+    lone student has nobody to be lenient with.
+    """
+    if (size := recipe.cascade.size) == 1:  # the paper's k11, k12 and k21
+        values = {(0, 0): (1, 2, 3, 4, 6, 8), (0, 1): (0, 1, 2, 4), (1, 1): (1, 2, 4, 7, 10)}
+    else:
+        places = [(i, j) for i in range(size + 1) for j in range(i, size + 1)]
+        values = {(i, j): (1, 2, 4) if i == j else (0, 1, 2) for i, j in places}
+    space = {f"cascade.k.{i}.{j}": some for (i, j), some in values.items()}
+    return space if size == 1 else space | {"cascade.leniency": (1.0, 2.0, 3.0, 5.0)}
+
+
+SSD_SPACE = {
+    "drafting.gamma": (1, 2, 3, 4, 5, 6, 8),
+    "drafting.theta_prob": (0.0, 0.2, 0.4, 0.6),
+}
+GSD_SPACE = {
+    "drafting.depth": (3, 4, 6, 8, 10),
+    "drafting.out_degree": (2, 3, 4),
+    "drafting.theta_prob": (0.1, 0.2, 0.4),
+    "drafting.theta_sib": (0.1, 0.3, 0.5),
+    "drafting.tau": (1, 2, 3),
+}
+MAXGRAM_SPACE = {"maxgram.n": (1, 2, 3, 4, 5, 7, 10)}
+FALCON = {"needs": ("head",), "trainer": "train/falcon.py"}
+EAGLE = {"needs": ("head",), "trainer": "train/eagle.py"}
+MEDUSA = {"needs": ("medusa",), "trainer": "train/medusa.py"}
+STUDENT = {"needs": ("student",), "trainer": "train/distill.py"}
+TABLE = {"needs": ("table",), "trainer": "train/maxgram.py"}
+CASCADE = {"needs": ("cascade", "table"), "trainer": "train/distill.py"}
+BOTH = {"needs": ("head", "table"), "trainer": "train/falcon.py"}
+
+# -- the rows; `s` is a Setup ---------------------------------------------------------------------
+
+# fmt: off
+ROWS = (
+    Method("plain", "the target alone, in our engine", lambda s: None),
+    Method("generate", "transformers' generate alone", generate=lambda s: {}),
+    Method("hf_prompt_lookup", "transformers' prompt lookup",
+           generate=lambda s: {"lookup_tokens": s.recipe.eval.hf_lookup_copy}),
+    Method("prompt_lookup", "copies what followed the last tokens before", _lookup),
+    Method("falcon_chain", "Falcon's head, a chain", _head, **FALCON),
+    Method("falcon_tree", "Falcon's head, a static tree", partial(_head, tree=True), **FALCON),
+    Method("maxgram", "copies behind the longest suffix, then bigrams", _maxgram, **TABLE,
+           tuned=MAXGRAM_SPACE),
+    Method("ssd", "a draft LM, a chain",
+           lambda s: SSD(*s.student, s.drafting.gamma, s.drafting.theta_prob),
+           **STUDENT, tuned=SSD_SPACE),
+    Method("tsd", "a draft LM, a pruned tree", lambda s: TSD(*s.student, **s.pruned), **STUDENT),
+    Method("gsd", "a draft LM, a token graph",
+           lambda s: GSD(*s.student, s.drafting.tau, s.drafting.max_copies, **s.pruned),
+           **STUDENT, tuned=GSD_SPACE),
+    Method("rsd_c", "a draft LM, siblings without replacement (RSD-C)",
+           lambda s: Branching(*s.student, s.drafting.branching), **STUDENT, rule="recursive"),
+    Method("rsd_s", "a draft LM, stochastic beams (RSD-S)",
+           lambda s: StochasticBeam(*s.student, s.drafting.gamma, s.drafting.beam_width),
+           **STUDENT, rule="recursive"),
+    Method("specinfer", "a draft LM, independent siblings (SpecInfer)",
+           lambda s: Branching(*s.student, s.drafting.branching,
+                               s.drafting.equal_siblings == "merged"),
+           **STUDENT, rule="multistep"),
+    Method("spectr", "a draft LM, independent chains (SpecTr)",
+           lambda s: Branching(*s.student, (s.drafting.chains, *[1] * (s.drafting.gamma - 1))),
+           **STUDENT, rule="kseq"),
+    Method("hf_assisted", "transformers' assisted generation", **STUDENT,
+           generate=lambda s: {"student": s.trained.student, "gamma": s.drafting.gamma}),
+    Method("cascade", "draft LMs above Max-Gram (CS Drafting)", _cascade, **CASCADE,
+           tuned=cascade_space),
+    Method("falcon_maxgram", "Falcon's tree, then Max-Gram", _falcon_maxgram, **BOTH),
+    Method("eagle_chain", "EAGLE-1's head, a chain", partial(_head, eagle="eagle_chain"), **EAGLE),
+    Method("eagle_tree", "EAGLE-1's head, a static tree",
+           partial(_head, tree=True, eagle="eagle_tree"), **EAGLE),
+    Method("medusa_tree", "Medusa's heads, a static tree", _medusa, **MEDUSA),
+)
+# fmt: on
+METHODS: dict[str, Method] = {row.name: row for row in ROWS}
+
+
+@contextmanager
+def registered(method: Method) -> Iterator[None]:
+    """Have one method more as long as the context is open; RecipeError where its name is taken."""
+    if method.name in METHODS:
+        raise RecipeError(f"method {method.name} is registered already; give another name")
+    METHODS[method.name] = method
+    try:
+        yield
+    finally:
+        del METHODS[method.name]
+
+
+# -- what is asked of the rows ---------------------------------------------------------------------
+
+
+def find(name: str) -> tuple[Method, str]:
+    """Return the method of METHOD or METHOD:WAY, and the way; RecipeError for an unknown one."""
+    base, colon, way = ALIASES.get(name, name).partition(":")
+    method = METHODS.get(base)
+    if method is None or (colon and not (method.is_ours and way in WAYS)):
+        raise RecipeError(f"unknown method {shown(name)}; known: {_known(name)}")
+    return method, way
+
+
+def _known(name: str) -> str:
+    """All methods, and the one that an unknown name is nearest to."""
+    ways = [f"{row.name}:{way}" for row in METHODS.values() if row.is_ours for way in WAYS]
+    names = [*METHODS, *ALIASES]
+    return (
+        f"{', '.join(names)} (most with :{', :'.join(WAYS)}, too); nearest is "
+        f"{nearest(name[:100], [*names, *ways])}"
+    )
+
+
+def needs(name: str) -> tuple[str, ...]:
+    """Which kinds of what is trained a method, decoded in whatever way, drafts with."""
+    return find(name)[0].needs
+
+
+def rule_of(name: str, recipe: Recipe) -> str:
+    """The acceptance rule of a method when sampling: its own, or the recipe's."""
+    method, _ = find(name)
+    return (method.rule or recipe.eval.acceptance) if method.is_ours else "transformers"
+
+
+def space_of(recipe: Recipe, name: str) -> Space:
+    """Return the values of everything that is tuned of a method; RecipeError where nothing is."""
+    tuned = METHODS[name].tuned if name in METHODS else None
+    if tuned is None:
+        known = ", ".join(row.name for row in METHODS.values() if row.tuned)
+        raise RecipeError(f"nothing to tune for {name!r}; known: {known}")
+    return tuned(recipe) if callable(tuned) else tuned
+
+
+def featured(names: Sequence[str]) -> str:
+    """Return the method that shows a run at its best: our last one that drafts as it was trained,
+    else the last."""
+    trained = [name for name in names if find(name)[0].is_ours and needs(name)]
+    return [*names, *trained][-1]
+
+
+def describe() -> str:
+    """The methods with a line each, as `--help` shows them."""
+    width = max(map(len, METHODS))
+    rows = (f"  {row.name:{width}}  {row.description}" for row in METHODS.values())
+    return "\n".join(["methods:", *rows, f"  METHOD:{' METHOD:'.join(WAYS)}: see the README"])
+
+
+def make_drafter(name: str, setup: Setup) -> Drafter | None:
+    """Build the drafter of one of our methods; None for plain decoding.
+
+    Raises RecipeError where something it drafts with is missing.
+    """
+    method, _ = find(name)
+    method.check(setup.trained)
+    return method.make(setup)
+
+
+def load_trained(recipe: Recipe, target: Target) -> Trained:
+    """Load from `output.dir`, or from where the recipe says, what its methods need.
+
+    Raises HeadError, TargetError.
+    """
+    return load_drafters(recipe.eval.methods, recipe, target, Path(recipe.output.dir))
+
+
+def load_drafters(names: Iterable[str], recipe: Recipe, target: Target, run: Path) -> Trained:
+    """Load what some methods need from the folder of a run, or from where the recipe says.
+
+    Raises HeadError, TargetError.
+    """
+    return load_kinds({need for name in names for need in needs(name)}, recipe, target, run)
+
+
+def problems(sections: Sections) -> list[str]:
+    """Return what is wrong with the methods that a recipe names: what `load_recipe` is handed.
+
+    One line each, in a user's words: the key, the value, the way out.
+    """
+    found, data, settings = [], sections.get("data"), sections.get("eval")
+    ours = [row.name for row in METHODS.values() if row.is_ours]
+    if data and data.drafter not in ours:
+        guess = nearest(data.drafter[:100], ours)
+        allowed = f"must be one of {', '.join(ours)}; nearest is {guess}"
+        found.append(data.complaint("drafter", allowed))
+    if settings is None:
+        return found
+    foreign = []
+    for number, name in enumerate(settings.methods):
+        try:
+            method, _ = find(name)
+        except RecipeError:
+            allowed = f"entry {number} ({shown(name)}) must be one of {_known(name)}"
+            found.append(settings.complaint("methods", allowed))
+            continue
+        foreign += [] if method.is_ours else [name]
+        found += [line for need in method.needs for line in KINDS[need].problems(name, sections)]
+    if settings.spread > 1 and foreign:
+        allowed = "leave it out of eval.methods or set eval.spread to 1"
+        unable = f"{foreign[0]} cannot give each row its own length; {allowed}"
+        found.append(settings.complaint("spread", unable))
+    return list(dict.fromkeys(found))

@@ -1,0 +1,236 @@
+"""A measurement: prompts that methods have decoded in turns, and a row of figures per method.
+
+The rows are `runs` of report.json (schema 1). A step is one target forward of one request, `ms` are
+milliseconds, and a figure that needs what was not measured is null. A method that failed on every
+prompt has the keys of its setting, and of what became of its prompts, only.
+
+    method                      as in eval.methods
+    prompt_set                  eval.prompts
+    batch_size                  requests decoded at once
+    temperature                 0: greedy
+    max_new_tokens              of an answer, at most
+    acceptance                  rule by which drafts were accepted, or greedy
+    spread                      longest over shortest length that was asked for
+    dtype                       of the target's weights
+    outputs                     answers, one per turn of a prompt
+    identical                   of them, token for token those of plain decoding; null: only in law
+    near_ties                   others, where the two tokens' logits differ by rounding only
+    differences                 each output that is not identical: prompt, turn, position in the
+                                new tokens, plain, ours, gap of the two logits, near_tie
+    tokens                      new tokens of all outputs
+    steps                       of all outputs
+    tokens_per_step             emitted; 1 is plain decoding
+    accepted_per_step           drafted tokens that were accepted: tokens_per_step - 1
+    acceptance_rate             share of the emitted tokens that were drafted
+    acceptance_by_depth         P(depth d accepted | depth d - 1 accepted), d = 1, 2, ..
+    acceptance_by_node          path of sibling ranks, times drafted, times accepted
+    matchness                   accepted tokens over the depth of their drafts
+    graph_success               share of steps that accept a node copied by a merge (GSD)
+    drafted_per_step            drafted nodes, without copies
+    verified_per_step           drafted nodes that the target reads, copies included
+    drafter_forwards_per_step   passes of the drafter's own models
+    swi_params                  tokens over target forwards, drafter forwards at their parameters'
+                                share (CS Drafting)
+    swi_measured                the same with drafter forwards at their measured cost
+    ewif_params                 expected by acceptance_by_depth (CS Drafting, Theorem 4.1)
+    ewif_measured               the same with measured cost
+    mbsu                        tokens_per_step over 1 + parameters' share x forwards (RSD)
+    padding_ratio_inputs        pads per real input token of the target
+    padding_ratio_kv            pads per real cached token
+    tokens_per_second           of all outputs together, by wall-clock
+    tokens_per_second_repeats   of every repeat by itself; none without eval.repeats
+    seconds                     of all batches, the median of repeats
+    draft_ms_per_step           ms in the drafter's models, per target forward of a batch
+    verify_ms_per_step          ms in the target, per target forward of a batch
+    overhead_ms_per_step        ms in everything else, per target forward of a batch
+    macro_tokens_per_second     mean over questions (Spec-Bench); null where they share a batch
+    macro_speedup               over plain decoding's mean
+    speedup                     tokens_per_second over plain decoding's
+    speedup_repeats             of every repeat by itself
+    speedup_over_generate       tokens_per_second over that of transformers' generate
+    categories                  of each category: questions, outputs, tokens, steps,
+                                tokens_per_step, macro_tokens_per_second, macro_speedup
+    failed                      prompts that the method raised at
+    fallbacks                   prompts that its drafter raised at, finished by plain decoding
+    failures                    each of these: prompt, turn, error, fallback
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from specdraft.data.prompts import Prompt
+from specdraft.eval.drafters.registry import needs, rule_of
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.engine.request import GUMBEL
+from specdraft.eval.measure.categories import add_speedups, by_category, macro
+from specdraft.eval.measure.failure import FaultTolerant, failures_of
+from specdraft.eval.measure.identity import differences
+from specdraft.eval.measure.methods import make_method
+from specdraft.eval.measure.metrics import Costs, counts, padding, times
+from specdraft.eval.measure.outcome import Outcome
+from specdraft.eval.measure.questions import make_requests
+from specdraft.eval.measure.rounds import (
+    Outcomes,
+    Remember,
+    batches,
+    capacity_for,
+    forget,
+    take_turns,
+)
+from specdraft.models.target import Target
+from specdraft.recipes.schema import Recipe
+
+REFERENCE = "plain"  # what outputs are compared with
+BASES = {"speedup": REFERENCE, "speedup_over_generate": "generate"}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Prompts, one per turn, and what methods have made of them, batch by batch."""
+
+    recipe: Recipe
+    target: Target
+    trained: Trained
+    prompts: Sequence[Prompt]
+    outcomes: Outcomes
+
+    def rows(self) -> list[dict]:
+        """One row of figures per method: of all that it did, if not of all."""
+        failed = [name for name in self.outcomes if any(p.failure for p in self.outcomes[name])]
+        whole = self.of([name for name in self.outcomes if name not in failed])
+        rows = {row["method"]: row for row in whole._figures()}
+        bases = [name for name in BASES.values() if name in whole.outcomes]
+        for name in failed:
+            done = [n for n, part in enumerate(self.outcomes[name]) if not part.failure]
+            some = self.of([*bases, name], done) if done else None
+            rows[name] = some._figures()[-1] if some else self._nothing(name)
+        return [rows[name] | failures_of(self.parts(name)) for name in self.outcomes]
+
+    def of(self, names: Sequence[str], numbers: Collection[int] | None = None) -> "Measurement":
+        """What some methods made of all batches, or of those that the last of them numbers so."""
+        outcomes = {name: self.outcomes[name] for name in names}
+        if numbers is None:
+            return replace(self, outcomes=outcomes)
+        outcomes = {name: [parts[n] for n in numbers] for name, parts in outcomes.items()}
+        taken = batches(names[-1], self.prompts, self.recipe.eval.batch_size)
+        prompts = [prompt for n in numbers for prompt in taken[n]]
+        return replace(self, prompts=prompts, outcomes=outcomes)
+
+    def parts(self, name: str) -> Iterable[tuple[Sequence[Prompt], Outcome]]:
+        """What a method was given at a time, and what became of it."""
+        taken = batches(name, self.prompts, self.recipe.eval.batch_size)
+        return zip(taken, self.outcomes[name], strict=True)
+
+    def _figures(self) -> list[dict]:
+        plain_ms = None
+        if REFERENCE in self.outcomes:
+            plain_ms = times(self.outcomes[REFERENCE], 1)["verify_ms_per_step"]
+        rows = []
+        for name, parts in self.outcomes.items():
+            models = self.trained.networks(needs(name))
+            costs = Costs(
+                parameter_share(parts, models, self.target.model), measured_cost(parts, plain_ms)
+            )
+            row = self._setting(name) | self._identity(name) | counts(parts, costs) | padding(parts)
+            row |= times(parts, row["tokens"]) | macro(self.prompts, parts)
+            rows.append(row | {"categories": by_category(self.prompts, parts)})
+        by_name = {row["method"]: row for row in rows}
+        plain = by_name.get(REFERENCE)
+        for row in rows:
+            add_speedups(row, plain)
+            row["speedup_repeats"] = repeat_speedups(row, plain)
+            for key, name in BASES.items():
+                base = by_name.get(name)
+                row[key] = row["tokens_per_second"] / base["tokens_per_second"] if base else None
+        return rows
+
+    def _nothing(self, name: str) -> dict:
+        none = {"outputs": 0, "identical": None, "near_ties": None, "differences": []}
+        return self._setting(name) | none | {"categories": []}
+
+    def _setting(self, name: str) -> dict:
+        settings = self.recipe.eval
+        return {
+            "method": name,
+            "prompt_set": settings.prompts,
+            "batch_size": settings.batch_size,
+            "temperature": settings.temperature,
+            "max_new_tokens": settings.max_new_tokens,
+            "acceptance": rule_of(name, self.recipe) if settings.temperature else "greedy",
+            "spread": settings.spread,
+            "dtype": self.recipe.target.dtype,
+        }
+
+    def _identity(self, name: str) -> dict:
+        """Count outputs equal to plain decoding's; list every other one with its near-tie or
+        fault."""
+        sampled = self.recipe.eval.temperature > 0
+        if REFERENCE not in self.outcomes or (sampled and rule_of(name, self.recipe) != GUMBEL):
+            return {"identical": None, "near_ties": None, "differences": []}
+        plain, ours = self.tokens(REFERENCE), self.tokens(name)
+        found = differences(self.target, self.prompts, plain, ours)
+        return {
+            "identical": len(ours) - len(found),
+            "near_ties": sum(difference.near_tie for _, difference in found),
+            "differences": [
+                {"prompt": prompt.id, "turn": prompt.turn} | difference.to_dict()
+                for prompt, difference in found
+            ],
+        }
+
+    def tokens(self, name: str) -> list[list[int]]:
+        """The new tokens of every output of a method."""
+        return [done.tokens for part in self.outcomes[name] for done in part.completions]
+
+
+def measure(
+    recipe: Recipe,
+    target: Target,
+    trained: Trained,
+    prompts: Sequence[Prompt],  # one per turn
+    methods: Sequence[str],
+    progress: bool = True,
+    remember: Remember = forget,
+    tolerant: bool = False,  # whether a failure is an outcome, and not raised
+) -> Measurement:
+    """Build every method and let them take turns on the prompts (eval/measure/rounds.py)."""
+    requests = make_requests(recipe.eval, prompts)
+    common = (recipe, target, trained, capacity_for(recipe.eval, requests))
+    makers = {name: partial(make_method, name, *common) for name in methods}
+    runners = {n: FaultTolerant(make) if tolerant else make() for n, make in makers.items()}
+    outcomes = take_turns(runners, requests, recipe.eval, progress, remember)
+    return Measurement(recipe, target, trained, prompts, outcomes)
+
+
+def repeat_speedups(row: dict, plain: dict | None) -> list[float]:
+    """Speedups over plain decoding of every repeat by itself; none without repeats."""
+    key = "tokens_per_second_repeats"
+    return [a / b for a, b in zip(row[key], plain[key], strict=True)] if plain else []
+
+
+def measured_cost(parts: Sequence[Outcome], plain_ms: float | None) -> float | None:
+    """Time of a drafter's forward over that of a plain step; None where none was measured."""
+    if plain_ms is None:
+        return None
+    forwards = sum(part.drafter_forwards for part in parts)
+    draft_ms = 1e3 * sum(part.drafter_seconds for part in parts)
+    return draft_ms / forwards / plain_ms if forwards else 0.0
+
+
+def parameter_share(
+    parts: Sequence[Outcome], models: Sequence[nn.Module], target: nn.Module
+) -> float:
+    """Parameters of a drafter's forward over the target's; of several models, by their forwards."""
+    forwards = sum(part.drafter_forwards for part in parts)
+    if not models or not forwards:
+        return 0.0
+    passes = (sum(counts) for counts in zip(*(part.drafter_passes for part in parts), strict=True))
+    read = sum(n * _parameters(model) for n, model in zip(passes, models, strict=True))
+    return read / forwards / _parameters(target)
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,91 @@
+"""The runs of a report side by side, on a terminal."""
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specdraft.eval.measure.failure import failure_counts, failure_reasons
+from specdraft.eval.measure.show import print_sample
+
+WIDEST = 400  # columns of a printed table
+COLUMNS = {  # heading: key of a run, digits
+    "tokens\n/step": ("tokens_per_step", 2),
+    "accept\nrate": ("acceptance_rate", 2),
+    "nodes\n/step": ("drafted_per_step", 1),
+    "tokens\n/s": ("tokens_per_second", 0),
+    "x\nplain": ("speedup", 2),
+    "x gen-\nerate": ("speedup_over_generate", 2),
+    "draft\nms": ("draft_ms_per_step", 2),
+    "verify\nms": ("verify_ms_per_step", 2),
+    "rest\nms": ("overhead_ms_per_step", 2),
+}
+
+
+def print_report(report: dict, console: Console | None = None) -> None:
+    """Show the runs of a report side by side, and its sample answers."""
+    runs, console = report["runs"], console or Console()
+    troubled = [run for run in runs if run["failures"]]
+    table = Table(title=_title(runs[0]), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for heading in (*COLUMNS, "iden-\ntical", *(["trouble"] if troubled else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in runs:
+        cells = (_figure(run, key, digits) for key, digits in COLUMNS.values())
+        trouble = [failure_counts(run)] if troubled else []
+        table.add_row(run["method"], *cells, identical_outputs(run), *trouble)
+    # A column that does not fit would be left out: on a narrow terminal, lines wrap instead.
+    needed = console.measure(table, options=console.options.update_width(WIDEST))
+    console.width = max(console.width, needed.maximum)
+    console.print(table)
+    for run in troubled:
+        console.print(Text(f"{run['method']}: {failure_reasons(run)}", "red"))
+    for answer in report["samples"]:
+        print_sample(answer, console)
+
+
+def _title(run: dict) -> str:
+    return (
+        f"{run['prompt_set']}: {run['outputs'] + run['failed']} prompts, up to "
+        f"{run['max_new_tokens']} new tokens, temperature {run['temperature']}, batch "
+        f"{run['batch_size']}, {run['dtype']}"
+    )
+
+
+def print_curves(runs: Sequence[dict], console: Console | None = None) -> None:
+    """Show tokens/s over plain decoding of the same rows, by batch size (EMS-SD, Table 2)."""
+    sizes = sorted({run["batch_size"] for run in runs})
+    if len(sizes) < 2:
+        return
+    settings: dict[str, dict[str, dict[int, dict]]] = {}
+    for run in runs:
+        setting = f"{run['prompt_set']}, temperature {run['temperature']}"
+        by_size = settings.setdefault(setting, {}).setdefault(run["method"], {})
+        by_size[run["batch_size"]] = run
+    console = console or Console()
+    for setting, methods in settings.items():
+        console.print(f"x plain decoding, by batch size: {setting}")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("method", no_wrap=True)
+        for size in sizes:
+            table.add_column(str(size), justify="right")
+        for name, by_size in methods.items():
+            table.add_row(name, *(_figure(by_size.get(size, {}), "speedup") for size in sizes))
+        console.print(table)
+
+
+def _figure(run: dict, key: str, digits: int = 2) -> str:
+    """A figure of a run; of speed with repeats, the slowest and the fastest of them, too."""
+    shown = "-" if run.get(key) is None else f"{run[key]:.{digits}f}"
+    repeats = run.get("tokens_per_second_repeats") if key == "tokens_per_second" else None
+    return shown + (f" ({min(repeats):.0f}-{max(repeats):.0f})" if repeats else "")
+
+
+def identical_outputs(run: dict) -> str:
+    """How many outputs of a run are those of plain decoding, and how many differ by a near-tie."""
+    if run["identical"] is None:
+        return "-"
+    near = f" (+{run['near_ties']} ties)" if run["near_ties"] else ""
+    return f"{run['identical']}/{run['outputs']}{near}"
