@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from specdraft.recipes.fields import Draft, Few, Fraction, Section, Share
+from specdraft.recipes.fields import Draft, Few, Fraction, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,6 @@ class MedusaSection(Section):
     heads: Draft | None = None  # tokens drafted, in one pass; null: no Medusa heads
     layers: Few = 1  # residual blocks of a head
     lm_heads: Literal["own", "shared"] = "own"  # own: trained, from the target's; shared: frozen
-    decay: Share = 0.8  # head h counts decay^h in the loss
     soft_weight: Fraction = 0.0  # share of KL(p || q) in the loss, the rest is cross-entropy
 
     @property

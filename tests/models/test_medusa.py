@@ -101,7 +101,7 @@ def train(out, target, evaluate=None, **changes):
 
 SETTINGS = [
     {},
-    {"medusa.lm_heads": "shared", "medusa.layers": 2, "medusa.decay": 0.5},
+    {"medusa.lm_heads": "shared", "medusa.layers": 2},
     {"medusa.soft_weight": 0.3},
     {"medusa.soft_weight": 1.0, "medusa.lm_heads": "shared"},
 ]
@@ -109,7 +109,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("changes", SETTINGS)
 def test_loss_and_gradient_are_those_of_every_head_at_every_position(target, changes):
-    """Head h at i answers t_(i+1+h), counts where the mask has it, with weight decay^h."""
+    """Head h at i answers t_(i+1+h), counts where the mask has it, with weight 0.8^h."""
     recipe = make_recipe(**changes)
     section = recipe.medusa
     heads = random_heads(target, 3, section.layers, section.lm_heads)
@@ -134,7 +134,7 @@ def test_loss_and_gradient_are_those_of_every_head_at_every_position(target, cha
                 p = target.logits(features[i + h]).log_softmax(-1)
                 soft = section.soft_weight
                 value = -(1 - soft) * q[ids[i + 1 + h]] + soft * (p.exp() * (p - q)).sum()
-                expected = expected + section.decay**h * value
+                expected = expected + 0.8**h * value
                 agreed[h - 1] += q.argmax() == (p.argmax() if soft else ids[i + 1 + h])
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
     assert sums["agreed"].tolist() == agreed.tolist()
@@ -385,7 +385,6 @@ def test_a_method_without_its_heads_is_refused(target):
         (["medusa.heads=3"], "eval.tree = 'tiny_medusa_k4': 4 deep, and medusa.heads = 3"),
         (["medusa.heads=null"], "medusa_tree drafts with Medusa heads; set medusa.heads"),
         (["medusa.heads=0"], "medusa.heads = 0: must be >= 1"),
-        (["medusa.decay=0"], "medusa.decay = 0: must be > 0 and <= 1"),
         (["medusa.soft_weight=1.5"], "medusa.soft_weight = 1.5: must be"),
         (["medusa.lm_heads=tied"], "must be one of own, shared"),
         (["student.layers=1"], "medusa.heads = 4: the recipe has a student, too"),

@@ -1,8 +1,8 @@
 """Tokens further and further ahead: what one micro-batch of Medusa heads does in training.
 
-    L = sum_h decay^h * ((1 - alpha) * CE(t_{i+1+h}, q_h) + alpha * KL(p(. | t_<=i+h) || q_h))
+    L = sum_h 0.8^h * ((1 - alpha) * CE(t_{i+1+h}, q_h) + alpha * KL(p(. | t_<=i+h) || q_h))
 
-(Medusa, arXiv 2401.10774, section 2.2.1, with decay 0.8 and alpha 0), summed over positions i and
+(Medusa, arXiv 2401.10774, section 2.2.1, with alpha 0), summed over positions i and
 divided by the count of those that any head answers. A head counts where the mask has its token.
 
 Shapes: D heads, B rows, T tokens, L = T - 1 positions, N supervised positions, H hidden.
@@ -19,6 +19,8 @@ from specdraft.train.fit.run import Sums
 from specdraft.train.objectives.divergences import Mixture, ObjectiveSums, objective_sums
 from specdraft.train.objectives.text import TextBatch, collate_text
 
+DECAY = 0.8  # head h counts DECAY^h: the further ahead, the less there is to learn
+
 
 class TokensAhead:
     """The `Objective` of Medusa heads.
@@ -30,7 +32,7 @@ class TokensAhead:
 
     def __init__(self, recipe: Recipe, target: TargetEmbeddings | Target):
         section = recipe.medusa
-        self.count, self.decay, self.target = section.heads, section.decay, target
+        self.count, self.target = section.heads, target
         soft = section.soft_weight
         self.mixture = Mixture(forward_kl=soft, cross_entropy=1.0 - soft)
 
@@ -60,7 +62,7 @@ class TokensAhead:
             ]
 
         sums = model(batch.features[rows, positions].float(), loss)
-        total = sum(self.decay**h * part.total for h, part in enumerate(sums, start=1))
+        total = sum(DECAY**h * part.total for h, part in enumerate(sums, start=1))
         parts = {name: [part.parts[name] for part in sums] for name in self.mixture.weights()}
         return total, {
             "loss": total.detach(),
