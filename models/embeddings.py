@@ -7,6 +7,7 @@ Shapes: H hidden, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,21 +16,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from specdraft.models.target_files import identity_of, model_folder, read_tensors
+from specdraft.models.target_files import model_folder, read_tensors
 from specdraft.recipes.errors import TargetError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class TargetEmbeddings(nn.Module):
-    """The input embedding and lm_head of a target, frozen; `embed` and `logits` as it has them."""
+@dataclass(frozen=True)
+class TargetEmbeddings:
+    """The matrices of a target's input embedding and of its lm_head, [V, H] each."""
 
-    def __init__(self, embedding: Tensor, lm_head: Tensor, name: str, target_identity: dict):
-        super().__init__()
-        self.register_buffer("embedding", embedding, persistent=False)  # [V, H]
-        self.register_buffer("lm_head_weight", lm_head, persistent=False)  # [V, H]
-        self.name = name
-        self._identity = target_identity
+    embedding: Tensor
+    lm_head_weight: Tensor
 
     @classmethod
     def load(
@@ -51,28 +49,11 @@ class TargetEmbeddings(nn.Module):
             if tensor is None:
                 wanted = " or ".join(sorted(alias))
                 raise TargetError(f"{name}: no tensor named {wanted} in {folder}")
-        cast = [tensor.to(device=device, dtype=DTYPES[dtype]) for tensor in found]
-        return cls(*cast, name, identity_of(name, revision, folder))
-
-    @property
-    def hidden_size(self) -> int:
-        return self.embedding.shape[1]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.lm_head_weight.shape[0]
-
-    def logits(self, features: Tensor) -> Tensor:
-        """lm_head: features [.., H] to logits [.., V]."""
-        return nn.functional.linear(features, self.lm_head_weight)
+        return cls(*(tensor.to(device=device, dtype=DTYPES[dtype]) for tensor in found))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embedding: ids [..] to vectors [.., H]."""
         return nn.functional.embedding(ids, self.embedding)
-
-    def identity(self) -> dict:
-        """Which weights these are (see `identity_of`)."""
-        return self._identity
 
 
 def check_no_bias(lm_head: nn.Module, name: str) -> None:

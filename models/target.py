@@ -203,8 +203,7 @@ class Target:
         """The target without its layers, sharing its tensors. Raises TargetError where lm_head has
         a bias."""
         check_no_bias(self.lm_head, self.name)
-        matrices = (self.embedding_weight.detach(), self.lm_head_weight.detach())
-        return TargetEmbeddings(*matrices, self.name, self.identity())
+        return TargetEmbeddings(self.embedding_weight.detach(), self.lm_head_weight.detach())
 
     @property
     def eos_ids(self) -> frozenset[int]:

@@ -135,18 +135,19 @@ def test_both_ends_can_be_read_from_files(target, tmp_path):
             target.embeddings()
         return
     features, ids = torch.randn(3, HIDDEN), torch.arange(3)
-    for ends in (TargetEmbeddings.load(str(tmp_path)), target.embeddings()):
-        assert (ends.hidden_size, ends.vocab_size) == (HIDDEN, VOCAB)
-        torch.testing.assert_close(ends.logits(features), target.logits(features))
-        torch.testing.assert_close(ends.embed(ids), target.embed(ids))
+    for embeddings in (TargetEmbeddings.load(str(tmp_path)), target.embeddings()):
+        assert embeddings.embedding.shape == embeddings.lm_head_weight.shape == (VOCAB, HIDDEN)
+        logits = features @ embeddings.lm_head_weight.T
+        torch.testing.assert_close(logits, target.logits(features))
+        torch.testing.assert_close(embeddings.embed(ids), target.embed(ids))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt-projected"])
-def test_ends_are_found_in_files_written_by_the_base_model(name, tmp_path):
+def test_embeddings_are_found_in_files_written_by_the_base_model(name, tmp_path):
     target = random_family(name)
     target.model.base_model.save_pretrained(tmp_path)
-    ends = TargetEmbeddings.load(str(tmp_path))
-    assert torch.equal(ends.embedding, target.embedding.weight)
+    embeddings = TargetEmbeddings.load(str(tmp_path))
+    assert torch.equal(embeddings.embedding, target.embedding.weight)
 
 
 def test_half_precision_passes_the_check_at_construction():

@@ -168,7 +168,7 @@ def test_the_7b_recipe_trains_a_step_at_reduced_width(tmp_path, monkeypatch):
     for row in data.rows:
         row["features"] = torch.randn(len(row["input_ids"]), 128, dtype=torch.bfloat16)
     embedding, lm_head = torch.randn(2, 32000, 128, dtype=torch.bfloat16)
-    ends = TargetEmbeddings(embedding, lm_head, "toy", {"weights": "toy"})
+    ends = TargetEmbeddings(embedding, lm_head)
     before = [p.clone() for p in head.parameters()]
     objective = CoupledGlancing(recipe, ends, head.config)
     assert fit(head, data, objective, recipe, make_accelerator(recipe)).step == 1
