@@ -17,7 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from specdraft.models.target_files import model_folder, read_tensors
-from specdraft.recipes.errors import TargetError
+from specdraft.recipes.errors import TargetError, in_a_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -68,13 +68,19 @@ def check_no_bias(lm_head: nn.Module, name: str) -> None:
 def model_without_weights(
     folder: Path, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Return the structure of the model in a folder, its tensors on the meta device."""
+    """Return the structure of the model in a folder, its tensors on the meta device.
+
+    Raises TargetError where the folder's configs make none.
+    """
     trust = {"trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(folder, **trust)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **trust)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, **trust)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **trust)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # transformers raises what it likes for a file that is none
+        raise TargetError(f"cannot load {folder}: {in_a_line(error)}") from error
     return model
 
 

@@ -8,7 +8,7 @@ from specdraft.models.falcon import FalconConfig
 from specdraft.models.medusa import MedusaConfig
 from specdraft.models.student import check_heads, check_layers
 from specdraft.models.target_files import bundled_target_dir
-from specdraft.recipes.errors import RecipeError, TargetError
+from specdraft.recipes.errors import RecipeError, TargetError, in_a_line
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
 
@@ -106,15 +106,15 @@ def model_shape(
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(where, local_files_only=True, **options)
-    except (OSError, ValueError):
+    except Exception:  # whatever is wrong with a config that is here
         if name in KNOWN:
             return KNOWN[name], "built-in table"
         try:
             config = AutoConfig.from_pretrained(where, **options)
-        except (OSError, ValueError) as error:
+        except Exception as error:
             raise TargetError(
-                f"{key}: no config of {name} here and the Hub did not give it; "
-                "give an existing folder or a Hub id (owner/name)"
+                f"{key}: no config of {name} here and the Hub did not give it "
+                f"({in_a_line(error)}); give an existing folder or a Hub id (owner/name)"
             ) from error
     return TargetShape.of(config), "config.json"
 

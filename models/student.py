@@ -24,7 +24,7 @@ from transformers import (
 
 from specdraft.models.placement import is_kept_elsewhere
 from specdraft.models.target import Target
-from specdraft.models.target_files import UNREADABLE, model_folder
+from specdraft.models.target_files import model_folder
 from specdraft.models.tokenizer import load_tokenizer
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError, in_a_line
 from specdraft.recipes.schema import StudentSection
@@ -206,7 +206,7 @@ def load_student(
         folder = model_folder(str(name), revision)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
         tokenizer = load_tokenizer(folder)
-    except (TargetError, *UNREADABLE) as error:
+    except Exception as error:
         reason = in_a_line(error).removeprefix("target.model: ")
         raise TargetError(f"{key}: cannot load {name}: {reason}") from error
     student = Target(model.to(target.device), tokenizer, str(name))

@@ -26,7 +26,6 @@ from specdraft.models.embeddings import (
 )
 from specdraft.models.placement import is_kept_elsewhere, loading_options, runs_on, shared
 from specdraft.models.target_files import (
-    UNREADABLE,
     folder_here,
     hash_weights,
     identity_of,
@@ -91,7 +90,7 @@ class Target:
         options = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, **options, **placing)
-        except UNREADABLE as error:
+        except Exception as error:  # transformers raises what it likes for a file that is none
             raise TargetError(f"cannot load {name}: {in_a_line(error)}") from error
         model = model if placing else model.to(device)
         try:

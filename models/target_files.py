@@ -21,8 +21,6 @@ _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_
 # Where families write the size of what lm_head consumes; OPT-350m's differs from its hidden size.
 _FEATURE_SIZES = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
-# What reading weights raises; a pickle may hold tensors, and anything else in it is refused.
-UNREADABLE = (ValueError, OSError, SafetensorError, UnpicklingError)
 
 
 def bundled_target_dir() -> Path:
@@ -91,7 +89,7 @@ def identity_of(name: str, revision: str | None, folder: Path) -> dict[str, str 
         "revision": revision,
         "weights": digest.hexdigest(),
         "hidden_size": next((config[key] for key in _FEATURE_SIZES if config.get(key)), None),
-        "vocab_size": config["vocab_size"],
+        "vocab_size": config.get("vocab_size"),
     }
 
 
@@ -131,7 +129,8 @@ def read_tensors(folder: Path, names: set[str], rename: Callable[[str], str]) ->
     for path in _weight_files(folder):
         try:
             found |= _read_file(path, names, rename)
-        except (*UNREADABLE, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, SafetensorError, UnpicklingError) as error:
+            # A pickle may hold tensors; anything else in it is refused.
             raise TargetError(f"cannot read {path}: {in_a_line(error)}") from error
     return found
 

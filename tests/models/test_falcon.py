@@ -1,5 +1,7 @@
 """The Falcon head: its mask, its rollout, and drafting that meets what training showed."""
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 from random_models import VOCAB, kept_for_backward, random_head, random_target
@@ -11,6 +13,7 @@ from specdraft.eval.engine.request import Request
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.fusion import FUSIONS, LSTM, LinearFusion
 from specdraft.recipes.errors import TargetError
+from specdraft.recipes.sections.head import HeadSection
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,10 @@ def fusion(request, monkeypatch):
     """Every fusion by its name, and one that is added as a class and an entry of the table."""
     monkeypatch.setitem(FUSIONS, "decaying", Decaying)
     return request.param
+
+
+def test_a_recipe_knows_every_fusion():
+    assert get_args(get_type_hints(HeadSection)["fusion"]) == tuple(FUSIONS)
 
 
 def pairs(batch: int, length: int, hidden: int = 16):

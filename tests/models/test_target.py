@@ -1,11 +1,18 @@
 """What a target says of itself, whatever its family."""
 
+import json
+import shutil
+
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from specdraft.models.embeddings import TargetEmbeddings
+from specdraft.models.shapes import model_shape
+from specdraft.models.student import load_student
 from specdraft.models.target import Target
+from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import TargetError
 
 SMALL = {
@@ -59,3 +66,41 @@ def test_weights_that_say_nothing_are_no_target(value):
         model.lm_head.weight.fill_(value)
     with pytest.raises(TargetError, match=r"its largest logit of ids \[0, 2, .* is (0.0|nan|inf)"):
         Target(model, None, "damaged")
+
+
+LOADERS = {
+    "target": lambda folder, _: Target.load(str(folder)),
+    "embeddings": lambda folder, _: TargetEmbeddings.load(str(folder)),
+    "shape": lambda folder, _: model_shape("target.model", str(folder), None),
+    "student": lambda folder, target: load_student(folder, None, target),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Target.load("tiny")
+
+
+@pytest.mark.parametrize("load", LOADERS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        "[]",
+        "null",
+        '"x"',
+        "{",
+        {"num_attention_heads": 0},
+        {"hidden_size": "a"},
+        {"vocab_size": 1.5},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_model_is_a_line(tiny, tmp_path, load, config):
+    folder = shutil.copytree(bundled_target_dir(), tmp_path / "model")
+    path = folder / "config.json"
+    if isinstance(config, dict):
+        config = json.dumps(json.loads(path.read_text()) | config)
+    path.write_text(config)
+    with pytest.raises(TargetError, match=str(folder)) as refusal:
+        LOADERS[load](folder, tiny)
+    assert "\n" not in str(refusal.value)
