@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdraft.eval.drafters.drawing import DRAFTS, is_drawn
+from specdraft.eval.drafters.drawing import DRAFTER_STREAM, wants_samples
 from specdraft.eval.drafters.level import Growth, LevelDrafter, Open
 from specdraft.eval.engine.request import Request
-from specdraft.eval.engine.sampling import derive, gumbel, warp
+from specdraft.eval.engine.sampling import derive_seed, gumbel, warp
 from specdraft.eval.engine.transfer import download
 from specdraft.models.target import Target
 
@@ -114,9 +114,9 @@ class StochasticBeam(LevelDrafter):
     ) -> Chosen:
         """The next level of a row, given the logits [B, V] behind its beams."""
         request, noise = self.memory[row].request, None
-        if is_drawn(request):
+        if wants_samples(request):
             logs = _warped(logits, request)
-            seed = derive(request.seed, DRAFTS, self.committed(row), depth)
+            seed = derive_seed(request.seed, DRAFTER_STREAM, self.num_committed_tokens(row), depth)
             noise = gumbel(seed, torch.arange(len(nodes), device=logs.device), logs.shape[-1])
             growth.drawn_from(nodes, logs.exp())
         else:

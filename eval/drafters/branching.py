@@ -20,7 +20,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from specdraft.eval.drafters.drawing import DRAWN
+from specdraft.eval.drafters.drawing import REJECTION_RULES
 from specdraft.eval.drafters.level import Growth, LevelDrafter, Open
 from specdraft.eval.engine.transfer import download
 from specdraft.models.target import Target
@@ -36,7 +36,7 @@ class SampledGrowth(Growth):
 class Branching(LevelDrafter):
     """Draft trees with `branching[l]` children below every node at depth l."""
 
-    rules = DRAWN - {"block"}
+    rules = REJECTION_RULES - {"block"}
 
     def __init__(
         self,

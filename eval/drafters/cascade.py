@@ -43,7 +43,7 @@ class Reviewer:
         # Beyond its own context a student has learned nothing, and some cannot run at all.
         slots = capacity + max_nodes
         self.packed = PackedTarget(student, rows, min(slots, student.context or slots))
-        self.room = self.packed.pool.capacity - max_nodes
+        self.max_committed = self.packed.pool.capacity - max_nodes
         self.forwards, self.tokens_read, self.seconds = 0, 0, 0.0
         self.cached: list[list[int]] = [[] for _ in range(rows)]  # token ids
         self.settled = [0] * rows  # of them, those that have been compared once committed
@@ -60,18 +60,18 @@ class Reviewer:
         read again, except for a last token before `starts`, whose logits are asked for.
         """
         pool, device = self.packed.pool, self.student.device
-        ids, positions, segments, ends = [], [], [], []
+        ids, positions, segments, logits_to_keep = [], [], [], []
         with Stopwatch() as watch:
             for row, known, fixed, start in zip(rows, tokens, committed, starts, strict=True):
                 kept = min(self._agreed(row, known, fixed), start - 1)
                 pool.lengths[row] = kept
                 segments.append(self.packed.segment(row, chain(len(known) - kept - 1)))
-                ends += range(len(ids) + start - 1 - kept, len(ids) + len(known) - kept)
+                logits_to_keep += range(len(ids) + start - 1 - kept, len(ids) + len(known) - kept)
                 ids += known[kept:]
                 positions += range(kept, len(known))
                 self.cached[row][kept:] = known[kept:]
             placed = upload(ids, device), upload(positions, device), segments
-            features = self.packed.forward(*placed)[upload(ends, device)]
+            features = self.packed.forward(*placed)[upload(logits_to_keep, device)]
             logits = self.student.logits(features)
         self.forwards += len(rows)
         self.tokens_read += len(ids)
@@ -130,7 +130,7 @@ class CascadeDrafter:
         self.counts, self.leniency, self.maxgram = counts, leniency, maxgram
         self.max_nodes = self._most(0)
         self.reviewers = [Reviewer(student, rows, capacity, self.max_nodes) for student in students]
-        self.room = min(reviewer.room for reviewer in self.reviewers)
+        self.max_committed = min(reviewer.max_committed for reviewer in self.reviewers)
         self.device = students[0].device
         self.memory: list[Memory | None] = [None] * rows
 
@@ -164,7 +164,7 @@ class CascadeDrafter:
         for row in rows:
             memory = self.memory[row]
             memory.committed, memory.probs = len(memory.tokens), []
-        self._propose(0, [row for row in rows if self.memory[row].committed <= self.room])
+        self._propose(0, [row for row in rows if self.memory[row].committed <= self.max_committed])
         return [self._take(self.memory[row]) for row in rows]
 
     def _take(self, memory: Memory) -> Tree:
@@ -187,7 +187,7 @@ class CascadeDrafter:
             for row in rows:
                 memory = self.memory[row]
                 ahead = memory.tokens[memory.committed :]
-                memory.tokens += self.maxgram.go_on(row, ahead, count)
+                memory.tokens += self.maxgram.continuation(row, ahead, count)
                 memory.probs += [None] * count
             return
         starts = [len(self.memory[row].tokens) for row in rows]

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.request import GUMBEL, Request
-from specdraft.eval.engine.sampling import derive, gumbel, warp
+from specdraft.eval.engine.sampling import derive_seed, gumbel, warp
 
-DRAFTS = 1  # the stream of `SeededChance` and `derive` that belongs to drafters
-DRAWN = frozenset(name for name, entry in RULES.items() if entry.drafts != "any")
+DRAFTER_STREAM = 1  # the stream of `SeededChance` and `derive_seed` that belongs to drafters
+REJECTION_RULES = frozenset(name for name, entry in RULES.items() if entry.drafts != "any")
 
 
-def is_ranked(request: Request) -> bool:
+def wants_best(request: Request) -> bool:
     """Whether the most probable tokens are wanted, without noise."""
     return request.temperature == 0 or request.rule == "walk"
 
 
-def is_drawn(request: Request) -> bool:
+def wants_samples(request: Request) -> bool:
     """Whether samples are wanted, for a rule that rejects."""
-    return request.temperature > 0 and request.rule in DRAWN
+    return request.temperature > 0 and request.rule in REJECTION_RULES
 
 
 def ranking(scores: Tensor, request: Request, positions: Tensor) -> Tensor:
@@ -56,10 +56,10 @@ def draw(
     """
     size = scores.shape[-1]
     different = min(width, size)
-    if not is_drawn(request):
+    if not wants_samples(request):
         return ranking(scores, request, positions).topk(different).indices, None
     logs = warp(scores, request.temperature, request.top_k, request.top_p).double()
-    seed, count = derive(request.seed, DRAFTS, *step), len(scores)
+    seed, count = derive_seed(request.seed, DRAFTER_STREAM, *step), len(scores)
     if RULES[request.rule].drafts == "iid":
         places = torch.arange(count * width, device=scores.device).view(count, width)
         tokens = (logs[:, None] + gumbel(seed, places, size)).argmax(-1)

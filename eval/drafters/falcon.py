@@ -9,19 +9,19 @@ Shapes: R rows, E paths of a pass, K block size, L layers of the fusion's state,
 of a row.
 """
 
-import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdraft.eval.drafters.drawing import DRAWN, draw, is_ranked
+from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, wants_best
 from specdraft.eval.drafters.static import Pass, StaticTree
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.packed import CAUSAL, LONG, Plan, Segment, TreeBias
 from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Draws, Tree
 from specdraft.models.falcon import FalconHead, block_index
@@ -77,10 +77,10 @@ class FalconDrafter:
         )
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, len(tree.paths)
-        self.rules = DRAWN if tree.topology.is_chain else DRAWN - {"block"}
+        self.rules = REJECTION_RULES if tree.topology.is_chain else REJECTION_RULES - {"block"}
         self._biases = {plan: self._bias(plan.visible) for plan in self.passes[1:]}
         self._read_biases: dict[int, TreeBias] = {}
-        self._nothing = Tree.empty(target.device)
+        self._no_draft = Tree.empty(target.device)
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
         self._rope = self.head.rope(everywhere)  # cos and sin, [1, 1, capacity, D] each
 
@@ -100,41 +100,45 @@ class FalconDrafter:
         """Draft the static tree for each row; an empty one while fewer than K tokens are known."""
         able = [row for row in rows if len(self.memory[row].ahead) >= self.k]
         trees = dict(zip(able, self._draft(able), strict=True)) if able else {}
-        return [trees.get(row, self._nothing) for row in rows]
+        return [trees.get(row, self._no_draft) for row in rows]
 
     # -- drafting --------------------------------------------------------------------------------
 
     def _draft(self, rows: list[int]) -> list[Tree]:
         requests = enumerate(self.memory[row].request for row in rows)
-        # What was drawn from by those that are not ranked alone, pass by pass.
-        laws: dict[int, list[Tensor]] = {n: [] for n, own in requests if not is_ranked(own)}
-        scores, predicted, state = self._pass(self._read, rows)
-        ranked = [self._choose(rows, self.passes[0], scores, laws)]
-        for plan in self.passes[1:]:
-            inputs = (rows, plan, ranked[-1], predicted, state)
-            scores, predicted, state = self._pass(self._extend, *inputs)
-            ranked.append(self._choose(rows, plan, scores, laws))
+        # The distributions, pass by pass, of rows that do not just take the best tokens.
+        probs: dict[int, list[Tensor]] = {n: [] for n, own in requests if not wants_best(own)}
+        ranked, predicted, state = [], None, None
+        for plan in self.passes:
+            with Stopwatch() as watch:
+                if not ranked:
+                    predicted, state = self._read(rows)
+                else:
+                    predicted, state = self._extend(rows, plan, ranked[-1], predicted, state)
+                scores = self.target.logits(predicted.to(self.target.dtype))  # [R, E, K, V]
+            self.seconds += watch.seconds
+            ranked.append(self._choose(rows, plan, scores, probs))
         self.forwards += len(self.passes) * len(rows)
         nodes = torch.cat(ranked, 1).index_select(1, self.choices).unbind()
         return [
-            Tree(self.tree.topology, tokens, self._draws(rows[number], laws.get(number)))
+            Tree(self.tree.topology, tokens, self._draws(rows[number], probs.get(number)))
             for number, tokens in enumerate(nodes)
         ]
 
-    def _draws(self, row: int, laws: list[Tensor] | None) -> Draws | None:
+    def _draws(self, row: int, probs: list[Tensor] | None) -> Draws | None:
         """How a row's tree was drawn, with the distributions of its passes; None: it was not."""
-        if not laws:
+        if not probs:
             return None
         how = RULES[self.memory[row].request.rule].drafts
-        return Draws(how, torch.cat(laws), self.tree.sources)
+        return Draws(how, torch.cat(probs), self.tree.sources)
 
     def _choose(
-        self, rows: list[int], plan: Pass, scores: Tensor, laws: dict[int, list[Tensor]]
+        self, rows: list[int], plan: Pass, scores: Tensor, probs: dict[int, list[Tensor]]
     ) -> Tensor:
         """Rank tokens of each path's K distributions, given scores [R, E, K, V]:
-        [R, E * K * width]. The distributions of what was drawn are added to `laws`."""
+        [R, E * K * width]. The distributions of what was drawn are added to `probs`."""
         ranked = scores.topk(plan.width).indices.flatten(1)
-        for number, drawn in laws.items():
+        for number, drawn in probs.items():
             request, read = self.memory[rows[number]].request, self.pool.lengths[rows[number]]
             depths = torch.arange(1, self.k + 1, device=ranked.device)
             positions = (read + plan.depth + depths).repeat(len(plan.parents))
@@ -167,7 +171,7 @@ class FalconDrafter:
         positions = upload([start + n for start in starts for n in offsets], ranked.device)
         bias = self._biases[plan]
         segments = [
-            Segment(row, start + plan.scratch, paths * self.k, bias.behind(start))
+            Segment(row, start + plan.scratch, paths * self.k, bias.after(start))
             for row, start in zip(rows, starts, strict=True)
         ]
         output = self._decode(fused.reshape(1, -1, fused.shape[-1]), positions, segments)
@@ -253,9 +257,9 @@ class FalconDrafter:
             blocks = block_index(count, self.k, (count - 1) % self.k + 1)
             bias = self._bias(blocks[:, None] >= blocks[None])
             if count > LONG:  # a prompt's length rarely comes again
-                return Segment(row, start, count, bias.behind(start))
+                return Segment(row, start, count, bias.after(start))
             self._read_biases[count] = bias
-        return Segment(row, start, count, self._read_biases[count].behind(start))
+        return Segment(row, start, count, self._read_biases[count].after(start))
 
     # -- the head's parts ------------------------------------------------------------------------
 
@@ -266,15 +270,6 @@ class FalconDrafter:
             tuple(table.index_select(2, positions) for table in self._rope),
             lambda layer, query, key, value: plan.attend(layer, query, key, value, None),
         )
-
-    def _pass(self, part, *inputs) -> tuple[Tensor, Tensor, State]:
-        """One pass of the head over committed or drafted tokens: logits [R, E, K, V], predicted
-        features [R, E, K, H] and the fusion's end states, [L, R * E, H] each."""
-        began = time.perf_counter()
-        predicted, state = part(*inputs)
-        scores = self.target.logits(predicted.to(self.target.dtype))
-        self.seconds += time.perf_counter() - began
-        return scores, predicted, state
 
     def _bias(self, visible: Tensor) -> TreeBias:
         return TreeBias(visible, self.capacity, torch.float32, self.target.device)

@@ -45,7 +45,7 @@ class GSD(TSD):
     def plant(self, row: int) -> GraphGrowth:
         return GraphGrowth(self.memory[row].tokens[-max(self.tau, 1) :], self.tau)
 
-    def opens(self, growth: GraphGrowth, child: int) -> bool:
+    def is_expanded(self, growth: GraphGrowth, child: int) -> bool:
         return not growth.graph.merge(child)
 
     def harvest(self, row: int, growth: GraphGrowth) -> Tree:

@@ -27,7 +27,7 @@ class Growth:
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     # What rejection rules will ask for, where tokens are samples: as in `Draws`.
-    laws: list[Tensor] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
     sources: list[int] = field(default_factory=lambda: [-1])
 
     def __len__(self) -> int:
@@ -48,14 +48,14 @@ class Growth:
             node = self.parents[node]
         return nodes
 
-    def drawn_from(self, nodes: list[int], law: Tensor | None) -> None:
+    def drawn_from(self, nodes: list[int], probs: Tensor | None) -> None:
         """Remember the distributions [len(nodes), V] of the nodes' children; None: not samples."""
-        if law is None:
+        if probs is None:
             return
-        first = sum(len(known) for known in self.laws)
+        first = sum(len(known) for known in self.probs)
         for number, node in enumerate(nodes):
             self.sources[node] = first + number
-        self.laws.append(law)
+        self.probs.append(probs)
 
 
 Open = dict[int, list[int]]  # row -> nodes that are read, or expanded, together
@@ -76,7 +76,7 @@ class LevelDrafter(LMDrafter):
     def harvest(self, row: int, growth: Growth) -> Tree:
         """The tree to verify."""
         tokens = upload(growth.tokens[1:], self.student.device)
-        draws = self.draws(row, growth.laws, growth.sources)
+        draws = self.draws(row, growth.probs, growth.sources)
         return Tree(Topology(growth.parents), tokens, draws)
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
@@ -95,9 +95,11 @@ class LevelDrafter(LMDrafter):
         ids, positions, segments = [], [], []
         for row, nodes in opened.items():
             ids += [growths[row].tokens[node] for node in nodes]
-            positions += [self.committed(row) + depth - 1] * len(nodes)
+            positions += [self.num_committed_tokens(row) + depth - 1] * len(nodes)
             segments.append(self._segment(row, growths[row], nodes))
-        return self.forward(upload(ids, self.student.device), positions, segments, asked=None)
+        return self.forward(
+            upload(ids, self.student.device), positions, segments, logits_to_keep=None
+        )
 
     def _segment(self, row: int, growth: Growth, nodes: list[int]) -> Segment:
         """Place nodes behind what is cached of a row; each sees its ancestors and itself."""
@@ -148,11 +150,11 @@ class TSD(LevelDrafter):
         families = zip(tokens, chances, strict=True)
         opens: Open = {}
         for row, nodes in opened.items():
-            sprouted = (self._sprout(growths[row], node, *next(families)) for node in nodes)
+            sprouted = (self._add_children(growths[row], node, *next(families)) for node in nodes)
             opens[row] = [child for children in sprouted for child in children]
         return opens
 
-    def _sprout(
+    def _add_children(
         self, growth: Growth, node: int, tokens: list[int], chances: list[float]
     ) -> list[int]:
         """Add a node's children, the most probable first; return those to expand."""
@@ -162,10 +164,10 @@ class TSD(LevelDrafter):
             if len(growth) > self.nodes or (weak and self.drop_siblings):
                 break  # the later ones are no more probable
             child = growth.add(node, token)
-            if chance >= self.theta_prob and not weak and self.opens(growth, child):
+            if chance >= self.theta_prob and not weak and self.is_expanded(growth, child):
                 opened.append(child)
         return opened
 
-    def opens(self, growth: Growth, child: int) -> bool:
+    def is_expanded(self, growth: Growth, child: int) -> bool:
         """Whether a child that is probable enough is expanded."""
         return True

@@ -5,21 +5,21 @@ one; drafted tokens that are read while drafting go behind it. When the target h
 the entries of its accepted tokens stay and the others are dropped, so nothing accepted is ever read
 twice. What shape a draft has is `grow`, the part of a strategy; everything else is shared by all.
 
-Shapes: R rows, N packed tokens, A of them asked for, D distributions, V vocabulary.
+Shapes: R rows, N packed tokens, A of them with logits, D distributions, V vocabulary.
 """
 
-import time
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from specdraft.eval.drafters.drawing import DRAWN, draw, is_drawn, ranking
+from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, ranking, wants_samples
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.families import position_limit
 from specdraft.eval.engine.packed import CAUSAL, PackedTarget, Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.sampling import most_probable
+from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Draws, Tree, chain
 from specdraft.models.target import Target
@@ -50,12 +50,12 @@ class LMDrafter:
         self.packed = PackedTarget(student, rows, min(slots, position_limit(student) or slots))
         self.pool = self.packed.pool
         # Beyond its own context a student has learned nothing.
-        context = getattr(student.config, "max_position_embeddings", None) or slots
-        self.room = min(self.pool.capacity - max_nodes, context - depth)
+        context = student.context or slots
+        self.max_committed = min(self.pool.capacity - max_nodes, context - depth)
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, max_nodes
         self.greedy = True  # whether every request of the draft being made is
-        self._nothing = Tree.empty(student.device)
+        self._no_draft = Tree.empty(student.device)
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
         """Draft behind the committed tokens of each row, given the logits [R, V] after them."""
@@ -72,20 +72,20 @@ class LMDrafter:
         memory = self.memory[row]
         memory.tokens += tokens
         if memory.cached:
-            self.pool.keep(row, self._foreseen(memory, tokens))
+            self.pool.keep(row, self._accepted_slots(memory, tokens))
         memory.draft, memory.cached = None, []
 
     def draft(self, rows: list[int]) -> list[Tree]:
         able, self.greedy = [], True
         for row in rows:
             memory = self.memory[row]
-            if len(memory.tokens) <= self.room:
+            if len(memory.tokens) <= self.max_committed:
                 able.append(row)
                 self.greedy = self.greedy and memory.request.temperature == 0
         trees = dict(zip(able, self.grow(able, self._read(able)), strict=True)) if able else {}
         for row, tree in trees.items():
             self.memory[row].draft = tree
-        return [trees.get(row, self._nothing) for row in rows]
+        return [trees.get(row, self._no_draft) for row in rows]
 
     # -- what a strategy draws on ----------------------------------------------------------------
 
@@ -94,17 +94,19 @@ class LMDrafter:
         ids: Tensor,
         positions: list[int],
         segments: list[Segment],
-        asked: Tensor | slice | None,
+        logits_to_keep: Tensor | slice | None,
     ) -> Tensor:
-        """Run packed ids [N] of the segments' rows; return the logits [A, V] after the asked."""
-        began, places = time.perf_counter(), upload(positions, self.student.device)
-        features = self.packed.forward(ids, places, segments)
-        logits = self.student.logits(features if asked is None else features[asked])
-        self.seconds += time.perf_counter() - began
+        """Run packed ids [N] of the segments' rows; return logits [A, V] after some, None: all."""
+        with Stopwatch() as watch:
+            places = upload(positions, self.student.device)
+            features = self.packed.forward(ids, places, segments)
+            kept = features if logits_to_keep is None else features[logits_to_keep]
+            logits = self.student.logits(kept)
+        self.seconds += watch.seconds
         self.forwards += len(segments)
         return logits
 
-    def committed(self, row: int) -> int:
+    def num_committed_tokens(self, row: int) -> int:
         """How many tokens of a row are committed: the position of a drafted token at depth 1."""
         return len(self.memory[row].tokens)
 
@@ -123,17 +125,22 @@ class LMDrafter:
         self, row: int, logits: Tensor, depth: int, width: int
     ) -> tuple[Tensor, Tensor | None]:
         """`drawing.draw` behind D nodes of a row: tokens [D, W] and, of samples, q [D, V]."""
-        positions, step = self._positions(row, depth, len(logits)), (self.committed(row), depth)
+        positions, step = (
+            self._positions(row, depth, len(logits)),
+            (self.num_committed_tokens(row), depth),
+        )
         return draw(logits, self.memory[row].request, positions, step, width)
 
-    def draws(self, row: int, laws: list[Tensor], sources: list[int]) -> Draws | None:
+    def draws(self, row: int, probs: list[Tensor], sources: list[int]) -> Draws | None:
         """How a row's tree was drawn, with the distributions of its levels; None: it was not."""
-        if not laws:
+        if not probs:
             return None
-        return Draws(RULES[self.memory[row].request.rule].drafts, torch.cat(laws), sources)
+        return Draws(RULES[self.memory[row].request.rule].drafts, torch.cat(probs), sources)
 
     def _positions(self, row: int, depth: int, count: int) -> Tensor:
-        return torch.full((count,), self.committed(row) + depth - 1, device=self.student.device)
+        return torch.full(
+            (count,), self.num_committed_tokens(row) + depth - 1, device=self.student.device
+        )
 
     # -- reading and keeping ---------------------------------------------------------------------
 
@@ -149,11 +156,11 @@ class LMDrafter:
             lasts.append(len(ids) - 1)
             self.pool.lengths[row] = len(self.memory[row].tokens)
         device = self.student.device
-        asked = slice(-1, None) if len(rows) == 1 else upload(lasts, device)
-        return self.forward(upload(ids, device), positions, segments, asked)
+        logits_to_keep = slice(-1, None) if len(rows) == 1 else upload(lasts, device)
+        return self.forward(upload(ids, device), positions, segments, logits_to_keep)
 
     @staticmethod
-    def _foreseen(memory: Memory, tokens: list[int]) -> list[int]:
+    def _accepted_slots(memory: Memory, tokens: list[int]) -> list[int]:
         """Slots, behind the cache, of the drafted nodes that the committed tokens run through."""
         drafted = [None, *memory.draft.tokens.tolist()]
         slots = {node: slot for slot, node in enumerate(memory.cached)}
@@ -177,7 +184,7 @@ class SSD(LMDrafter):
     exit as GSD prunes.)
     """
 
-    rules = DRAWN
+    rules = REJECTION_RULES
 
     def __init__(
         self,
@@ -191,10 +198,10 @@ class SSD(LMDrafter):
         self.gamma, self.theta = gamma, theta
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
-        laws: dict[int, list[Tensor]] = {row: [] for row in rows}  # filled where drawn
+        probs: dict[int, list[Tensor]] = {row: [] for row in rows}  # filled where drawn
         growing, levels, grown = rows, [], []
         for depth in range(1, self.gamma + 1):
-            tokens, sure = self._choose(growing, logits, depth, laws)
+            tokens, sure = self._choose(growing, logits, depth, probs)
             levels.append(tokens)
             grown += growing
             if not sure or depth == self.gamma:
@@ -206,16 +213,16 @@ class SSD(LMDrafter):
             logits = self._extend(growing, tokens, depth)
         drafted = torch.cat(levels)
         if len(rows) == 1:
-            return [self._tree(rows[0], drafted, laws[rows[0]])]
+            return [self._tree(rows[0], drafted, probs[rows[0]])]
         places: dict[int, list[int]] = {row: [] for row in rows}  # of its tokens among all levels'
         for place, row in enumerate(grown):
             places[row].append(place)
         order = upload([place for row in rows for place in places[row]], drafted.device)
         parts = drafted.index_select(0, order).split([len(places[row]) for row in rows])
-        return [self._tree(row, part, laws[row]) for row, part in zip(rows, parts, strict=True)]
+        return [self._tree(row, part, probs[row]) for row, part in zip(rows, parts, strict=True)]
 
     def _choose(
-        self, rows: list[int], logits: Tensor, depth: int, laws: dict[int, list[Tensor]]
+        self, rows: list[int], logits: Tensor, depth: int, probs: dict[int, list[Tensor]]
     ) -> tuple[Tensor, list[int]]:
         """The next token of each row [R], and the rows whose draft goes on behind it."""
         ranked = logits if self.greedy else self.rank(dict.fromkeys(rows, 1), logits, depth)
@@ -226,10 +233,10 @@ class SSD(LMDrafter):
             chances, tokens = None, most_probable(ranked)
         if not self.greedy:
             for number, row in enumerate(rows):
-                if is_drawn(self.memory[row].request):
+                if wants_samples(self.memory[row].request):
                     drawn, law = self.draw(row, logits[number, None], depth, width=1)
                     tokens[number] = drawn[0, 0]
-                    laws[row].append(law)
+                    probs[row].append(law)
                     if chances is not None:
                         chances[number] = law[0, drawn[0, 0]]
         if chances is None:  # no threshold, or the end: the host need not wait for the device
@@ -243,9 +250,9 @@ class SSD(LMDrafter):
         # In a chain a token sees all that is before it: there is nothing to hide.
         segments = [Segment(row, lengths[row] + depth - 1, 1, CAUSAL) for row in rows]
         positions = [segment.start for segment in segments]
-        return self.forward(tokens, positions, segments, asked=None)
+        return self.forward(tokens, positions, segments, logits_to_keep=None)
 
-    def _tree(self, row: int, tokens: Tensor, laws: list[Tensor]) -> Tree:
+    def _tree(self, row: int, tokens: Tensor, probs: list[Tensor]) -> Tree:
         count = tokens.numel()
         self.memory[row].cached = [*range(1, count)]  # the last one was not read
-        return Tree(chain(count), tokens, self.draws(row, laws, [*range(count), -1]))
+        return Tree(chain(count), tokens, self.draws(row, probs, [*range(count), -1]))

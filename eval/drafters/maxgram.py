@@ -68,7 +68,7 @@ class MaxGramDrafter:
     def draft(self, rows: list[int]) -> list[Tree]:
         return [self._draft(self.memory[row]) for row in rows]
 
-    def go_on(self, row: int, ahead: Sequence[int], count: int) -> list[int]:
+    def continuation(self, row: int, ahead: Sequence[int], count: int) -> list[int]:
         """Return up to `count` tokens that go on behind a row's known tokens and those `ahead` of
         them, which others have drafted; with a table, exactly as many."""
         known = self.memory[row]

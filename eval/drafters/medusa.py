@@ -7,16 +7,16 @@ nodes of one depth share their distribution and, where tokens are drawn, the dra
 Shapes: R rows, D heads used (depth of the tree), H hidden, V vocabulary.
 """
 
-import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdraft.eval.drafters.drawing import DRAWN, draw
+from specdraft.eval.drafters.drawing import REJECTION_RULES, draw
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.tree import Draws, Tree
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
@@ -55,8 +55,8 @@ class MedusaDrafter:
             self.lm_heads = heads.lm_heads.detach()[: self.depth].to(target.dtype)
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, len(tree.paths)
-        self.rules = DRAWN if tree.topology.is_chain else DRAWN - {"block"}
-        self._nothing = Tree.empty(target.device)
+        self.rules = REJECTION_RULES if tree.topology.is_chain else REJECTION_RULES - {"block"}
+        self._no_draft = Tree.empty(target.device)
 
     # -- the Drafter protocol --------------------------------------------------------------------
 
@@ -79,17 +79,17 @@ class MedusaDrafter:
                 row: self._tree(self.memory[row], part)
                 for row, part in zip(able, scores, strict=True)
             }
-        return [trees.get(row, self._nothing) for row in rows]
+        return [trees.get(row, self._no_draft) for row in rows]
 
     # -- drafting --------------------------------------------------------------------------------
 
     def scores(self, features: Tensor) -> Tensor:
         """Logits of every depth behind features [R, H]: [R, D, V]."""
-        began = time.perf_counter()
-        hidden = self.heads.hidden(features.float(), self.depth).to(self.target.dtype)  # [D, R, H]
-        own = self.lm_heads is not None
-        scores = hidden @ self.lm_heads.mT if own else self.target.logits(hidden)
-        self.seconds += time.perf_counter() - began
+        with Stopwatch() as watch:
+            hidden = self.heads.hidden(features.float(), self.depth)  # [D, R, H]
+            hidden, own = hidden.to(self.target.dtype), self.lm_heads is not None
+            scores = hidden @ self.lm_heads.mT if own else self.target.logits(hidden)
+        self.seconds += watch.seconds
         return scores.transpose(0, 1)
 
     def _tree(self, memory: Memory, scores: Tensor) -> Tree:

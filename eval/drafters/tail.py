@@ -50,16 +50,16 @@ class MaxGramTail:
         trees = self.drafter.draft(rows)
         tokens = download(*(tree.tokens for tree in trees))
         return [
-            self._go_on(row, tree, drafted.tolist())
+            self._extend(row, tree, drafted.tolist())
             for row, tree, drafted in zip(rows, trees, tokens, strict=True)
         ]
 
-    def _go_on(self, row: int, tree: Tree, drafted: list[int]) -> Tree:
+    def _extend(self, row: int, tree: Tree, drafted: list[int]) -> Tree:
         ends = deepest(tree.topology, self.paths)
         tails = []
         for end in ends:
             ahead = [drafted[node - 1] for node in path_to(tree.topology, end)]
-            tails.append(self.maxgram.go_on(row, ahead, self.count))
+            tails.append(self.maxgram.continuation(row, ahead, self.count))
         topology = grafted(tree.topology, tuple(zip(ends, map(len, tails), strict=True)))
         fresh = upload([token for tail in tails for token in tail], tree.tokens.device)
         return Tree(topology, torch.cat((tree.tokens, fresh)))

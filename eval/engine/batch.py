@@ -30,8 +30,12 @@ def schedule(rows: Sequence[Row | None], prefill: int) -> list[tuple[Row, int]]:
 
     Prompts share `prefill` tokens in the order of admission; running rows always take part.
     """
-    shares = [(row, 1) for row in rows if row and row.tokens]
-    prompts = [row for row in rows if row and not row.tokens]
+    shares, prompts = [], []
+    for row in rows:
+        if row and row.tokens:
+            shares.append((row, 1))
+        elif row:
+            prompts.append(row)
     if not prompts:
         return shares
     for row in sorted(prompts, key=lambda row: row.index):
@@ -51,12 +55,8 @@ class RowInput(NamedTuple):
     first: int  # of its packed tokens
     root: int
     stop: int  # where the next row's begin
-    nodes: slice  # its places among the verified nodes; none before a prompt's last part
-
-    @property
-    def is_verified(self) -> bool:
-        """Whether the end of what is committed is reached, so that the target can speak."""
-        return self.count == len(self.row.unread)
+    # Its places among the verified nodes; None where the end of what is committed is not reached.
+    verified: slice | None
 
 
 def row_inputs(
@@ -67,10 +67,11 @@ def row_inputs(
     for row, count in shares:
         tree, root = drafts.get(row.slot, empty), first + count - 1
         stop = root + len(tree.topology)
-        verified = stop - root if count == len(row.unread) else 0
-        nodes = slice(node, node + verified)
-        inputs.append(RowInput(row, count, tree, first, root, stop, nodes))
-        first, node = stop, nodes.stop
+        verified = None
+        if count == len(row.unread):
+            verified = slice(node, node := node + stop - root)
+        inputs.append(RowInput(row, count, tree, first, root, stop, verified))
+        first = stop
     return inputs
 
 
@@ -81,21 +82,26 @@ class Batch(NamedTuple):
     positions: Tensor  # [N]
     segments: list[Segment]
     nodes: Tensor | None  # [M], places of those that are verified; None: all N are
-    cached: int  # tokens in the rows' caches before it
+    cached: int  # tokens in the rows' caches before it, and pads among them
+    cache_pads: int
 
 
 def pack(inputs: Sequence[RowInput], packed: PackedTarget) -> Batch:
     """Concatenate the tokens of all rows; no pad anywhere (EMS-SD, unpadded inputs)."""
-    ids, positions, segments, nodes, total = [], [], [], [], 0
+    ids, positions, segments, nodes, cached, pads = [], [], [], [], 0, 0
     device = packed.target.device
     for one in inputs:
-        cached, topology = one.row.num_cached_tokens, one.tree.topology
-        topology = after_chain(one.count - 1, topology)
-        segments.append(packed.segment(one.row.slot, topology))
-        ids += [upload(one.row.unread[: one.count], device), one.tree.tokens]
-        positions += map(cached.__add__, topology.depths)
-        total += cached
-        if one.is_verified:
+        row, start = one.row, one.row.num_cached_tokens
+        topology = after_chain(one.count - 1, one.tree.topology)
+        segments.append(segment := packed.segment(row.slot, topology))
+        ids.append(upload(row.unread[: one.count], device))
+        if one.stop - one.root > 1:
+            ids.append(one.tree.tokens)
+        positions += map(start.__add__, topology.depths)
+        cached += start
+        pads += segment.start - start
+        if one.verified:
             nodes += range(one.root, one.stop)
     nodes = upload(nodes, device) if len(nodes) < len(positions) else None
-    return Batch(torch.cat(ids), upload(positions, device), segments, nodes, total)
+    whole = torch.cat(ids) if len(ids) > 1 else ids[0]  # plain decoding has nothing to join
+    return Batch(whole, upload(positions, device), segments, nodes, cached, pads)

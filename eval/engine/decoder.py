@@ -30,6 +30,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 
 PREFILL = 1024  # prompt tokens that one step reads at most, over all rows
+_HELD = nullcontext()
 
 
 class Decoder:
@@ -108,7 +109,7 @@ class Decoder:
         draft, rules = (drafter.max_nodes, drafter.rules) if drafter else (0, RULES)
         check_request(f"request {index}", request, self.target, pool.capacity, draft, rules)
         eos = self.target.eos_ids if request.eos_ids is None else request.eos_ids
-        row = Row(slot, index, request, list(request.prompt), eos, drafts=drafter is not None)
+        row = Row(slot, index, request, list(request.prompt), eos, is_drafting=drafter is not None)
         pool.lengths[slot] = 0
         if drafter:
             with self._fallback.of([row]):
@@ -116,21 +117,19 @@ class Decoder:
         return row
 
     def _draft(self) -> list[RowInput]:
-        """What every row reads in this step, with the trees drafted behind it.
-
-        A draft follows all that is committed; a new row has no features to draft from yet.
-        """
+        """What every row reads in this step, with the trees drafted behind it."""
         shares, drafts = schedule(self.rows, self.prefill), {}
-        drafting = [
-            row
-            for row, count in shares
-            if row.drafts and (row.tokens or self.drafter.from_tokens) and count == len(row.unread)
-        ]
-        if drafting:
-            slots = [row.slot for row in drafting]
-            with self._fallback.of(drafting):
-                drafts = dict(zip(slots, self.drafter.draft(slots), strict=True))
+        if self.drafter:
+            able = [row for row, count in shares if self._can_draft(row, count)]
+            slots = [row.slot for row in able]
+            with self._fallback.of(able):
+                drafts = dict(zip(slots, self.drafter.draft(slots) if slots else (), strict=True))
         return row_inputs(shares, drafts, self._no_draft)
+
+    def _can_draft(self, row: Row, count: int) -> bool:
+        """Whether a draft can be made, and follows the `count` tokens that are read now."""
+        known = row.tokens or self.drafter.from_tokens  # a new row has no features yet
+        return bool(row.is_drafting and known and count == len(row.unread))
 
     def _verify(self, inputs: list[RowInput]) -> tuple[Tensor, list[Verdict | None]]:
         """Run the target over all rows: features [N, H], and what it says of each row's tree."""
@@ -143,7 +142,7 @@ class Decoder:
         timing.inputs += len(batch.ids)
         timing.input_pads += self.packed.inputs - len(batch.ids)
         timing.cached += batch.cached
-        timing.cache_pads += sum(segment.start for segment in batch.segments) - batch.cached
+        timing.cache_pads += batch.cache_pads
         return features, verdicts(inputs, batch.ids, logits, timing)
 
     def _compact(self, one: RowInput, path: list[int], features: Tensor) -> Tensor:
@@ -160,7 +159,7 @@ class Decoder:
     def _observe(self, one: RowInput, fresh: list[int], features: Tensor) -> None:
         """Show the drafter what a row has gained: features [A, H], and the token after each."""
         row = one.row
-        if not row.drafts:
+        if not row.is_drafting:
             return
         prompt = row.unread[1 : one.count + 1]
         if prompt and self.drafter.from_tokens:
@@ -192,4 +191,4 @@ class Decoder:
 
 def _inference_mode() -> AbstractContextManager:
     """To enter it costs as much as a handful of operations: who runs many steps may hold it."""
-    return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+    return _HELD if torch.is_inference_mode_enabled() else torch.inference_mode()

@@ -29,11 +29,11 @@ class Fallback:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace) -> bool:
-        if not isinstance(error, Exception):
+        if error is None or not isinstance(error, Exception):
             return False
         reason = in_a_line(error, kind=True)
         for row in self.rows:
-            row.drafts, row.fallback = False, reason
+            row.is_drafting, row.fallback = False, reason
         if not self.warned:
             names = ", ".join(str(row.index) for row in self.rows)
             warnings.warn(

@@ -1,6 +1,6 @@
 """One preallocated KV cache for many rows, each with its own length (EMS-SD's unpadded KV).
 
-EMS-SD (arXiv 2405.07542), "unpad KV": every row writes at its own offset into its own region, so
+EMS-SD (arXiv 2405.07542), "unpad KV": every row writes at its own offset into its own read_rows, so
 rows that accepted different numbers of tokens need no padding between them.
 
 Shapes: R rows, C capacity, D head dimension, L layers of one device.
@@ -57,7 +57,7 @@ class KVPool:
         keys, values = self._views[layer][row]
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
-    def region(self, layer: int, row: int, size: int, stop: int) -> tuple[Tensor, Tensor]:
+    def read_rows(self, layer: int, row: int, size: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of the first `stop` slots of neighbouring rows, each [size, kv_heads, stop, D]."""
         rows = slice(row, row + size)
         keys, values = self.layers[layer]

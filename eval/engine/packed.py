@@ -73,7 +73,7 @@ class Plan:
         rows = [s.row for s in segments for _ in range(s.count)]
         slots = [slot for s in segments for slot in range(s.start, s.stop)]
         self.rows, self.slots = upload(rows, device), upload(slots, device)
-        parts = _neighbours(self.placed, device)
+        parts = _attention_groups(self.placed, device)
         self.groups = [Group(pool, part, device) for part in parts]
 
     def on(self, device: torch.device) -> "Plan":
@@ -153,7 +153,7 @@ class Group:
         if self.cells is not None:
             spread = mine.new_zeros(heads, self.size * self.count, shape[-1])
             mine = spread.index_copy_(1, self.cells, mine)
-        keys, values = self.pool.region(layer, self.row, self.size, self.longest)
+        keys, values = self.pool.read_rows(layer, self.row, self.size, self.longest)
         attended = F.scaled_dot_product_attention(
             mine.reshape(shape).transpose(0, 1),
             keys,
@@ -172,7 +172,7 @@ def _later(count: int, device: torch.device) -> Tensor:
     return torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
 
 
-def _neighbours(
+def _attention_groups(
     placed: Sequence[tuple[int, Segment]], device: torch.device
 ) -> list[list[tuple[int, Segment]]]:
     """Cut placed segments into runs that attend together."""
@@ -202,7 +202,7 @@ class TreeBias:
         zeros = torch.zeros(len(visible), capacity, dtype=dtype)
         self.full = torch.cat((zeros, bias), 1).to(device)
 
-    def behind(self, start: int) -> Tensor:
+    def after(self, start: int) -> Tensor:
         """The mask [T, start + T]."""
         return self.full[:, self.capacity - start :]
 
@@ -248,7 +248,7 @@ class PackedTarget:
         if count == 1 or (start == 0 and topology.is_chain):
             return Segment(row, start, count, CAUSAL)
         bias = self._kept_bias if count <= LONG else self._bias
-        return Segment(row, start, count, bias(topology).behind(start))
+        return Segment(row, start, count, bias(topology).after(start))
 
     def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Run packed ids [N] at absolute positions [N]; return features [N, H]."""

@@ -21,7 +21,7 @@ class Row:
     request: Request
     unread: list[int]
     eos_ids: frozenset[int]
-    drafts: bool  # whether the drafter still knows this row
+    is_drafting: bool  # whether the drafter still knows this row
     fallback: str | None = None  # why it no longer does
     tokens: list[int] = field(default_factory=list)  # new ones
     steps: list[Step] = field(default_factory=list)

@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 
 MASK = (1 << 64) - 1
-MANY = 1 << 16  # logits
+MANY_LOGITS = 1 << 16  # logits
 # Without it, `uniform(seed, position, id)` would be the number inside `gumbel`. Digits of pi.
-APART = 0x243F6A8885A308D3
+CHANCE_SALT = 0x243F6A8885A308D3
 
 
 def most_probable(logits: Tensor) -> Tensor:
     """The first largest of logits [.., V]: ids [..]."""
     # Of many, NumPy's on a CPU takes a tenth of the time of torch 2.13; of few, getting there does.
-    if logits.numel() > MANY and logits.device.type == "cpu" and logits.dtype == torch.float32:
+    if (
+        logits.numel() > MANY_LOGITS
+        and logits.device.type == "cpu"
+        and logits.dtype == torch.float32
+    ):
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
 
@@ -100,13 +104,13 @@ def uniform(seed: int, *counters: int) -> float:
     return ((_state(seed, counters) >> 12) + 0.5) * 2.0**-52
 
 
-def derive(seed: int, *counters: int) -> int:
+def derive_seed(seed: int, *counters: int) -> int:
     """A seed for `gumbel` noise of its own, a pure function of (seed, counters)."""
     return _state(seed, counters) - (1 << 63)  # as a signed number
 
 
 def _state(seed: int, counters: tuple[int, ...]) -> int:
-    state = _mix_int(seed ^ APART)
+    state = _mix_int(seed ^ CHANCE_SALT)
     for counter in counters:
         state = _mix_int(state ^ counter)
     return state

@@ -33,31 +33,28 @@ def verdicts(
 
     None for a row whose prompt is not read to its end. Only rows that sample need logits there.
     """
-    verified = [one for one in inputs if one.is_verified]
-    if not verified:
+    if not inputs[0].verified and not any(one.verified for one in inputs):
         return [None] * len(inputs)
-    sampled = [one for one in verified if one.row.request.temperature > 0]
-    drawn = [one for one in sampled if one.tree.draws]
-    wanted = [most_probable(logits), ids, *(logits[one.nodes] for one in sampled)]
-    wanted += [one.tree.draws.probs for one in drawn]
+    wanted = [most_probable(logits), ids]
+    for one in inputs:
+        if one.verified and one.row.request.temperature > 0:
+            wanted.append(logits[one.verified])
+            if one.tree.draws:
+                wanted.append(one.tree.draws.probs)
     # The one synchronisation of the step; on CUDA the host waits here for the forward.
     with Stopwatch() as wait:
         argmax, tokens, *rest = download(*wanted)
     timing.verify += wait.seconds
-    argmax, tokens = argmax.tolist(), tokens.tolist()
-    logits_of = {one.row.slot: part for one, part in zip(sampled, rest, strict=False)}
-    probs_of = {one.row.slot: part for one, part in zip(drawn, rest[len(sampled) :], strict=True)}
-    return [
-        Verdict(
-            tokens[one.root : one.stop],
-            argmax[one.nodes],
-            logits_of.get(one.row.slot),
-            probs_of.get(one.row.slot),
-        )
-        if one.is_verified
-        else None
-        for one in inputs
-    ]
+    argmax, tokens, found = argmax.tolist(), tokens.tolist(), []
+    for one in inputs:
+        if not one.verified:
+            found.append(None)
+            continue
+        law = probs = None
+        if one.row.request.temperature > 0:
+            law, probs = rest.pop(0), rest.pop(0) if one.tree.draws else None
+        found.append(Verdict(tokens[one.root : one.stop], argmax[one.verified], law, probs))
+    return found
 
 
 def accept(one: RowInput, verdict: Verdict | None) -> tuple[list[int], list[int]]:
@@ -67,15 +64,16 @@ def accept(one: RowInput, verdict: Verdict | None) -> tuple[list[int], list[int]
     """
     if verdict is None:
         return [0], []
-    path, bonus = _accept(one, verdict)
-    return path, [*(verdict.tokens[node] for node in path[1:]), bonus]
+    if verdict.logits is None:
+        path, bonus = walk(one.tree.topology, verdict.tokens, verdict.argmax.__getitem__)
+    else:
+        path, bonus = _accept_sampled(one, verdict)
+    return path, [verdict.tokens[node] for node in path[1:]] + [bonus]
 
 
-def _accept(one: RowInput, verdict: Verdict) -> Accepted:
+def _accept_sampled(one: RowInput, verdict: Verdict) -> Accepted:
     """Apply the request's rule."""
     request, tree, length = one.row.request, one.tree, one.row.num_committed_tokens
-    if verdict.logits is None:
-        return walk(tree.topology, verdict.tokens, verdict.argmax.__getitem__)
     warping = (request.temperature, request.top_k, request.top_p)
     if request.rule == GUMBEL:
 

@@ -119,7 +119,7 @@ def test_larger_drafters_come_first_and_maxgram_last(students):
         second = plain_tokens(students[1], prompt + first, 2)
         bottom = maxgram()
         bottom.memory[0].extend(prompt)
-        assert tokens == first + second + bottom.go_on(0, first + second, 3)
+        assert tokens == first + second + bottom.continuation(0, first + second, 3)
 
 
 def naive(students, k, leniency, known: list[int], ahead: list[int], reviewer: int) -> list[tuple]:
@@ -132,7 +132,7 @@ def naive(students, k, leniency, known: list[int], ahead: list[int], reviewer: i
             if drafter > len(students):
                 bottom = maxgram()
                 bottom.memory[0].extend(known)
-                found += [(token, None) for token in bottom.go_on(0, behind, count)]
+                found += [(token, None) for token in bottom.continuation(0, behind, count)]
                 continue
             proposed = naive(students, k, leniency, known, behind, drafter)
             ids = known + behind + [token for token, _ in proposed]

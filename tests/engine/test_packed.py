@@ -20,14 +20,14 @@ def target(request):
 
 def test_ragged_rows_in_one_call_change_no_output(target, monkeypatch):
     """On CUDA all short segments attend in one call, padded inside it: the same code on a CPU."""
-    sizes, neighbours = [], packed._neighbours
+    sizes, neighbours = [], packed._attention_groups
 
     def as_on_cuda(placed, device):
         groups = neighbours(placed, torch.device("cuda"))
         sizes.extend(len({segment.count for _, segment in group}) for group in groups)
         return groups
 
-    monkeypatch.setattr(packed, "_neighbours", as_on_cuda)
+    monkeypatch.setattr(packed, "_attention_groups", as_on_cuda)
     requests = [Request(prompt, 5 + 4 * n) for n, prompt in enumerate(prompts())]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
     for drafter in (
