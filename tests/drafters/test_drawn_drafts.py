@@ -13,12 +13,12 @@ from test_rules_in_decoder import WARP, check_law, drafter_for, fits
 
 from specdraft.eval.drafters.beam import Beams, StochasticBeam, conditioned, step
 from specdraft.eval.drafters.branching import Branching
-from specdraft.eval.drafters.drawing import DRAFTS, draw
+from specdraft.eval.drafters.drawing import DRAFTER_STREAM, draw
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.eval.engine.sampling import derive, gumbel, uniform
+from specdraft.eval.engine.sampling import derive_seed, gumbel, uniform
 from specdraft.eval.engine.tree import Draws, Topology, Tree, chain
 
 KINDS = ["alike", "mismatched", "some zeros"]
@@ -328,9 +328,9 @@ def test_the_passes_of_a_falcon_tree_never_share_their_noise(target, rule):
 
 
 def test_drafts_and_rules_never_share_a_number():
-    """It could not be seen in any law: drafts mix what `derive` gives twice more."""
+    """It could not be seen in any law: drafts mix what `derive_seed` gives twice more."""
     for seed, start, number in itertools.product((0, 7), (1, 40), (0, 1, 2, 9)):
-        key = derive(seed, DRAFTS, start, number) + (1 << 63)
+        key = derive_seed(seed, DRAFTER_STREAM, start, number) + (1 << 63)
         assert ((key >> 12) + 0.5) * 2.0**-52 != uniform(seed, 0, start, number)
 
 
