@@ -31,17 +31,9 @@ from torch.utils.checkpoint import checkpoint
 
 from specdraft.models.blocks import BlockLayout, rollout_mask
 from specdraft.models.fusion import FUSIONS, State
-from specdraft.models.saved import (
-    Few,
-    SavedConfig,
-    Scale,
-    Vocabulary,
-    Width,
-    load_saved,
-    shown,
-)
+from specdraft.models.saved import SavedConfig, Scale, Vocabulary, load_saved
 from specdraft.models.target_files import check_trained_for
-from specdraft.recipes.fields import Fraction, Interval
+from specdraft.recipes.fields import Few, Fraction, Interval, Width, shown
 
 # attend(layer, query [S, heads, T, D], key, value [S, kv_heads, T, D]) -> [S, heads, T, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

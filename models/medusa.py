@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
-from specdraft.models.saved import Few, SavedConfig, Vocabulary, Width, load_saved
+from specdraft.models.saved import SavedConfig, Vocabulary, load_saved
 from specdraft.models.target_files import check_trained_for
+from specdraft.recipes.fields import Few, Width
 
 
 @dataclass(frozen=True)

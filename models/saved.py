@@ -7,7 +7,7 @@ the config key by key, the file's table of tensors against what the config makes
 import json
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, TypeVar, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,20 +16,12 @@ from torch import nn
 
 from specdraft.models.hub import fetch
 from specdraft.recipes.errors import HeadError, in_a_line
-from specdraft.recipes.fields import Interval, MismatchError, coerce
+from specdraft.recipes.fields import Interval, MismatchError, coerce, shown
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 Vocabulary = Annotated[int, Interval(1, 10**7)]
-Width = Annotated[int, Interval(1, 10**6)]  # of a layer
-Few = Annotated[int, Interval(1, 1000)]  # layers, heads, tokens
 Scale = Annotated[float, Interval(1e-9, 1e9)]  # what is divided by
 Module = TypeVar("Module", bound=nn.Module)
-
-
-def shown(value: Any) -> str:
-    """Return a value as a message shows it: in a line, the end of a long one cut off."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class SavedConfig:
@@ -41,7 +33,7 @@ class SavedConfig:
             value = getattr(self, item.name)
             try:
                 coerce(value, hints[item.name])
-            except (MismatchError, OverflowError) as mismatch:
+            except MismatchError as mismatch:
                 raise ValueError(f"{item.name} = {shown(value)}: {mismatch}") from None
         identity = getattr(self, "target", None)
         if identity and not all(isinstance(identity.get(k), str) for k in ("name", "weights")):

@@ -11,12 +11,14 @@ import re
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from specdraft.recipes.errors import RecipeError
 
 LARGEST_TREE = 4096  # nodes of a draft, which a target reads at once
-LONGEST_VALUE, LONGEST_LINE, MOST_LINES = 120, 800, 16  # shown of what is wrong
+# Shown of what is wrong, in characters and lines.
+LONGEST_VALUE, LONGEST_LINE, LONGEST_MESSAGE, MOST_LINES = 120, 800, 3600, 16
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ Count = Annotated[int, Interval(1, 10**9)]  # rows, steps
 Natural = Annotated[int, Interval(0, 10**9)]
 Tokens = Annotated[int, Interval(1, 10**7)]  # of a context or an answer
 Rows = Annotated[int, Interval(1, 2**13)]  # of a step of training
-Width = Annotated[int, Interval(1, 2**20)]  # of a layer
-Few = Annotated[int, Interval(1, 1024)]  # layers, rows decoded at once, threads
+Width = Annotated[int, Interval(1, 10**6)]  # of a layer
+Few = Annotated[int, Interval(1, 1000)]  # layers, rows decoded at once, threads
 Draft = Annotated[int, Interval(1, 256)]  # tokens drafted one after the other, or side by side
 Seed = Annotated[int, Interval(0, 2**31 - 1)]  # every generator takes these
 Fraction = Annotated[float, Interval(0, 1)]
@@ -63,10 +65,12 @@ class InvalidRecipeError(RecipeError):
         if len(self.problems) == 1:
             super().__init__(f"{source}: {self.problems[0]}")
             return
-        lines = "".join(f"\n  {problem}" for problem in self.problems[:MOST_LINES])
-        more = len(self.problems) - MOST_LINES
-        rest = f"\n  and {more} more" if more > 0 else ""
-        super().__init__(f"{source}: {len(self.problems)} errors{lines}{rest}")
+        lengths = accumulate(map(len, self.problems))
+        count = sum(length <= LONGEST_MESSAGE for length in islice(lengths, MOST_LINES))
+        lines = [*self.problems[:count]]
+        if more := len(self.problems) - count:
+            lines.append(f"and {more} more")
+        super().__init__("\n  ".join([f"{source}: {len(self.problems)} errors", *lines]))
 
 
 class MismatchError(ValueError):

@@ -1,9 +1,8 @@
 """What other libraries raise is told in one line, also where they say nothing."""
 
-import huggingface_hub
 import pytest
 
-from specdraft.models.target import resolve
+from specdraft.models import target_files
 from specdraft.recipes.errors import TargetError, in_a_line
 
 
@@ -25,6 +24,6 @@ def test_a_hub_that_fails_without_a_word_is_told(monkeypatch: pytest.MonkeyPatch
     def silent(*_, **__):
         raise TimeoutError
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", silent)
+    monkeypatch.setattr(target_files, "snapshot_download", silent)
     with pytest.raises(TargetError, match=r"the Hub did not give it \(TimeoutError\)"):
-        resolve("owner/name")
+        target_files.model_folder("owner/name")

@@ -9,6 +9,7 @@ from typing import get_type_hints
 
 import pytest
 
+from specdraft.eval.drafters.registry import problems
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.recipes.schema import Recipe
@@ -60,7 +61,7 @@ def problem(*overrides: str, recipe: Path = RECIPE) -> str | None:
     """The message about a recipe, or None for a valid one; short, and soon, in any case."""
     began = time.process_time()
     try:
-        load_recipe(recipe, list(overrides))
+        load_recipe(recipe, list(overrides), check=problems)
     except RecipeError as error:
         message = str(error)
     else:
@@ -104,22 +105,23 @@ def test_every_number_has_a_lower_and_an_upper_end(section: str):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("eval.threads=100000", "eval.threads = 100000: must be >= 1 and <= 1024"),
-        ("train.threads=100000", "must be >= 1 and <= 1024"),
+        ("eval.threads=100000", "eval.threads = 100000: must be >= 1 and <= 1000"),
+        ("train.threads=100000", "must be >= 1 and <= 1000"),
         ("eval.seed=9223372036854775808", "must be >= 0 and <= 2147483647"),
         ("train.seed=9223372036854775808", "must be >= 0 and <= 2147483647"),
         ("eval.max_new_tokens=1000000000", "must be >= 1 and <= 10000000"),
         ("eval.lookup_copy=1000000", "must be >= 1 and <= 256"),
-        ("data.batch_rows=1000000", "must be >= 1 and <= 1024"),
+        ("data.batch_rows=1000000", "must be >= 1 and <= 1000"),
         ("data.samples=1000000", "must be >= 1 and <= 8192"),
         ("eval.temperature=1.0e-300", "must be 0, or >= 0.01 and <= 100"),
         ("eval.temperature=1.0e+300", "must be 0, or >= 0.01 and <= 100"),
         ("optim.lr=1.0e+308", "must be > 0 and <= 1000000"),
-        ("head.layers=100000", "must be >= 1 and <= 1024"),
+        ("head.layers=100000", "must be >= 1 and <= 1000"),
         ("drafting.gamma=200", None),
         ("drafting.chains=200", None),
         (f"drafting.branching={[9] * 2000}", ", 9]: makes "),
         ("maxgram.branches=200", None),
+        (f"eval.methods=[{', '.join(f'm{n}' for n in range(999))}]", "entry 0 ('m0') must be one"),
         (f"data.limit={'9' * 60}", "data.limit = 9999"),
         ("data.limit=2020-13-45", "line 1: 2020-13-45 is no timestamp; put it in quotes"),
         ('output.dir="a\\0b"', "must be text without NUL and without lone surrogates"),
