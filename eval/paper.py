@@ -1,47 +1,70 @@
-"""Make a table of a paper again on the bundled target: ours beside the paper's, over seeds.
+"""Make a table of a paper again: ours beside the paper's. Without TABLE: list them.
 
-    python eval/paper.py TABLE [section.key=value ..] [--seeds 0,1,2] [--jobs 2]
-        [--recipe FILE.yaml] [--runs runs/paper] [--out FILE.json]
+    python eval/paper.py [TABLE] [section.key=value ..] [table.key=value ..] [--recipe FILE.yaml]
+        [--seeds 0,1,2] [--jobs 2] [--runs runs/paper] [--out FILE.json]
+    python eval/paper.py --write        the page of kept results, eval/results/README.md
+    python eval/paper.py --check        whether that page is what the kept files make of it
 
-    falcon_tree_csgd  Falcon, Table 4    gsd          GSD, Figure 5
-    falcon_k          Falcon, Table 5    cascades     CS Drafting, Table 2
-    glancing fusion noise rollout        rsd_budgets  RSD, Tables 2 and 3
-    storage                              ems          EMS-SD, Table 2
-
-With --jobs 2 each takes less than half an hour on two cores. Every run is a command of train/ or
+With --jobs 2 most take less than half an hour on two cores. Every run is a command of train/ or
 eval/ with overrides; one that has its report is not made again, and tables share them. Overrides
-here are those of every run. Wall-clock is worth reading only with --jobs 1 on an idle machine.
+here are those of every run, but for table.key, which sets what the table itself compares.
+`tuned_cascades`, `budgets` and `tau` measure what a recipe's own runs have trained, `report` shows
+a report.json. Wall-clock is worth reading only with --jobs 1 on an idle machine.
 """
 
 import argparse
 from pathlib import Path
 
-from specdraft.eval.measure.report import write_json
-from specdraft.eval.papers.paper_table import Plan, make, show
-from specdraft.eval.papers.paper_tables import TABLES, table_of
+from specdraft.eval.papers.jobs import TABLE
+from specdraft.eval.papers.page import check_page, write_page
+from specdraft.eval.papers.plots import save
+from specdraft.eval.papers.result import show, write_result
+from specdraft.eval.papers.table import Plan, with_settings
+from specdraft.eval.papers.tables import all_tables, table_of
 from specdraft.recipes.arguments import whole_numbers
-from specdraft.recipes.errors import entry
+from specdraft.recipes.errors import RecipeError, entry
 
 
 @entry
 def main() -> None:
-    """Run what is missing, then write and show the table."""
+    """Make a table, the page of all kept ones, or a list of what can be made."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", help=f"one of {', '.join(TABLES)}")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("words", nargs="*", metavar="TABLE [section.key=value ..]")
+    parser.add_argument("--recipe", help="what is trained or measured; default: the table's")
+    parser.add_argument("--seeds", help="comma-separated; default: 0,1,2 where anything is drawn")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
-    parser.add_argument("--recipe", help="what is trained; default: the bundled target's recipe")
     parser.add_argument("--runs", type=Path, default=Path("runs/paper"))
     parser.add_argument("--out", type=Path, help="default: TABLE.json of --runs")
+    parser.add_argument("--write", action="store_true", help="the page of kept results")
+    parser.add_argument("--check", action="store_true", help="whether that page is up to date")
     options = parser.parse_intermixed_args()
-    table = table_of(options.table)
-    plan = Plan(options.runs, tuple(options.overrides), options.recipe)
-    made = make(table, plan, whole_numbers("--seeds", options.seeds), options.jobs)
-    out = options.out or options.runs / f"{options.table}.json"
-    write_json(made, out)
+    if options.write:
+        print(f"wrote {write_page()}")  # noqa: T201
+    elif options.check:
+        check_page()
+    elif options.words:
+        make(options)
+    else:
+        for table in all_tables().values():
+            print(f"{table.name:17}{table.source}")  # noqa: T201
+
+
+def make(options: argparse.Namespace) -> None:
+    """Run what is missing, then write and show the table."""
+    name, *overrides = options.words
+    settings = tuple(each for each in overrides if each.startswith(TABLE))
+    table = with_settings(table_of(name), settings)
+    if options.seeds and not table.seeds:
+        raise RecipeError(f"--seeds {options.seeds}: nothing is drawn for {name}; leave it out")
+    seeds = whole_numbers("--seeds", options.seeds) if options.seeds else table.seeds
+    others = tuple(each for each in overrides if each not in settings)
+    made = table.make(Plan(options.runs, others, options.recipe, settings), seeds, options.jobs)
+    out = options.out or options.runs / f"{name}.json"
+    write_result(made, out)
     show(made)
     print(f"wrote {out}")  # noqa: T201
+    for file, drawn in table.pictures(made).items():
+        print(f"wrote {save(drawn, out.with_name(file))}")  # noqa: T201
 
 
 if __name__ == "__main__":

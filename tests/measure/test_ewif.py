@@ -17,7 +17,7 @@ from specdraft.eval.measure.ewif import (
     of_mixture,
     simulate,
 )
-from specdraft.eval.papers.plot import chosen, read_runs
+from specdraft.eval.papers.bench_report import chosen, read_report
 from specdraft.eval.papers.plots import (
     acceptance_by_position,
     of_horizontal_cascade,
@@ -118,13 +118,13 @@ def test_ewif_figures_have_a_line_per_cost_and_per_tail():
 
 def test_what_is_no_report_is_named(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
-        read_runs(tmp_path / "gone.json")
+        read_report(tmp_path / "gone.json")
     path = tmp_path / "report.json"
     for text in ("[1]", "{}", "runs"):
         path.write_text(text)
         with pytest.raises(DataError, match="no report"):
-            read_runs(path)
-    path.write_text(json.dumps({"runs": RUNS}))
-    assert chosen(read_runs(path), "ssd") == RUNS[1:]
-    with pytest.raises(DataError, match="no run of 'gsd'; the report has plain, ssd"):
-        chosen(RUNS, "gsd")
+            read_report(path)
+    path.write_text(json.dumps({"recipe": {}, "runs": RUNS}))
+    assert chosen(read_report(path)["runs"], ["ssd"]) == RUNS[1:]
+    with pytest.raises(DataError, match="no run of 'gsd'; there are plain, ssd"):
+        chosen(RUNS, ["gsd"])

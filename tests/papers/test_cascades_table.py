@@ -223,46 +223,38 @@ def test_the_command_tunes_on_other_prompts_than_it_measures(drafters, tmp_path,
     seen = []
 
     class Watched(Scorer):
-        def _decode(self, recipe, prompts):
-            seen.append((self.method, [prompt.id for prompt in prompts]))
-            return super()._decode(recipe, prompts)
+        def __call__(self, setting, budget):
+            seen.append((self.method, [prompt.id for prompt in self.prompts[:budget]]))
+            return super().__call__(setting, budget)
 
     monkeypatch.setattr(module, "Scorer", Watched)
     out = tmp_path / "deep" / "table.json"
-    options = ["--candidates", "2", "--prompts", "2", "--by", "swi", "--out", str(out)]
-    done = run_here("eval/papers/cascades.py", RECIPE, *drafters, *options)
+    options = ["table.candidates=2", "table.prompts=2", "table.by=swi", "--out", str(out)]
+    done = run_here("eval/paper.py", "tuned_cascades", *drafters, *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     recipe, tokenizer = load_recipe(RECIPE, drafters), Target.load("tiny").tokenizer
-    assert report["prompts"] == [prompt.id for prompt in load_prompts(recipe, tokenizer)]
+    measured_on = {prompt.id for prompt in load_prompts(recipe, tokenizer)}
     unseen = [prompt.id for prompt in tuning_prompts(recipe, tokenizer, 2)]
-    tuning = {"by": "swi", "candidates": 2, "prompts": unseen}
-    assert report["tuning"] == tuning
+    assert report["overrides"][:3] == options[:3]
     assert [method for method, _ in seen] == ["ssd"] * 4 + ["maxgram"] * 2 + ["cascade"] * 6
     assert all(ids == unseen for _, ids in seen)
-    assert not set(unseen) & set(report["prompts"])
-    assert [row["row"] for row in report["rows"]] == NAMES
-    assert all(row["identical"] + row["near_ties"] == 3 for row in report["rows"])
+    assert not set(unseen) & measured_on
+    *rows, best, _, gain = report["rows"]
+    assert [row["row"] for row in rows] == [run["row"] for run in report["runs"]] == NAMES
+    assert all(row["identical"] + row["near_ties"] == 3 for row in rows)
     assert [path.name for path in out.parent.iterdir()] == ["table.json"]
-    for text in (*NAMES, "cascade/SD", "3/3", "best cascade / best SD by swi"):
+    for text in (*NAMES, "best cascade / best SD", "3/3", "1 + MaG: 'cascade.k="):
         assert text in done.stdout
-    check_gains(report)
-
-
-def check_gains(report: dict) -> None:
-    """The ratios of a report are those of the best rows of either kind."""
-    for number, gain in enumerate(report["gains"]):
-        for measure, key in (("swi", "swi_measured"), ("wall", "speedup")):
-            best = {}
-            for row in report["rows"]:
-                part = [*row["categories"], row][number]
-                best[row["method"]] = max(best.get(row["method"], 0), part[key])
-            assert gain[measure]["ratio"] == best["cascade"] / best["ssd"]
-    assert [gain["category"] for gain in report["gains"]] == ["chat", "math", "code", "all"]
-    for measure, claim in report["claim"].items():
-        ratios = [gain[measure]["ratio"] for gain in report["gains"]]
-        enough = sum(ratio >= 1.1 for ratio in ratios[:-1]) >= 2
-        assert claim["holds"] == (enough and min(ratios) >= 1)
+    assert best["ours"] in [row["ours"] for row in rows[1:3]]
+    parts = [f"{part}: {way}" for part in ("chat", "math", "code") for way in ("SWI", "x")]
+    assert set(parts) < set(report["columns"])
+    for column in report["columns"]:  # the ratio is that of the best rows of either kind
+        best = {"cascade": 0, "ssd": 0}
+        for row, run in zip(rows, report["runs"], strict=True):
+            best[run["method"]] = max(best.get(run["method"], 0), row["ours"][column]["mean"])
+        ratio = best["cascade"] / best["ssd"]
+        assert gain["ours"][column]["mean"] == pytest.approx(ratio, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -278,12 +270,13 @@ def check_gains(report: dict) -> None:
         (["cascade.k=[[4, 2], [0, 2]]"], "must be 3 x 3"),
         (["eval.batch_size=2"], "eval.batch_size = 2: a batch mixes categories; set it to 1"),
         (["eval.limit=null"], "eval.limit = None: no prompt of tiny_chat is left to tune on"),
-        (["--candidates", "0"], "--candidates and --prompts must be at least 1"),
+        (["table.candidates=0"], "table.candidates = 0: must be >= 1"),
+        (["table.by=time"], "table.by = 'time': must be one of wall, swi"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_line(drafters, overrides, message, tmp_path):
     out = tmp_path / "new" / "table.json"
-    done = run_here("eval/papers/cascades.py", RECIPE, *drafters, "--out", str(out), *overrides)
+    done = run_here("eval/paper.py", "tuned_cascades", *drafters, "--out", str(out), *overrides)
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if message in line]
     assert "Traceback" not in done.stderr

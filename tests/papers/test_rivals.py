@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from commands import run
 
-from specdraft.eval.papers import rivals as module
-from specdraft.eval.papers.rivals import AGAINST, line_up
-from specdraft.eval.papers.seeded import Job, over_seeds, run_all, told
+from specdraft.eval.papers.jobs import Job, run_all
+from specdraft.eval.papers.result import cell_text
+from specdraft.eval.papers.rivals import RivalTable, check_fair
+from specdraft.eval.papers.table import Plan, over_seeds
 from specdraft.recipes.arguments import whole_numbers
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
@@ -25,8 +26,10 @@ SMALL = (
 
 
 def test_every_head_is_in_it_and_falcon_also_without_its_parts():
-    rivals = line_up("recipes/tiny.yaml", AGAINST, ())
-    assert [(rival.name, rival.method, rival.script) for rival in rivals] == [
+    plan = Plan(Path("runs"))
+    rivals = RivalTable().line_up(plan)
+    made = [(rival.name, rival.method, rival.job(plan, 0).script) for rival in rivals]
+    assert made == [
         ("falcon", "falcon_tree", "train/falcon.py"),
         ("falcon, chain", "falcon_chain", "train/falcon.py"),
         ("falcon without CSGD", "falcon_tree", "train/falcon.py"),
@@ -34,15 +37,15 @@ def test_every_head_is_in_it_and_falcon_also_without_its_parts():
         ("medusa", "medusa_tree", "train/medusa.py"),
     ]
     ours, chain, without, *_ = rivals
-    runs = Path("runs")
-    assert ours.job(runs, 1) == chain.job(runs, 1)  # one head, decoded in two ways
-    assert ours.job(runs, 1) != ours.job(runs, 2)
+    assert ours.job(plan, 1) == chain.job(plan, 1)  # one head, decoded in two ways
+    assert ours.job(plan, 1) != ours.job(plan, 2)
     assert ours.recipe.glance.enabled
     assert not without.recipe.glance.enabled
 
 
 def test_what_the_recipe_leaves_out_is_added():
-    glanceless = line_up("recipes/tiny.yaml", (), ("glance.enabled=false",))
+    plan = Plan(Path("runs"), ("glance.enabled=false",))
+    glanceless = RivalTable(against=()).line_up(plan)
     assert glanceless[2].name == "falcon with CSGD"
     assert glanceless[2].recipe.glance.enabled
 
@@ -52,10 +55,10 @@ def test_what_the_recipe_leaves_out_is_added():
     [("train", {"steps": 1}), ("train", {"batch_size": 2}), ("data", {"max_length": 99})],
 )
 def test_an_unfair_comparison_is_refused(key, value):
-    ours = line_up("recipes/tiny.yaml", (), ())[0].recipe
+    ours = RivalTable(against=()).line_up(Plan(Path("runs")))[0].recipe
     theirs = replace(ours, **{key: replace(getattr(ours, key), **value)})
     with pytest.raises(RecipeError, match=f"{key}.* differ"):
-        module._check_fair(ours, theirs)
+        check_fair(ours, theirs)
 
 
 def test_a_run_is_not_repeated_and_a_failure_is_told(tmp_path):
@@ -74,7 +77,7 @@ def test_figures_over_seeds():
     assert over_seeds([1.0]) == {"values": [1.0], "mean": 1.0, "standard_error": None}
     figure = over_seeds([1.0, 3.0])
     assert (figure["mean"], figure["standard_error"]) == (2.0, 1.0)
-    assert told(figure) == "2.00 +- 1.00"
+    assert cell_text(figure) == "2.00 +- 1.00"
     assert whole_numbers("--seeds", "0,2") == [0, 2]
     with pytest.raises(RecipeError, match="--seeds 0,x"):
         whole_numbers("--seeds", "0,x")
@@ -82,18 +85,19 @@ def test_figures_over_seeds():
 
 def test_heads_are_trained_and_take_turns(tmp_path):
     """Two kinds of heads from one seed, to the table."""
-    options = ["--against", "recipes/tiny_medusa.yaml", "--steps", "2", "--seeds", "1"]
+    options = ["table.against=[recipes/tiny_medusa.yaml]", "train.steps=2", "--seeds", "1"]
     places = ["--runs", str(tmp_path), f"data.cache_dir={tmp_path / 'cache'}"]
-    done = run("eval/papers/rivals.py", "recipes/tiny.yaml", *SMALL, *options, *places)
+    done = run("eval/paper.py", "rivals", *SMALL, *options, *places)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "rivals.json").read_text())
-    names = [rival["name"] for rival in report["rivals"]]
-    assert names == ["falcon", "falcon, chain", "falcon without CSGD", "medusa"]
-    for rival in report["rivals"]:
-        (row,) = rival["rows"]
+    names = ["falcon", "falcon, chain", "falcon without CSGD", "medusa"]
+    assert [row["row"] for row in report["rows"]] == names
+    _, *runs = report["runs"]  # plain decoding, then a run of every head
+    for row, run_of_it in zip(report["rows"], runs, strict=True):
         assert row["identical"] == row["outputs"] == 2
-        gain = report["rivals"][0]["rows"][0]["speedup"] / row["speedup"]
-        assert rival["ours_over_it"]["speedup"]["mean"] == pytest.approx(gain)
-        assert rival["tokens_per_step"]["values"] == [row["tokens_per_step"]]
-    assert (tmp_path / "falcon-seed1" / "head").is_dir()
-    assert (tmp_path / "medusa-seed1" / "medusa").is_dir()
+        gain = runs[0]["speedup"] / run_of_it["speedup"]
+        assert row["ours"]["ours over it: time"]["mean"] == pytest.approx(gain, rel=1e-4)
+        assert row["ours"]["tokens/step"]["values"] == [run_of_it["tokens_per_step"]]
+    assert report["rows"][3]["paper"] == {"ours over it: time": 1.5}
+    assert (tmp_path / "rivals" / "falcon-seed1" / "head").is_dir()
+    assert (tmp_path / "rivals" / "medusa-seed1" / "medusa").is_dir()

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,16 +17,17 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.outcome import Outcome
-from specdraft.eval.papers.budgets import (
+from specdraft.eval.papers.gsd import ComparingGSD, merges, sweep
+from specdraft.eval.papers.rsd import (
     Shape,
     at_budget,
     at_length,
+    best_of,
     compare,
     factorings,
     standard_error,
 )
-from specdraft.eval.papers.tau import ComparingGSD, divergence, sweep
-from specdraft.models.student import make_student
+from specdraft.models.student import finished_student, make_student
 from specdraft.models.target import Target
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import DraftingSection, StudentSection
@@ -76,40 +78,53 @@ def test_the_standard_error_is_that_of_resampled_prompts():
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
+def tiny():
+    return Target.load("tiny")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, tiny):
     """A recipe whose student is ready: two layers of the target, as they are."""
-    folder, target = tmp_path_factory.mktemp("run"), Target.load("tiny")
+    folder, target = tmp_path_factory.mktemp("run"), tiny
     make_student(StudentSection(keep_layers=[0, 11]), target).save_pretrained(folder / "student")
     options = ["eval.limit=3", "eval.max_new_tokens=10", "eval.temperature=1", "train.threads=1"]
     return load_recipe("recipes/tiny_distill.yaml", [*options, f"output.dir={folder}"])
 
 
-def test_shapes_are_compared_on_the_same_prompts(recipe):
+def test_shapes_are_compared_on_the_same_prompts(recipe, tiny):
     shapes = [Shape("ssd", length=3), Shape("rsd_c", (2, 1)), Shape("rsd_s", width=2, length=2)]
-    rows = compare(recipe, {"budget 4": shapes})
+    rows = [*compare(recipe, tiny, {"budget 4": shapes}, [0])]
     assert [(row["method"], row["shape"]) for row in rows] == [
         ("ssd", "1 x 3"), ("rsd_c", "2-1"), ("rsd_s", "2 x 2")
     ]  # fmt: skip
     assert {row["acceptance"] for row in rows} == {"recursive"}
     assert {row["outputs"] for row in rows} == {3}
     assert all(row["standard_error"] >= 0 for row in rows)
+    best = max((row for row in rows if row["method"] == "rsd_c"), key=lambda r: r["tokens"])
+    cell = best_of(rows)["RSD-C"].figures["budget 4"]
+    assert (cell["mean"], cell["shape"]) == (best["tokens_per_step"], "2-1")
 
 
-def test_every_prompt_is_decoded_with_every_seed(recipe):
+def test_every_prompt_is_decoded_with_every_seed(recipe, tiny):
     recipe = replace(recipe, eval=replace(recipe.eval, temperature=1.0))
     shapes = {"length 3": [Shape("rsd_s", width=2, length=3)]}
-    (every,), *single = (compare(recipe, shapes, seeds) for seeds in ([0, 1, 2], [0], [1], [2]))
+    (every,), *single = (
+        [*compare(recipe, tiny, shapes, seeds)] for seeds in ([0, 1, 2], [0], [1], [2])
+    )
     for key in ("outputs", "tokens", "steps"):
         assert every[key] == sum(row[key] for (row,) in single)
     assert len({row["steps"] for (row,) in single}) > 1
 
 
-def test_tau_decides_how_much_is_merged(recipe):
-    rows = sweep(recipe, [0, 1])
-    assert [row["tau"] for row in rows] == [0, 1]
-    assert rows[0]["merged_per_step"] > 0
-    assert rows[0]["kl"] > 0
-    assert divergence([], 5) == {"merged_per_step": 0, "kl": None, "kl_standard_error": None}
+def test_tau_decides_how_much_is_merged(recipe, tiny):
+    student = finished_student(recipe.student, Path(recipe.output.dir) / "student", tiny)
+    rows = sweep(recipe, tiny, student, [0, 1])
+    assert list(rows) == ["tau 0", "tau 1"]
+    first = rows["tau 0"].figures
+    assert first["merged/step"]["mean"] > rows["tau 1"].figures["merged/step"]["mean"]
+    assert first["KL"]["mean"] > 0
+    assert merges([], 5) == {"merged/step": {"mean": 0}}
+    assert merges([1.0, 3.0], 4)["KL"] == {"mean": 2, "standard_error": 1}
 
 
 def test_the_divergence_of_a_merge_is_that_of_the_two_texts():

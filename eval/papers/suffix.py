@@ -1,53 +1,54 @@
 """Time the suffix automaton: microseconds per token (add it, find what followed) by context.
 
-    python eval/bench_suffix.py [--contexts 1024,8192,65536] [--count 10]
-
 Strings: random tokens of a vocabulary of 50 000 and of 4, the bundled conversations, one token over
 and over, and a loop of 37 tokens in which 2% are wrong. `read` is the time per token of a prompt.
 """
 
-import argparse
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
-
-from rich.console import Console
-from rich.table import Table
+from typing import Annotated
 
 from specdraft.data.chat import read_conversations
 from specdraft.eval.drafters.maxgram import CONTINUATIONS
 from specdraft.eval.drafters.suffix import Suffixes
+from specdraft.eval.papers.table import Plan, Row, SeededTable
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.models.tokenizer import load_tokenizer
-from specdraft.recipes.errors import entry
+from specdraft.recipes.fields import Interval
 from specdraft.recipes.sections.target import BUNDLED
 
 ROUNDS, TOKENS = 9, 100  # the median of rounds: whoever shares the machine does not count
+Size = Annotated[int, Interval(1, 10_000_000)]
 
 
-@entry
-def main() -> None:
-    """Parse, make the strings, time every kind of continuation on each, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--contexts", default="1024,8192,65536", help="comma-separated lengths")
-    parser.add_argument("--count", type=int, default=10, help="tokens proposed")
-    options = parser.parse_args()
-    contexts = [int(length) for length in options.contexts.split(",")]
-    table = Table("string", "continuation", title="microseconds per token")
-    for length in contexts:
-        table.add_column(f"{length}", justify="right")
-        table.add_column("read", justify="right")
-    for name, string in strings(max(contexts) + ROUNDS * TOKENS).items():
-        for kind, make in CONTINUATIONS.items():
-            timed = [measure(make, string, length, options.count) for length in contexts]
-            table.add_row(name, kind, *(f"{value:.2f}" for pair in timed for value in pair))
-    Console().print(table)
+@dataclass(frozen=True, kw_only=True)
+class SuffixTable(SeededTable):
+    """Strings and kinds of continuation as rows, contexts as columns."""
+
+    name, source = "suffix", "microseconds per token of the suffix automaton, by context"
+    contexts: tuple[Size, ...] = (1024, 8192, 65536)
+    count: Size = 10  # tokens proposed
+
+    def rows(self, plan: Plan, seed: int) -> dict[str, Row]:
+        """Every kind on the strings of a seed."""
+        found = {}
+        longest = max(self.contexts, default=0)
+        for name, string in strings(longest + ROUNDS * TOKENS, seed).items():
+            for kind, make in CONTINUATIONS.items():
+                figures = {}
+                for length in self.contexts:
+                    proposed, read = time_per_token(make, string, length, self.count)
+                    figures |= {f"{length}": proposed, f"{length}, read": read}
+                found[f"{name}, {kind}"] = Row(figures)
+        return found
 
 
-def strings(length: int) -> dict[str, list[int]]:
+def strings(length: int, seed: int) -> dict[str, list[int]]:
     """Make the strings that are timed."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     loop = [n % 37 for n in range(length)]
     return {
         "random, 50 000": [rng.randrange(50_000) for _ in range(length)],
@@ -69,7 +70,7 @@ def conversations(length: int) -> list[int]:
     return ids[:length]
 
 
-def measure(
+def time_per_token(
     make: Callable[[], Suffixes], string: list[int], context: int, count: int
 ) -> tuple[float, float]:
     """Return microseconds per token behind a context, and per token of reading the context."""
@@ -84,7 +85,3 @@ def measure(
             next(suffixes.continuations(count), None)
         rounds.append((time.perf_counter() - began) / TOKENS)
     return 1e6 * median(rounds), 1e6 * read
-
-
-if __name__ == "__main__":
-    main()

@@ -1,44 +1,39 @@
-"""Compare trees of draws as the RSD paper does: at a fixed draft length, and at a fixed budget.
+"""RSD's Tables 2 and 3 (arXiv 2402.14160): drawn drafts of equal length, and of equal budget.
 
-    python eval/papers/budgets.py recipes/tiny_distill.yaml eval.temperature=1
-        [section.key=value ..] [--lengths 2,3,4,5] [--budgets 6,10,14,21,30] [--seeds 0,1,2]
-        [--out FILE.json]
-
-A budget is the number of drafted tokens that the target reads per step (arXiv 2402.14160, Tables
-2 and 3). At a length L, four paths are drafted: K = 4 chains, branching factors whose product is 4,
-beams of width 4. At a budget, every shape whose nodes add up to it stands for its method, and the
-best of them, by tokens per step, is shown; all are written. SD is one chain, accepted token-wise.
-
-Every prompt is decoded with every seed. Errors are standard errors over all of these, of a ratio
-of sums.
+A budget is the number of drafted tokens that the target reads per step. At a length L, four paths
+are drafted: K = 4 chains, branching factors whose product is 4, beams of width 4. At a budget,
+every shape whose nodes add up to it stands for its method. A cell is the best shape that a method
+has there, by tokens per step. SD is one chain, accepted token-wise. None of the paper's figures is
+at hand as a number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from typing import Annotated, ClassVar
 
 from specdraft.data.prompts import Prompt, load_prompts
-from specdraft.eval.drafters.registry import problems
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.measure.environment import cpu_threads
+from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import Measurement, measure
 from specdraft.eval.measure.outcome import Outcome
-from specdraft.eval.measure.report import write_json
+from specdraft.eval.papers.students import DISTILLED, OverStudents
+from specdraft.eval.papers.table import Found, Plan, Row, Table
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser, whole_numbers
-from specdraft.recipes.errors import entry
-from specdraft.recipes.load import load_recipe
+from specdraft.recipes.fields import Interval
 from specdraft.recipes.schema import DraftingSection, Recipe
 
 PATHS = 4  # drafted at a fixed length
 APART = 1000  # seeds of a comparison; prompts number theirs from there
-SHOWN = ("tokens_per_step", "standard_error", "mbsu", "tokens_per_second")
+METHODS = {
+    "SD": "ssd",
+    "SpecTr": "spectr",
+    "SpecInfer": "specinfer",
+    "RSD-C": "rsd_c",
+    "RSD-S": "rsd_s",
+}
+Size = Annotated[int, Interval(2, 256)]
 
 
 @dataclass(frozen=True)
@@ -58,6 +53,42 @@ class Shape:
         size = {"gamma": self.length, "chains": self.width, "beam_width": self.width}
         branching = self.branching or drafting.branching
         return replace(drafting, theta_prob=0.0, branching=branching, **size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetTable(Table):
+    """Tokens per step with the student of the recipe's run. Every prompt is decoded with every
+    seed; errors are standard errors over all of these, of a ratio of sums."""
+
+    name, source = "budgets", "RSD, Tables 2 and 3, with the student of a recipe's run"
+    recipe: ClassVar[str] = DISTILLED
+    lengths: tuple[Size, ...] = (2, 3, 4, 5)
+    budgets: tuple[Size, ...] = (6, 10, 14, 21, 30)
+
+    def find(self, plan: Plan, seeds: Sequence[int]) -> Found:
+        """The best shapes; all that were measured are among the runs."""
+        recipe = self.loaded(replace(plan, overrides=("eval.temperature=1", *plan.overrides)))
+        target = Target.of_recipe(recipe.target)
+        shapes = {f"length {n}": at_length(n) for n in self.lengths}
+        shapes |= {f"budget {n}": at_budget(n) for n in self.budgets}
+        with cpu_threads(recipe.eval.threads):
+            runs = [*compare(recipe, target, shapes, seeds)]
+            return Found(best_of(runs), environment(target), runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeededBudgetTable(OverStudents):
+    """The same with a student of every seed, which also draws with it."""
+
+    name, source = "rsd_budgets", "RSD, Tables 2 and 3: drawn drafts by length and by budget"
+    inner = BudgetTable
+    lengths: tuple[Size, ...] = BudgetTable.lengths
+    budgets: tuple[Size, ...] = BudgetTable.budgets
+
+    def settings(self, plan: Plan, seed: int) -> tuple[str, ...]:
+        """The student of a seed, many rows at once (they do not change each other), the sizes."""
+        sizes = (f"table.lengths={list(self.lengths)}", f"table.budgets={list(self.budgets)}")
+        return (*super().settings(plan, seed), "eval.batch_size=20", *sizes)
 
 
 def at_length(length: int) -> list[Shape]:
@@ -97,43 +128,16 @@ def factorings(nodes: int, level: int = 1) -> list[tuple[int, ...]]:
     return [branching for branching in found if level > 1 or 1 < branching[0] < nodes]
 
 
-@entry
-def main() -> None:
-    """Parse, decode by every shape, write and show."""
-    parser = recipe_parser(__doc__, "tiny_distill")
-    parser.add_argument("--lengths", default="2,3,4,5", help="comma-separated")
-    parser.add_argument("--budgets", default="6,10,14,21,30", help="comma-separated")
-    parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
-    parser.add_argument("--out", type=Path, help="default: budgets.json of output.dir")
-    options = parser.parse_intermixed_args()
-    recipe = load_recipe(options.recipe, options.overrides, check=problems)
-    shapes = {
-        f"length {n}": at_length(n) for n in whole_numbers("--lengths", options.lengths, 2, 256)
-    }
-    shapes |= {
-        f"budget {n}": at_budget(n) for n in whole_numbers("--budgets", options.budgets, 2, 256)
-    }
-    seeds = whole_numbers("--seeds", options.seeds)
-    rows = compare(recipe, shapes, seeds)
-    out = options.out or Path(recipe.output.dir) / "budgets.json"
-    write_json({"recipe": recipe.to_dict(), "seeds": seeds, "rows": rows}, out)
-    show(rows, recipe)
-    print(f"wrote {out}")  # noqa: T201
-
-
 def compare(
-    recipe: Recipe, shapes: dict[str, list[Shape]], seeds: Sequence[int] = (0,)
-) -> list[dict]:
-    """Decode the recipe's prompts by every shape of every comparison; one row each."""
-    target = Target.of_recipe(recipe.target)
+    recipe: Recipe, target: Target, shapes: dict[str, list[Shape]], seeds: Sequence[int]
+) -> Iterator[dict]:
+    """Decode the recipe's prompts by every shape of every comparison; one run each."""
     prompts = load_prompts(recipe, target.tokenizer)
     student = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
-    with cpu_threads(recipe.eval.threads):
-        return [
-            {"comparison": name} | measure_shape(recipe, target, student, prompts, shape, seeds)
-            for name, some in shapes.items()
-            for shape in some
-        ]
+    for name, some in shapes.items():
+        for shape in some:
+            run = measure_shape(recipe, target, student, prompts, shape, seeds)
+            yield {"comparison": name, "shape": str(shape)} | run
 
 
 def measure_shape(
@@ -155,7 +159,19 @@ def measure_shape(
         outcomes += done.outcomes[shape.method]
     every = [prompt for _ in seeds for prompt in prompts]
     (row,) = Measurement(recipe, target, trained, every, {shape.method: outcomes}).rows()
-    return {"shape": str(shape), "standard_error": standard_error(outcomes)} | row
+    return {"standard_error": standard_error(outcomes)} | row
+
+
+def best_of(runs: Sequence[dict]) -> dict[str, Row]:
+    """By method and comparison, the shape with the most tokens per step."""
+    cells: dict[str, dict[str, dict]] = {method: {} for method in METHODS.values()}
+    for run in runs:
+        own, column = cells[run["method"]], run["comparison"]
+        if run["tokens_per_step"] > own.get(column, {"mean": 0.0})["mean"]:
+            error = run["standard_error"]
+            cell = {"mean": run["tokens_per_step"], "standard_error": error}
+            own[column] = cell | {"shape": run["shape"]}
+    return {name: Row(cells[method]) for name, method in METHODS.items()}
 
 
 def standard_error(outcomes: Sequence[Outcome]) -> float | None:
@@ -168,20 +184,3 @@ def standard_error(outcomes: Sequence[Outcome]) -> float | None:
         return None
     squares = sum((t - ratio * s) ** 2 for t, s in pairs)
     return (squares * count / (count - 1)) ** 0.5 / steps
-
-
-def show(rows: list[dict], recipe: Recipe) -> None:
-    """The best shape of every method in every comparison."""
-    title = f"{rows[0]['outputs']} prompts of {recipe.eval.prompts}, temperature "
-    table = Table(title=f"{title}{recipe.eval.temperature:g}", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "method", "shape", "tokens/step", "+-", "MBSU", "tokens/s"):
-        table.add_column(name, justify="left" if name in ("", "method", "shape") else "right")
-    for (name, method), some in groupby(rows, lambda row: (row["comparison"], row["method"])):
-        best = max(some, key=lambda row: row["tokens_per_step"])
-        figures = ("-" if best[key] is None else f"{best[key]:.2f}" for key in SHOWN)
-        table.add_row(name, method, best["shape"], *figures)
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    main()

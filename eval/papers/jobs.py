@@ -1,8 +1,7 @@
-"""Runs of a comparison: each a process of its own, and none is made twice."""
+"""Runs that a table needs: each a process of its own, and none is made twice."""
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,24 +11,35 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from specdraft.eval.drafters.registry import problems
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("name", "output.dir", "data.cache_dir")  # say where, not what
+SHORT = (  # runs that are compared by tokens per step
+    "train.eval_every=null",
+    "train.save_every=null",
+    "eval.limit=20",
+    "eval.max_new_tokens=64",
+)
+TABLE = "table."  # overrides that begin so are settings of a table, not of a recipe
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a script on a recipe with overrides, which ends with a report in a folder."""
+    """One run: a script on a recipe with overrides, which ends with a report in a folder.
+
+    `table` names one that eval/paper.py makes of what other runs have trained.
+    """
 
     script: str  # from the root of the package: train/falcon.py
     recipe: str
     overrides: tuple[str, ...]
     folder: Path
-    options: tuple[str, ...] = ()  # that are no overrides
-    ends_with: str = "report.json"
+    table: str = ""
+    seeds: tuple[int, ...] = ()  # of a table that draws
 
     @property
     def settings(self) -> list[str]:
@@ -37,28 +47,48 @@ class Job:
         return [*self.overrides, "train.threads=1", f"output.dir={self.folder}"]
 
     @property
+    def path(self) -> Path:
+        """Where its report is when it is done."""
+        return self.folder / ("table.json" if self.table else "report.json")
+
+    @property
     def command(self) -> list[str]:
         """What can be run by hand instead."""
-        script = str(ROOT / self.script)
-        return [sys.executable, script, self.recipe, *self.settings, *self.options]
+        start = [sys.executable, str(ROOT / self.script)]
+        if not self.table:
+            return [*start, self.recipe, *self.settings]
+        options = ["--recipe", self.recipe, "--out", str(self.path)]
+        options += ["--seeds", ",".join(map(str, self.seeds))] if self.seeds else []
+        return [*start, self.table, *self.settings, *options]
 
     @property
     def done(self) -> bool:
         """Whether its report is there. RecipeError where that is one of other settings."""
-        if not (self.folder / self.ends_with).is_file():
+        if not self.path.is_file():
             return False
-        ours = json.loads(json.dumps(load_recipe(self.recipe, self.settings).to_dict()))
-        if differing := differences(self.report()["recipe"], ours, PLACES):
-            key, (there, here) = next(iter(differing.items()))
+        report = self.report()
+        there = report["recipe"]
+        if self.table:
+            there = resolved(report["recipe"], report["overrides"])
+        if differing := differences(there, resolved(self.recipe, self.settings), PLACES):
+            key, (old, new) = next(iter(differing.items()))
             raise RecipeError(
-                f"{self.folder} is a run with {key} = {there}, not {here}: remove it, or give "
+                f"{self.folder} is a run with {key} = {old}, not {new}: remove it, or give "
                 "another folder (--runs)"
             )
         return True
 
     def report(self) -> dict:
         """What the run has written."""
-        return json.loads((self.folder / self.ends_with).read_text())
+        return json.loads(self.path.read_text())
+
+
+def resolved(recipe: str, overrides: Sequence[str]) -> dict:
+    """Return a recipe with overrides as JSON has it, settings of a table as one more section."""
+    own = [override for override in overrides if override.startswith(TABLE)]
+    tree = load_recipe(recipe, [each for each in overrides if each not in own], check=problems)
+    table = dict(override.removeprefix(TABLE).split("=", 1) for override in own)
+    return json.loads(json.dumps(tree.to_dict())) | {"table": table}
 
 
 def run_all(jobs: Sequence[Job], at_once: int, label: str) -> None:
@@ -81,15 +111,3 @@ def _run(job: Job) -> None:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise RecipeError(f"{' '.join(job.command)} failed: {reason}")
-
-
-def over_seeds(values: Sequence[float]) -> dict:
-    """The values with their mean and, of two or more, its standard error."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-    return {"values": list(values), "mean": statistics.mean(values), "standard_error": error}
-
-
-def told(figure: dict) -> str:
-    """Mean +- standard error, as it is printed."""
-    error = figure["standard_error"]
-    return f"{figure['mean']:.2f}" + ("" if error is None else f" +- {error:.2f}")

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from specdraft.data.sources import bundled_file
-from specdraft.eval.papers.paper_table import Paper, Plan, Row
-from specdraft.eval.papers.seeded import Job
+from specdraft.eval.papers.jobs import Job
+from specdraft.eval.papers.table import Paper, Plan, Row, SeededTable
+from specdraft.recipes.fields import Count
 
 # Halves of ours: what is still padded.
 WAYS = {"padded": ":padded", "unpad inputs": ":pad_kv", "unpad KV": ":pad_inputs", "ours": ""}
 
 
-@dataclass(frozen=True)
-class PaddingTable:
+@dataclass(frozen=True, kw_only=True)
+class PaddingTable(SeededTable):
     """Ways to decode a batch as rows, by batch size. The paper's: OPT-6.7B with prompt lookup."""
 
-    source: str = "EMS-SD, Table 2"
-    recipe: str = "recipes/tiny.yaml"
-    sizes: tuple[int, ...] = (2, 4, 8, 16, 24)
+    name, source = "ems", "EMS-SD, Table 2: many samples at once, padded and not"
+    sizes: tuple[Count, ...] = (2, 4, 8, 16, 24)
     columns: ClassVar[dict[str, str]] = {
         "x plain": "speedup",
         "pads/input": "padding_ratio_inputs",
