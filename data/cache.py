@@ -9,9 +9,7 @@ A run that is cut off goes on where it stopped. Training with the same recipe fi
 from datetime import timedelta
 from functools import partial
 
-import torch
-import yaml
-from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate import Accelerator, InitProcessGroupKwargs
 from rich.console import Console
 from rich.table import Table
 
@@ -26,8 +24,9 @@ from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
+from specdraft.train.command import show_plan
 from specdraft.train.fit.ranks import load_target
-from specdraft.train.plan import counted, duration, lines, make_plan, measured_flops
+from specdraft.train.plan import format_seconds, measured_flops
 
 
 @entry
@@ -40,7 +39,7 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides, check=problems)
     console = Console(soft_wrap=True)
     if arguments.dry_run:
-        show_plan(recipe, console)
+        show_plan(recipe)
         return
     # Ranks wait for the slowest one, which may write answers for hours.
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
@@ -83,18 +82,6 @@ def _quantised(features: FeatureCache) -> str:
     return f" in {done['format']}{scale}; relative error (RMS) {done['error']:.2g}"
 
 
-def show_plan(recipe: Recipe, console: Console) -> None:
-    """Print the resolved recipe and what a run of it would cost."""
-    console.print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), highlight=False)
-    plan = Table.grid(padding=(0, 2))
-    state = PartialState()
-    speed = measured_flops(state.device, getattr(torch, recipe.target.dtype))
-    count = state.num_processes
-    for row in lines(make_plan(recipe, count, *counted(recipe)), recipe, count, speed):
-        plan.add_row(*row)
-    console.print(plan)
-
-
 def show_costs(
     recipe: Recipe, target: Target, processes: int, console: Console, tokens: int, size: int
 ) -> None:
@@ -103,7 +90,7 @@ def show_costs(
     work = 2.0 * tokens * sum(p.numel() for p in target.model.base_model.parameters())
     console.print(
         f"features to make: {tokens:,} tokens, {size / 2**30:.3g} GiB in "
-        f"{recipe.data.feature_dtype}, about {duration(work / speed / processes)} "
+        f"{recipe.data.feature_dtype}, about {format_seconds(work / speed / processes)} "
         f"({processes} x {speed / 1e12:.2g} TFLOP/s measured)"
     )
 

@@ -1,7 +1,7 @@
 """The command line that all trainers share: a recipe with overrides, and --dry-run."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.ranks import check_launch, load_target, make_accelerator
-from specdraft.train.plan import counted, lines, make_plan, measured_flops
+from specdraft.train.plan import known_sizes, make_plan, measured_flops, plan_lines
 
 
 class LoadTarget(Protocol):
@@ -57,8 +57,14 @@ def show_plan(recipe: Recipe, processes: int | None = None) -> None:
     state = PartialState()
     processes = processes or state.num_processes
     speed = measured_flops(state.device, getattr(torch, recipe.target.dtype))
+    plan = make_plan(recipe, processes, *known_sizes(recipe))
+    print_plan(recipe, plan_lines(plan, recipe, processes, speed))
+
+
+def print_plan(recipe: Recipe, rows: Iterable[tuple[str, str]]) -> None:
+    """Print the resolved recipe, and rows of what a run of it does."""
     table = Table.grid(padding=(0, 2))
-    for row in lines(make_plan(recipe, processes, *counted(recipe)), recipe, processes, speed):
+    for row in rows:
         table.add_row(*row)
     console = Console(soft_wrap=True)
     console.print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), highlight=False)

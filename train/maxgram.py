@@ -10,7 +10,6 @@ A run that is cut off goes on where it stopped. The table lies in `output.dir`/t
 import logging
 from pathlib import Path
 
-import yaml
 from accelerate import Accelerator, PartialState
 from rich.console import Console
 from rich.table import Table
@@ -32,8 +31,9 @@ from specdraft.recipes.errors import entry
 from specdraft.recipes.load import dump, load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.train.bigrams import CachedTokens, Corpus, StreamedTexts, count, save_table
+from specdraft.train.command import print_plan
 from specdraft.train.fit.ranks import load_target, make_accelerator
-from specdraft.train.plan import counted, size
+from specdraft.train.plan import format_bytes, known_sizes
 
 
 @entry
@@ -104,17 +104,19 @@ def show_plan(recipe: Recipe) -> None:
     shape, origin = target_shape(recipe)
     what = "counted while they are streamed"
     if recipe.maxgram.corpus == "tokens":
-        rows, tokens, _ = counted(recipe)
+        rows, tokens, _ = known_sizes(recipe)
         what = "counted when the sources are read" if rows is None else f"at most {rows:,} rows"
         what = what if tokens is None else f"{rows:,} rows, {tokens:,} tokens"
-    table = Table.grid(padding=(0, 2))
-    table.add_row("target", f"{recipe.target.model}: vocabulary {shape.vocab_size} ({origin})")
-    table.add_row("data", what)
-    table.add_row("processes", str(PartialState().num_processes))
-    table.add_row("table", f"{size(20 * shape.vocab_size)} at {recipe.output.dir}/table")
-    console = Console(soft_wrap=True)
-    console.print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), highlight=False)
-    console.print(table)
+    table = f"{format_bytes(20 * shape.vocab_size)} at {recipe.output.dir}/table"
+    print_plan(
+        recipe,
+        [
+            ("target", f"{recipe.target.model}: vocabulary {shape.vocab_size} ({origin})"),
+            ("data", what),
+            ("processes", str(PartialState().num_processes)),
+            ("table", table),
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def make_plan(
     tokens: int | None = None,
     stored: int | None = None,
 ) -> Plan:
-    """Plan a run on `ranks` processes; rows and tokens where they are known (see `counted`).
+    """Plan a run on `ranks` processes; rows and tokens where they are known (see `known_sizes`).
 
     stored: how many of the tokens have a feature on disk; None: not known, at most all.
     """
@@ -108,7 +108,7 @@ def make_plan(
     )
 
 
-def counted(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
+def known_sizes(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
     """Return rows, tokens and stored features of a recipe, as far as is known without a download.
 
     All from a finished token cache; of sources on this machine a bound of the rows.
@@ -128,7 +128,7 @@ def counted(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
     return len(split_holdout(data)[0].conversations) * _samples(recipe), None, None
 
 
-def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[str, str]]:
+def plan_lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[str, str]]:
     """Return the plan as (what, how much); flops: this device's measured speed."""
     shape, train, at_most = plan.target, recipe.train, "" if plan.exact else "at most "
     target = f"{recipe.target.model}: {shape.parameters / 1e9:.2f} B parameters"
@@ -144,7 +144,10 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
         steps = f"{train.steps:,}"
     steps += f" x {train.batch_size} rows = {train.accumulation} x {ranks} x "
     steps += f"{plan.rows_per_forward} (accumulation x processes x rows per forward)"
-    spread, held = recipe.target.device_map, size(shape.parameters * BYTES[recipe.target.dtype])
+    spread, held = (
+        recipe.target.device_map,
+        format_bytes(shape.parameters * BYTES[recipe.target.dtype]),
+    )
     placement = f"target.device_map = {spread}: {held} over the devices of one process"
     whole = [
         ("target", f"{target} ({plan.target_from})"),
@@ -153,8 +156,8 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
         ("data", data),
         ("feature cache", _cache_line(plan, recipe, ranks, flops)),
         ("steps", steps),
-        ("memory", f"about {size(plan.memory_per_gpu)} per process while training"),
-        ("checkpoints", f"{size(plan.checkpoint_bytes)} at {train.keep} kept"),
+        ("memory", f"about {format_bytes(plan.memory_per_gpu)} per process while training"),
+        ("checkpoints", f"{format_bytes(plan.checkpoint_bytes)} at {train.keep} kept"),
         ("output", str(recipe.output.dir)),
     ]
     if plan.drafter_parameters:
@@ -164,7 +167,7 @@ def lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[st
 
 def _cache_line(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> str:
     if _runs_target(recipe, plan.student):
-        held = size(plan.target.parameters * BYTES[recipe.target.dtype])
+        held = format_bytes(plan.target.parameters * BYTES[recipe.target.dtype])
         where = "over all devices" if recipe.target.device_map else "in every process"
         return f"none: the target runs in training, {held} {where}"
     if plan.student and not plan.student.features:
@@ -174,10 +177,10 @@ def _cache_line(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> str:
         return cache
     at_most = "" if plan.exact else "at most "
     here, there = plan.cache_flops / flops / ranks, plan.cache_flops / GPU_FLOPS / ranks
-    cache = f"{at_most}{size(plan.cache_bytes)} ({cache}); building it: {at_most}"
-    cache += f"{duration(here)} here ({ranks} x {flops / 1e12:.2g} TFLOP/s measured)"
+    cache = f"{at_most}{format_bytes(plan.cache_bytes)} ({cache}); building it: {at_most}"
+    cache += f"{format_seconds(here)} here ({ranks} x {flops / 1e12:.2g} TFLOP/s measured)"
     if not torch.cuda.is_available():
-        cache += f", {duration(there)} on {ranks} x A100"
+        cache += f", {format_seconds(there)} on {ranks} x A100"
     return cache
 
 
@@ -196,7 +199,7 @@ def measured_flops(device: torch.device, dtype: torch.dtype, width: int = 1024) 
     return count * 2.0 * width**3 / (time.perf_counter() - began)
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format bytes."""
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000:
@@ -205,7 +208,7 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def duration(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format seconds in the unit one would say."""
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 1.5 * length:

@@ -26,7 +26,7 @@ from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.heads import medusa_heads, sar_head
 from specdraft.train.objectives.distillation import Distillation
 from specdraft.train.objectives.text import collate_text
-from specdraft.train.plan import lines, make_plan
+from specdraft.train.plan import make_plan, plan_lines
 
 KINDS = {
     "falcon": (sar_head("falcon_tree"), {}),
@@ -242,7 +242,7 @@ def test_the_plan_says_that_nothing_is_kept_and_what_the_target_takes(name):
     path = ROOT / "recipes" / f"{name}.yaml"
     cached, recipe = load_recipe(path), load_recipe(path, ["data.features=online"])
     plan = make_plan(recipe, ranks=8)
-    text = dict(lines(plan, recipe, 8, 100e12))
+    text = dict(plan_lines(plan, recipe, 8, 100e12))
     assert text["feature cache"] == "none: the target runs in training, 13.5 GB in every process"
     more = plan.memory_per_gpu - make_plan(cached, ranks=8).memory_per_gpu
     assert more == 2 * (plan.target.parameters - plan.target.embedding_parameters)

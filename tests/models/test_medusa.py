@@ -30,7 +30,7 @@ from specdraft.train.fit.loop import fit
 from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.medusa import check, medusa_heads
 from specdraft.train.objectives.ahead import TokensAhead
-from specdraft.train.plan import lines, make_plan
+from specdraft.train.plan import make_plan, plan_lines
 
 RECIPE = ROOT / "recipes" / "tiny_medusa.yaml"
 DEPTH = max(map(len, PATHS))
@@ -330,7 +330,7 @@ def test_the_plan_counts_the_heads_that_are_made(lm_heads):
     plan = make_plan(recipe)
     made = 4 * (128 * 128 + 128) + (4 * 2048 * 128 if lm_heads == "own" else 0)
     assert plan.drafter_parameters == made
-    assert f"4 Medusa heads, {lm_heads} lm_heads" in dict(lines(plan, recipe, 1, 1e12))["head"]
+    assert f"4 Medusa heads, {lm_heads} lm_heads" in dict(plan_lines(plan, recipe, 1, 1e12))["head"]
 
 
 # -- files and bad input ---------------------------------------------------------------------------

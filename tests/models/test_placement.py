@@ -30,7 +30,7 @@ from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.recipes.schema import TargetSection
 from specdraft.train.fit.ranks import check_launch, load_target
-from specdraft.train.plan import lines, make_plan
+from specdraft.train.plan import make_plan, plan_lines
 
 LAYERS = {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(4)}
 MIDDLE = {"model.embed_tokens": "cpu", **LAYERS, "model.norm": "cpu", "model.rotary_emb": "cpu"}
@@ -257,13 +257,13 @@ def test_measuring_on_the_way_needs_the_target_in_every_process():
 def test_the_plan_says_what_is_spread():
     path = ROOT / "recipes/llama2_70b_draft.yaml"
     recipe = load_recipe(path)
-    text = dict(lines(make_plan(recipe, ranks=1), recipe, 1, 1e12))
+    text = dict(plan_lines(make_plan(recipe, ranks=1), recipe, 1, 1e12))
     assert text["placement"] == "target.device_map = auto: 138 GB over the devices of one process"
     recipe = load_recipe(path, ["target.device_map=null"])
-    assert "placement" not in dict(lines(make_plan(recipe, ranks=1), recipe, 1, 1e12))
+    assert "placement" not in dict(plan_lines(make_plan(recipe, ranks=1), recipe, 1, 1e12))
     online = ["data.features=online", "target.device_map=auto"]
     recipe = load_recipe(ROOT / "recipes/vicuna7b.yaml", online)
-    text = dict(lines(make_plan(recipe, ranks=1), recipe, 1, 1e12))
+    text = dict(plan_lines(make_plan(recipe, ranks=1), recipe, 1, 1e12))
     assert text["feature cache"].endswith("the target runs in training, 13.5 GB over all devices")
 
 

@@ -21,7 +21,7 @@ from specdraft.train.fit.loop import fit
 from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.heads import sar_head
 from specdraft.train.objectives.csgd import CoupledGlancing
-from specdraft.train.plan import duration, lines, make_plan, measured_flops, size
+from specdraft.train.plan import format_bytes, format_seconds, make_plan, measured_flops, plan_lines
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -38,7 +38,7 @@ def test_the_7b_plan_has_the_sizes_of_the_paper():
     assert plan.cache_bytes == 68000 * 2048 * (4096 * 2 + 5)  # features, token and mask
     assert plan.steps == 68000 // 32 * 20
     assert 8e9 < plan.memory_per_gpu < 24e9
-    text = dict(lines(plan, load("vicuna7b"), 8, 100e12))
+    text = dict(plan_lines(plan, load("vicuna7b"), 8, 100e12))
     assert "2.66 decoder layers" in text["head"]
     assert "1.14 TB" in text["feature cache"]
     assert "42,500 x 32 rows = 1 x 8 x 4" in text["steps"]
@@ -48,7 +48,7 @@ def test_the_7b_plan_has_the_sizes_of_the_paper():
 def test_every_published_target_is_planned_offline(name):
     plan = make_plan(load(name), ranks=8)
     assert 1.5 < plan.head_layers < 3
-    assert all(text for _, text in lines(plan, load(name), 8, 100e12))
+    assert all(text for _, text in plan_lines(plan, load(name), 8, 100e12))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_every_student_is_planned_offline(name, size_, trained, student, cache):
     plan = make_plan(recipe, ranks=8)
     assert plan.student.shape.parameters == pytest.approx(size_, rel=0.01)
     assert plan.student.trained == pytest.approx(trained, rel=0.01)
-    text = dict(lines(plan, recipe, 8, 100e12))
+    text = dict(plan_lines(plan, recipe, 8, 100e12))
     assert student in text["student"]
     assert cache is None or cache in text["feature cache"]
     assert (trained == 0) == ("steps" not in text)
@@ -110,7 +110,7 @@ def test_the_recipe_says_whether_a_head_is_checkpointed():
 def test_counted_rows_replace_the_bound():
     recipe = load("vicuna7b")
     plan = make_plan(recipe, 8, rows=640, tokens=123456)
-    text = dict(lines(plan, recipe, 8, 100e12))
+    text = dict(plan_lines(plan, recipe, 8, 100e12))
     assert text["data"] == "640 rows, 123,456 tokens"
     assert plan.steps == 20 * 20
 
@@ -118,7 +118,7 @@ def test_counted_rows_replace_the_bound():
 def test_without_rows_the_plan_says_so():
     recipe = load("vicuna7b", "data.limit=null")
     plan = make_plan(recipe, 8)
-    text = dict(lines(plan, recipe, 8, 100e12))
+    text = dict(plan_lines(plan, recipe, 8, 100e12))
     assert plan.steps is None
     assert "data.limit" in text["data"]
 
@@ -176,8 +176,8 @@ def test_the_7b_recipe_trains_a_step_at_reduced_width(tmp_path, monkeypatch):
 
 
 def test_figures_are_written_as_one_says_them():
-    assert size(1.14e12) == "1.14 TB"
-    assert size(2048) == "2.05 KB"
-    assert duration(31 * 60) == "31.0 minutes"
-    assert duration(5400 * 2) == "3.0 hours"
+    assert format_bytes(1.14e12) == "1.14 TB"
+    assert format_bytes(2048) == "2.05 KB"
+    assert format_seconds(31 * 60) == "31.0 minutes"
+    assert format_seconds(5400 * 2) == "3.0 hours"
     assert measured_flops(torch.device("cpu"), torch.float32, width=64) > 1e6
