@@ -33,7 +33,7 @@ from specdraft.models.blocks import BlockLayout, rollout_mask
 from specdraft.models.fusion import FUSIONS, State
 from specdraft.models.saved import SavedConfig, Scale, Vocabulary, load_saved
 from specdraft.models.target_files import check_trained_for
-from specdraft.recipes.fields import Few, Fraction, Interval, Width, shown
+from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Width, shown
 
 # attend(layer, query [S, heads, T, D], key, value [S, kv_heads, T, D]) -> [S, heads, T, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -50,7 +50,7 @@ class FalconConfig(SavedConfig):
 
     hidden_size: Width
     vocab_size: Vocabulary
-    block_size: Few = 2
+    block_size: Draft = 2
     fusion: str = "lstm"
     layers: Few = 1
     heads: Few = 4

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from specdraft.models.saved import SavedConfig, Vocabulary, load_saved
 from specdraft.models.target_files import check_trained_for
-from specdraft.recipes.fields import Few, Width
+from specdraft.recipes.fields import Draft, Few, Width
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MedusaConfig(SavedConfig):
 
     hidden_size: Width
     vocab_size: Vocabulary
-    heads: Few = 4
+    heads: Draft = 4
     layers: Few = 1
     lm_heads: Literal["own", "shared"] = "own"
     target: dict = field(default_factory=dict)  # identity of the target they were trained for
