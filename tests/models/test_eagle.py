@@ -8,7 +8,7 @@ from decoding import decode, plain_tokens, prompts
 from random_models import random_head, random_target
 from test_loop import ToyRows, log_lines, make_ends, make_head, make_recipe
 
-from specdraft.eval.drafters.registry import Setup, load_trained, make_drafter
+from specdraft.eval.drafters.registry import Setup, load_trained, make_drafter, needs
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
@@ -64,7 +64,8 @@ def test_a_saved_head_is_loaded_by_its_methods(target, tmp_path):
     assert load_head(tmp_path / "head", target.identity()).config.is_eagle
     recipe = load_recipe(RECIPE, [f"output.dir={tmp_path}"])
     trained = load_trained(recipe, target)
-    assert trained.models("eagle_tree") == trained.models("eagle_chain:dynamic") == [trained.head]
+    for name in ("eagle_tree", "eagle_chain:dynamic"):
+        assert trained.networks(needs(name)) == [trained.head]
 
 
 def test_training_lowers_the_loss(tmp_path, monkeypatch):
