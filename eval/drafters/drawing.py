@@ -8,12 +8,15 @@ noise is fresh at every step.
 Shapes: D distributions, V vocabulary, W width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.request import GUMBEL, Request
 from specdraft.eval.engine.sampling import derive_seed, gumbel, warp
+from specdraft.eval.engine.tree import Draws
 
 DRAFTER_STREAM = 1  # the stream of `SeededChance` and `derive_seed` that belongs to drafters
 REJECTION_RULES = frozenset(name for name, entry in RULES.items() if entry.drafts != "any")
@@ -27,6 +30,11 @@ def wants_best(request: Request) -> bool:
 def wants_samples(request: Request) -> bool:
     """Whether samples are wanted, for a rule that rejects."""
     return request.temperature > 0 and request.rule in REJECTION_RULES
+
+
+def draws_of(request: Request, probs: Sequence[Tensor], source: Sequence[int]) -> Draws | None:
+    """How a tree was drawn, from the distributions [.., V] of its passes; None: it was not."""
+    return Draws(RULES[request.rule].drafts, torch.cat([*probs]), source) if probs else None
 
 
 def ranking(scores: Tensor, request: Request, positions: Tensor) -> Tensor:

@@ -9,21 +9,20 @@ Shapes: R rows, E paths of a pass, K block size, L layers of the fusion's state,
 of a row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, wants_best
+from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, wants_best
 from specdraft.eval.drafters.static import Pass, StaticTree
-from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.packed import CAUSAL, LONG, Plan, Segment, TreeBias
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
-from specdraft.eval.engine.tree import Draws, Tree
+from specdraft.eval.engine.tree import Tree
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.fusion import State
 from specdraft.models.target import Target
@@ -120,17 +119,9 @@ class FalconDrafter:
             ranked.append(self._choose(rows, plan, scores, probs))
         self.forwards += len(self.passes) * len(rows)
         nodes = torch.cat(ranked, 1).index_select(1, self.choices).unbind()
-        return [
-            Tree(self.tree.topology, tokens, self._draws(rows[number], probs.get(number)))
-            for number, tokens in enumerate(nodes)
-        ]
-
-    def _draws(self, row: int, probs: list[Tensor] | None) -> Draws | None:
-        """How a row's tree was drawn, with the distributions of its passes; None: it was not."""
-        if not probs:
-            return None
-        how = RULES[self.memory[row].request.rule].drafts
-        return Draws(how, torch.cat(probs), self.tree.sources)
+        requests = (self.memory[row].request for row in rows)
+        drawn = (draws_of(r, probs.get(n, ()), self.tree.sources) for n, r in enumerate(requests))
+        return [Tree(self.tree.topology, *both) for both in zip(nodes, drawn, strict=True)]
 
     def _choose(
         self, rows: list[int], plan: Pass, scores: Tensor, probs: dict[int, list[Tensor]]
@@ -275,9 +266,6 @@ class FalconDrafter:
         return TreeBias(visible, self.capacity, torch.float32, self.target.device)
 
     def _to_device(self, plan: Pass) -> Pass:
-        moved = {
-            name: value.to(self.target.device)
-            for name, value in vars(plan).items()
-            if isinstance(value, Tensor) and name != "visible"
-        }
-        return Pass(**(vars(plan) | moved))
+        tensors = {name: value for name, value in vars(plan).items() if isinstance(value, Tensor)}
+        tensors.pop("visible")  # masks are made of it on the host
+        return replace(plan, **{n: value.to(self.target.device) for n, value in tensors.items()})

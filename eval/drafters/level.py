@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specdraft.eval.drafters.drawing import draws_of
 from specdraft.eval.drafters.lm import LMDrafter
 from specdraft.eval.engine.packed import Segment
 from specdraft.eval.engine.transfer import download, upload
@@ -76,7 +77,7 @@ class LevelDrafter(LMDrafter):
     def harvest(self, row: int, growth: Growth) -> Tree:
         """The tree to verify."""
         tokens = upload(growth.tokens[1:], self.student.device)
-        draws = self.draws(row, growth.probs, growth.sources)
+        draws = draws_of(self.memory[row].request, growth.probs, growth.sources)
         return Tree(Topology(growth.parents), tokens, draws)
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:

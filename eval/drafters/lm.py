@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, ranking, wants_samples
-from specdraft.eval.engine.accept import RULES
+from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, ranking, wants_samples
 from specdraft.eval.engine.families import position_limit
 from specdraft.eval.engine.packed import CAUSAL, PackedTarget, Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
-from specdraft.eval.engine.tree import Draws, Tree, chain
+from specdraft.eval.engine.tree import Tree, chain
 from specdraft.models.target import Target
 
 
@@ -130,12 +129,6 @@ class LMDrafter:
             (self.num_committed_tokens(row), depth),
         )
         return draw(logits, self.memory[row].request, positions, step, width)
-
-    def draws(self, row: int, probs: list[Tensor], sources: list[int]) -> Draws | None:
-        """How a row's tree was drawn, with the distributions of its levels; None: it was not."""
-        if not probs:
-            return None
-        return Draws(RULES[self.memory[row].request.rule].drafts, torch.cat(probs), sources)
 
     def _positions(self, row: int, depth: int, count: int) -> Tensor:
         return torch.full(
@@ -255,4 +248,6 @@ class SSD(LMDrafter):
     def _tree(self, row: int, tokens: Tensor, probs: list[Tensor]) -> Tree:
         count = tokens.numel()
         self.memory[row].cached = [*range(1, count)]  # the last one was not read
-        return Tree(chain(count), tokens, self.draws(row, probs, [*range(count), -1]))
+        return Tree(
+            chain(count), tokens, draws_of(self.memory[row].request, probs, [*range(count), -1])
+        )

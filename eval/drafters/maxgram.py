@@ -48,12 +48,8 @@ class MaxGramDrafter:
                 f"tokens copied ({count}), shortest match ({shortest}) and branches ({branches}) "
                 "must be at least 1"
             )
-        self.suffixes, self.count, self.shortest, self.branches = (
-            suffixes,
-            count,
-            shortest,
-            branches,
-        )
+        self.suffixes, self.count = suffixes, count
+        self.shortest, self.branches = shortest, branches
         self.next_id, self.device = next_id, torch.device(device)
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, count * branches
         self.memory: list[Suffixes] = [suffixes() for _ in range(rows)]

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdraft.eval.drafters.drawing import REJECTION_RULES, draw
+from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
-from specdraft.eval.engine.tree import Draws, Tree
+from specdraft.eval.engine.tree import Tree
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
 
@@ -95,8 +94,5 @@ class MedusaDrafter:
     def _tree(self, memory: Memory, scores: Tensor) -> Tree:
         positions, width = memory.read + self.depths, self.plan.width
         tokens, law = draw(scores, memory.request, positions, (memory.read,), width)
-        drawn = None
-        if law is not None:
-            how = RULES[memory.request.rule].drafts
-            drawn = Draws(how, law, self.tree.sources)
+        drawn = draws_of(memory.request, () if law is None else (law,), self.tree.sources)
         return Tree(self.tree.topology, tokens.flatten()[self.choices], drawn)

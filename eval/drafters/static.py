@@ -5,6 +5,19 @@ d-th distribution on its path. A head of block size k predicts k depths per pass
 1..k come from the pass behind the last committed token, depths k+1..2k from a pass behind each
 depth-k node that has children, and so on.
 
+Every pass ranks `width` tokens of each of its distributions; all that is drafted lies in one row of
+ranked tokens, where nodes and later passes find theirs by place:
+
+    >>> tree = StaticTree([(0,), (1,), (0, 0), (0, 0, 0)], block_size=2)
+    >>> tree.paths  # nodes 1, 2, .., depth first
+    [(0,), (0, 0), (0, 0, 0), (1,)]
+    >>> [(plan.depth, plan.width) for plan in tree.passes]  # 2 x 2 tokens, then 2 x 1 after (0, 0)
+    [(0, 2), (2, 1)]
+    >>> tree.choices.tolist()  # depth 1 at places 0 1, depth 2 at 2 3, depth 3 at 4, depth 4 at 5
+    [0, 2, 4, 1]
+    >>> tree.passes[1].blocks.tolist(), tree.sources  # what the second pass reads; of each node
+    ([0, 2], (0, 1, 2, -1, -1))
+
 Shapes: N nodes, E paths expanded in a pass, K block size.
 """
 

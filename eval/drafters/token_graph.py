@@ -9,6 +9,16 @@ second occurrences could lead to the other's first, and a text could run in circ
 shares with one that leads to it, so the graph is acyclic by construction.
 
 Sets of nodes are the bits of an integer: a lookup is a hash and a few word operations.
+
+    >>> graph = TokenGraph([7], tau=1)  # 7 - 5 - 6 and 7 - 9 - 5, tokens that are nodes 0 .. 4
+    >>> nodes = [graph.add(parent, token) for parent, token in ((0, 5), (1, 6), (0, 9), (3, 5))]
+    >>> graph.merge(1), graph.merge(4), graph.shared  # the second 5 shares what follows the first
+    (False, True, [-1, -1, -1, -1, 1])
+    >>> graph.first[5,], graph.above  # 1 << 1; node 4 leads to 1, and so 0, 3 and 4 do: 1 + 8 + 16
+    (2, [0, 25, 27, 1, 9])
+    >>> tree = graph.unmerge(limit=100)  # one copy of the 6, below node 4
+    >>> tree.tokens, tree.parents, tree.origins
+    ([7, 5, 6, 9, 5, 6], [-1, 0, 1, 0, 3, 4], [0, 1, 2, 3, 4, 2])
 """
 
 from collections import deque

@@ -3,6 +3,11 @@
 EMS-SD (arXiv 2405.07542), "unpad KV": every row writes at its own offset into its own read_rows, so
 rows that accepted different numbers of tokens need no padding between them.
 
+A row of 3 tokens has read a tree of 4 nodes behind them; `keep(row, [0, 2, 3])` moves two slots:
+
+    slot   0 1 2 3 4 5 6        0 1 2 3 4 5 6
+    holds  c c c 0 1 2 3   ->   c c c 0 2 3 .     lengths[row] 3 -> 6
+
 Shapes: R rows, C capacity, D head dimension, L layers of one device.
 """
 

@@ -5,6 +5,13 @@ real tokens, and only attention needs to know which token belongs to which row. 
 a plan handed through the model's keyword arguments to an attention function registered with
 transformers, so any full-attention decoder-only model works unmodified.
 
+Row 0 with 5 cached tokens reads a root and two children, row 2 with 3 cached its root alone:
+
+    packed token  0 1 2 3       what row 0 may see (`TreeBias`: 0 visible, -inf hidden):
+    row_mapping   0 0 0 2       token 0   0 0 0 0 0   0    -inf -inf
+    slot_mapping  5 6 7 3       token 1   0 0 0 0 0   0    0    -inf
+                                token 2   0 0 0 0 0   0    -inf 0
+
 Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dimension.
 """
 
@@ -72,7 +79,7 @@ class Plan:
             return
         rows = [s.row for s in segments for _ in range(s.count)]
         slots = [slot for s in segments for slot in range(s.start, s.stop)]
-        self.rows, self.slots = upload(rows, device), upload(slots, device)
+        self.row_mapping, self.slot_mapping = upload(rows, device), upload(slots, device)
         parts = _attention_groups(self.placed, device)
         self.groups = [Group(pool, part, device) for part in parts]
 
@@ -91,7 +98,9 @@ class Plan:
         if self.alone:
             return self._attend_alone(layer, query, key, value, options)
         for kind, fresh in enumerate((key, value)):
-            self.pool.layers[layer][kind, self.rows, :, self.slots] = fresh[0].transpose(0, 1)
+            # Indices with a slice between them come first: [N, kv_heads, D] is what is written.
+            written = fresh[0].transpose(0, 1)
+            self.pool.layers[layer][kind, self.row_mapping, :, self.slot_mapping] = written
         output = torch.empty_like(query)
         for group in self.groups:
             group.attend(layer, query, output, options)
