@@ -30,7 +30,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 
 PREFILL = 1024  # prompt tokens that one step reads at most, over all rows
-_HELD = nullcontext()
+_HELD = nullcontext()  # what stands for a mode that is on already
 
 
 class Decoder:
@@ -89,7 +89,7 @@ class Decoder:
                     if update := self._commit(one, verdict, path, fresh):
                         updates.append(update)
                         if update.completion:
-                            self.rows[one.row.slot] = None  # retired
+                            self.rows[one.row.slot] = None  # retire
             self.timing.total += step.seconds
             self.timing.forwards += 1
             yield from updates
@@ -136,8 +136,8 @@ class Decoder:
         batch, timing = pack(inputs, self.packed), self.timing
         with Stopwatch() as forward:
             features = self.packed.forward(batch.ids, batch.positions, batch.segments)
-            asked = features if batch.nodes is None else features.index_select(0, batch.nodes)
-            logits = self.target.logits(asked)
+            nodes = features if batch.nodes is None else features.index_select(0, batch.nodes)
+            logits = self.target.logits(nodes)
         timing.verify += forward.seconds
         timing.inputs += len(batch.ids)
         timing.input_pads += self.packed.inputs - len(batch.ids)

@@ -29,7 +29,7 @@ class Fallback:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace) -> bool:
-        if error is None or not isinstance(error, Exception):
+        if not isinstance(error, Exception):  # nothing, or an interrupt
             return False
         reason = in_a_line(error, kind=True)
         for row in self.rows:

@@ -33,7 +33,7 @@ def verdicts(
 
     None for a row whose prompt is not read to its end. Only rows that sample need logits there.
     """
-    if not inputs[0].verified and not any(one.verified for one in inputs):
+    if not any(one.verified for one in inputs):
         return [None] * len(inputs)
     wanted = [most_probable(logits), ids]
     for one in inputs:
