@@ -14,6 +14,22 @@ SHARED = [str(path) for path in (HERE, *sorted(HERE.glob("[a-z]*"))) if path.is_
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*SHARED, os.environ.get("PYTHONPATH")]))
 
 
+# A file is one worker's work (`--dist loadfile`), begun in the order of collection: what takes
+# longest comes first, or one worker is still at it when the others have nothing left.
+LONGEST = [
+    "rivals", "paper_tables", "entries", "deepspeed", "rules_in_decoder", "hub", "logbook",
+    "doctor", "tree_drafters", "report", "checkpoint", "packaging", "decoder", "placement",
+    "stopping", "drawn_drafts", "online", "cascades_table", "page", "memory", "server",
+    "medusa", "distill", "student_comparisons", "loop", "cascade", "families", "tuning",
+    "accept", "custom_generate", "lm_drafter", "maxgram", "chat_terminal", "eagle", "features",
+]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Undo what training sets for its whole process: the tests after it would take ten times as

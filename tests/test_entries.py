@@ -44,7 +44,7 @@ def test_a_run_leaves_everything_behind(finished):
 
 def test_a_finished_head_is_watched_and_measured(finished):
     places = [f"output.dir={finished / 'run'}", "eval.max_new_tokens=12", "eval.limit=2"]
-    watched = run("eval/generate.py", "recipes/tiny.yaml", *places, "--prompt", "Hello there!")
+    watched = run_here("eval/generate.py", "recipes/tiny.yaml", *places, "--prompt", "Hello there!")
     assert watched.returncode == 0, watched.stderr
     assert "tokens/s" in watched.stdout
     out = finished / "bench"
@@ -98,7 +98,9 @@ def check_refusal(done, message: str) -> None:
 
 
 def test_a_refusal_reaches_the_shell(tmp_path):
-    check_refusal(run(str(ROOT / "eval/bench.py"), "nowhere.yaml", cwd=tmp_path), "nowhere.yaml")
+    # The entry that imports least: the others refuse by the same function.
+    push = run(str(ROOT / "models/push.py"), "gone", "you/x", cwd=tmp_path)
+    check_refusal(push, "no recipe.yaml in gone")
 
 
 def test_a_traceback_is_there_for_who_asks(tmp_path):

@@ -21,11 +21,14 @@ def target():
     return random_target()
 
 
+HEADS = {"lstm": ((1, 1), (2, 2), (4, 1)), "linear": ((2, 1), (3, 2))}  # k and layers
+
+
 def drafters(target, rows: int):
     yield "plain", None
     yield "lookup", PromptLookup(1, 5, rows)
-    for fusion in ("lstm", "linear"):
-        for k, layers in ((1, 1), (2, 1), (2, 2), (3, 1), (4, 1)):
+    for fusion, sizes in HEADS.items():
+        for k, layers in sizes:
             head = random_head(target, k, fusion=fusion, layers=layers)
             tree = StaticTree(PATHS, k)
             yield f"{fusion} k={k} x{layers}", FalconDrafter(head, target, tree, rows, 128)

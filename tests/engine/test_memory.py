@@ -1,4 +1,4 @@
-"""Ten thousand steps cost no memory: the pool is allocated once and nothing piles up behind it."""
+"""Thousands of steps cost no memory: the pool is allocated once, nothing piles up behind it."""
 
 import gc
 import random
@@ -59,6 +59,6 @@ def test_resident_memory_does_not_grow_with_steps():
 
     steps(1000)
     pool, before = decoder.packed.pool.tensors[0].data_ptr(), resident()
-    steps(10_000)
-    assert resident() - before < 4 << 20
+    steps(4000)
+    assert resident() - before < 3 << 19  # 400 bytes a step: a tree has 9 tokens of 8
     assert decoder.packed.pool.tensors[0].data_ptr() == pool
