@@ -5,7 +5,8 @@ import os
 import runpy
 import subprocess
 import sys
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +21,19 @@ def run(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Compl
     env = os.environ | SURROUNDINGS | environment
     arguments = [sys.executable, *command]
     return subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
+
+
+@contextmanager
+def children_here() -> Iterator[None]:
+    """Within it, scripts that the code under test starts as processes run in this one, too."""
+    start = subprocess.run
+
+    def run(command: list[str], **options) -> subprocess.CompletedProcess:
+        ours = command[0] == sys.executable and command[1].endswith(".py")
+        return run_here(*command[1:]) if ours else start(command, **options)
+
+    with patch.object(subprocess, "run", run):
+        yield
 
 
 def run_here(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:

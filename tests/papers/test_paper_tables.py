@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import ROOT, run_here
+from commands import ROOT, children_here, run_here
 
 from specdraft.data.sources import bundled_file
 from specdraft.eval.papers.ems import WAYS, PaddingTable
@@ -23,6 +23,12 @@ TABLES = all_tables()
 READY = {"tau", "tuned_cascades", "budgets", "ewif", "suffix", "report"}
 SMALL = ("data.limit=24", "train.steps=2", "train.batch_size=4", "eval.limit=2")
 SMALL += ("eval.max_new_tokens=8",)
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process():
+    with children_here():
+        yield
 
 
 @pytest.fixture(scope="module")
