@@ -240,7 +240,7 @@ def test_package_data_covers_every_data_file():
         covered = any(
             # As setuptools reads them: a star does not cross a folder.
             len(Path(pattern).parts) == len(inside.parts) and fnmatch(str(inside), pattern)
-            for pattern in patterns.get(dotted(package), [])
+            for pattern in [*patterns["*"], *patterns.get(dotted(package), [])]
         )
         assert covered, f"{short(path)} matches no package-data pattern of {dotted(package)}"
 
