@@ -21,7 +21,7 @@ from commands import run_here
 from specdraft.eval import custom_generate
 from specdraft.models.serving import ENGINES
 from specdraft.recipes.load import load_recipe
-from specdraft.recipes.schema import METHODS
+from specdraft.recipes.methods import METHODS
 from specdraft.train.plan import counted, lines, make_plan
 
 ROOT = Path(__file__).parents[1]
