@@ -63,7 +63,7 @@ def test_the_front_page_is_short():
 @every_page
 def test_a_page_is_a_page_and_its_prose_fits_a_screen(page):
     text = page.read_text()
-    assert len(text.split()) <= 1100
+    assert len(text.split()) <= 1000
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S).splitlines()
     assert [line for line in prose if len(line) > 110 and not line.startswith("|")] == []
 
