@@ -114,6 +114,7 @@ MADE_BY = {
     "mine.yaml": ["accelerate launch train/falcon.py mine.yaml"],
 }
 MORE = {  # what makes a script's work small
+    "eval/bench.py": ["eval.methods=[plain,falcon_tree]"],
     "eval/tune.py": ["--candidates", "2", "--prompts", "1"],
     "eval/doctor.py": ["--prompts", "1", "--samples", "1"],
 }
