@@ -19,9 +19,9 @@ from accelerate.commands.launch import launch_command_parser
 from commands import run_here
 
 from specdraft.eval import custom_generate
+from specdraft.eval.drafters.registry import METHODS
 from specdraft.models.serving import ENGINES
 from specdraft.recipes.load import load_recipe
-from specdraft.recipes.methods import METHODS
 from specdraft.train.plan import counted, lines, make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -261,10 +261,11 @@ def test_a_snippet_runs(workspace, page, code):
 def test_the_table_of_drafters_is_what_there_is():
     rows = table(section(FRONT, "Drafters"))
     methods = [name for row in rows for name in quoted(row[2])]
-    theirs = ("plain", "generate", "hf_prompt_lookup", "hf_assisted")
-    assert sorted(methods) == sorted(set(METHODS) - set(theirs))
-    for _, train, _, transformers, export in rows:
-        assert all((ROOT / name).is_file() for name in quoted(train))
+    ours = [method.name for method in METHODS.values() if method.is_ours]
+    assert sorted(["plain", *methods]) == sorted(ours)
+    for _, train, names, transformers, export in rows:
+        for trainer in quoted(train):
+            assert {METHODS[name].trainer for name in quoted(names)} == {trainer}
         assert all(callable(getattr(custom_generate, name)) for name in quoted(transformers))
         served = export.lower().replace(" ", "").split(",")
         assert set(served) <= set(ENGINES) or not set(served) & set(ENGINES)

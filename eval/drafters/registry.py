@@ -288,7 +288,7 @@ def describe() -> str:
     """The methods with a line each, as `--help` shows them."""
     width = max(map(len, METHODS))
     rows = (f"  {row.name:{width}}  {row.description}" for row in METHODS.values())
-    return "\n".join(["methods:", *rows, f"  METHOD:{' METHOD:'.join(WAYS)}: see the README"])
+    return "\n".join(["methods:", *rows, f"  METHOD:{' METHOD:'.join(WAYS)}: see eval/README.md"])
 
 
 def make_drafter(name: str, setup: Setup) -> Drafter | None:
