@@ -232,8 +232,8 @@ def test_a_command_that_runs_elsewhere_is_one(command, workspace):
     options = parsed.value.args[0]
     if hasattr(options, "recipe") and options.recipe:
         load_recipe(ROOT / options.recipe, options.overrides)
-    if script == "eval/paper.py" and options.table:
-        assert list(RESULTS.glob(f"*{options.table}.json"))
+    if script == "eval/paper.py" and not arguments[0].startswith("--"):
+        assert list(RESULTS.glob(f"*{arguments[0]}.json"))
 
 
 def test_no_reason_is_left_over():
