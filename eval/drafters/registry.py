@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from specdraft.eval.drafters.beam import StochasticBeam
@@ -33,8 +34,8 @@ from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.padded import PADDINGS
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.fields import nearest, shown
-from specdraft.recipes.schema import DraftingSection, Recipe
+from specdraft.recipes.fields import MOST_LINES, nearest, shown
+from specdraft.recipes.schema import DraftingSection, EvalSection, Recipe
 from specdraft.recipes.static_trees import load_tree_paths
 
 WAYS = (*PADDINGS, "dynamic")
@@ -322,26 +323,31 @@ def problems(sections: Sections) -> list[str]:
 
     One line each, in a user's words: the key, the value, the way out.
     """
-    found, data, settings = [], sections.get("data"), sections.get("eval")
-    ours = [row.name for row in METHODS.values() if row.is_ours]
-    if data and data.drafter not in ours:
-        guess = nearest(data.drafter[:100], ours)
-        allowed = f"must be one of {', '.join(ours)}; nearest is {guess}"
-        found.append(data.complaint("drafter", allowed))
-    if settings is None:
-        return found
+    found = []
+    if data := sections.get("data"):
+        ours = [row.name for row in METHODS.values() if row.is_ours]
+        if data.drafter not in ours:
+            guess = nearest(data.drafter[:100], ours)
+            allowed = f"must be one of {', '.join(ours)}; nearest is {guess}"
+            found.append(data.complaint("drafter", allowed))
+    if "eval" in sections:
+        found += islice(_of_methods(sections["eval"], sections), MOST_LINES + 1)
+    return list(dict.fromkeys(found))
+
+
+def _of_methods(settings: EvalSection, sections: Sections) -> Iterator[str]:
     foreign = []
     for number, name in enumerate(settings.methods):
         try:
             method, _ = find(name)
         except RecipeError:
             allowed = f"entry {number} ({shown(name)}) must be one of {_known(name)}"
-            found.append(settings.complaint("methods", allowed))
+            yield settings.complaint("methods", allowed)
             continue
         foreign += [] if method.is_ours else [name]
-        found += [line for need in method.needs for line in KINDS[need].problems(name, sections)]
+        for need in method.needs:
+            yield from KINDS[need].problems(name, sections)
     if settings.spread > 1 and foreign:
-        allowed = "leave it out of eval.methods or set eval.spread to 1"
-        unable = f"{foreign[0]} cannot give each row its own length; {allowed}"
-        found.append(settings.complaint("spread", unable))
-    return list(dict.fromkeys(found))
+        way_out = "leave it out of eval.methods or set eval.spread to 1"
+        unable = f"{foreign[0]} cannot give each row its own length; {way_out}"
+        yield settings.complaint("spread", unable)

@@ -1,7 +1,7 @@
 """Whether an output is token-identical to plain decoding, and if not, whether a near-tie did it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -22,9 +22,6 @@ class Difference:
     ours: int | None
     gap: float
     near_tie: bool
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 def first_difference(

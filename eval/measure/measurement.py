@@ -56,7 +56,7 @@ prompt has the keys of its setting, and of what became of its prompts, only.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from torch import nn
@@ -176,7 +176,7 @@ class Measurement:
             "identical": len(ours) - len(found),
             "near_ties": sum(difference.near_tie for _, difference in found),
             "differences": [
-                {"prompt": prompt.id, "turn": prompt.turn} | difference.to_dict()
+                {"prompt": prompt.id, "turn": prompt.turn} | asdict(difference)
                 for prompt, difference in found
             ],
         }

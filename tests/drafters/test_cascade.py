@@ -10,7 +10,7 @@ from specdraft.eval.drafters.cascade import CascadeDrafter, Reviewer
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
-from specdraft.eval.drafters.registry import load_trained, problems
+from specdraft.eval.drafters.registry import load_trained, needs, problems
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.suffix import FirstSuffixes
 from specdraft.eval.drafters.tail import MaxGramTail, deepest, grafted, path_to
@@ -393,7 +393,7 @@ def test_what_a_cascade_drafts_with_is_loaded_from_where_the_recipe_says(tmp_pat
     places += [f"maxgram.table={tmp_path / 'table'}", "eval.methods=[plain, cascade]"]
     recipe = load_recipe("recipes/tiny_cascade.yaml", places)
     trained = load_trained(recipe, tiny)
-    assert len(trained.cascade) == len(trained.models("cascade:padded")) == 2
+    assert len(trained.cascade) == len(trained.networks(needs("cascade:padded"))) == 2
     assert trained.student is None
     run = make_method("cascade", recipe, tiny, trained, 80)
     outcome = run([Request([5, 6, 7, 8], 12)])

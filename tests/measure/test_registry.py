@@ -25,7 +25,7 @@ from specdraft.eval.engine.tree import Tree, chain
 from specdraft.eval.measure.tuning import Scorer, sample_settings
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError
-from specdraft.recipes.load import load_recipe
+from specdraft.recipes.load import from_dict, load_recipe
 
 SMALL = ["eval.limit=4", "eval.max_new_tokens=32", "train.threads=1"]
 
@@ -158,6 +158,14 @@ def test_all_that_is_wrong_with_methods_is_told_at_once_with_what_else_is_wrong(
     ):
         assert expected in text
     assert "8 errors" in text
+
+
+def test_a_recipe_of_a_hundred_thousand_unknown_methods_is_one_message():
+    tree = {"name": "x", "data": {"sources": ["tiny"]}, "train": {"steps": 1}}
+    names = [f"method_{number}" * 50 for number in range(100_000)]
+    with pytest.raises(RecipeError, match="nearest is") as caught:
+        from_dict(tree | {"eval": {"methods": names}}, problems)
+    assert len(str(caught.value)) < 20_000
 
 
 def test_an_unsound_section_hides_nothing_of_the_others():
