@@ -17,7 +17,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*SHARED, os.environ.get
 # A file is one worker's work (`--dist loadfile`), begun in the order of collection: what takes
 # longest comes first, or one worker is still at it when the others have nothing left.
 LONGEST = [
-    "rivals", "paper_tables", "entries", "deepspeed", "rules_in_decoder", "hub", "logbook",
+    "rivals", "paper_tables", "entries", "docs", "deepspeed", "rules_in_decoder", "hub", "logbook",
     "doctor", "tree_drafters", "report", "checkpoint", "packaging", "decoder", "placement",
     "stopping", "drawn_drafts", "online", "cascades_table", "page", "memory", "server",
     "medusa", "distill", "student_comparisons", "loop", "cascade", "families", "tuning",

@@ -22,7 +22,7 @@ from specdraft.eval import custom_generate
 from specdraft.eval.drafters.registry import METHODS
 from specdraft.models.serving import ENGINES
 from specdraft.recipes.load import load_recipe
-from specdraft.train.plan import counted, lines, make_plan
+from specdraft.train.plan import known_sizes, make_plan, plan_lines
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"  # real data, where there is any
@@ -307,7 +307,8 @@ def test_the_table_of_recipes_is_what_the_plan_says(name, row, tmp_path):
     names, device, memory, disk, time = row
     ranks = 8 if "8" in device else 1
     with chdir(ROOT):
-        told = dict(lines(make_plan(recipe, ranks, *counted(recipe)), recipe, ranks, 1e12))
+        plan = make_plan(recipe, ranks, *known_sizes(recipe))
+        told = dict(plan_lines(plan, recipe, ranks, 1e12))
     if name == quoted(names)[0]:  # the others of its row need no more
         assert f"about {memory} per process" in told["memory"]
     assert f"at most {disk} (" in told["feature cache"]
