@@ -1,0 +1,91 @@
+"""Coupled glancing on one micro-batch: what is revealed, what carries loss, and the loss itself."""
+
+import pytest
+import torch
+from test_loop import ToyRows, make_ends, make_head, make_recipe
+
+from specdraft.train.objectives.csgd import CoupledGlancing
+from specdraft.train.objectives.glance import choose_runs
+from specdraft.train.objectives.losses import head_loss
+
+K = 3
+
+
+def prepared(tmp_path, **changes):
+    """An objective, its head, and a micro-batch of four rows."""
+    recipe = make_recipe(tmp_path, **{"loss.feature_noise": 0.0} | changes)
+    head = make_head(K)
+    objective = CoupledGlancing(recipe, make_ends(), head.config)
+    rows = [ToyRows(longest=30)[n] for n in range(4)]
+    return objective, head, objective.collate(rows, [(0, 0, n) for n in range(4)])
+
+
+def wrong_by_hand(objective, head, batch) -> list[int]:
+    """Supervised positions of each row whose predicted feature says another token."""
+    ends, counts = objective.target, []
+    with torch.no_grad():
+        ahead = ends.embed(batch.tokens[:, 1:])
+        predicted = head(ahead, batch.features[:, :-1], batch.blocks, batch.valid)[0]
+    for row, supervised in enumerate(batch.supervised.tolist()):
+        says = (predicted[row] @ ends.lm_head_weight.T).argmax(-1).tolist()
+        answers = batch.tokens[row, K + 1 :].tolist()  # of position i, the token k + 1 further on
+        places = [i for i, counts_here in enumerate(supervised) if counts_here]
+        counts.append(sum(says[i] != answers[i] for i in places))
+    return counts
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.5])
+def test_a_share_of_what_the_head_gets_wrong_is_revealed(tmp_path, progress):
+    """lambda falls from 0.8 to 0.2; where the runs are is told by test_glance.py."""
+    objective, head, batch = prepared(tmp_path, **{"glance.start": 0.8, "glance.end": 0.2})
+    revealed, _ = objective.plan(head, batch, progress)
+    wrong = wrong_by_hand(objective, head, batch)
+    assert len(set(wrong)) > 1
+    ratio = 0.8 - 0.6 * progress
+    for row, generator in enumerate(batch.generators("glance")):
+        inside = slice(0, batch.lengths[row] - 1)
+        budget = round(ratio * wrong[row])
+        part = batch.blocks[row, inside], batch.supervised[row, inside]
+        expected = choose_runs(*part, budget, generator)
+        assert revealed[row, inside].tolist() == expected.tolist()
+        assert not revealed[row, batch.lengths[row] - 1 :].any()
+    assert revealed.sum() > 3
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_is_revealed_carries_loss_only_where_the_recipe_says_so(tmp_path, keeps):
+    objective, head, batch = prepared(tmp_path, **{"glance.supervise_revealed": keeps})
+    revealed, counted = objective.plan(head, batch, 0.0)
+    assert (revealed & batch.supervised).any()
+    expected = batch.supervised if keeps else batch.supervised & ~revealed
+    assert torch.equal(counted, expected)
+
+
+def test_the_loss_is_that_of_every_counted_position_behind_revealed_inputs(tmp_path):
+    objective, head, batch = prepared(tmp_path, **{"glance.isolated": False})
+    revealed, counted = objective.plan(head, batch, 0.0)
+    total, sums = objective.loss(head, batch, revealed, counted)
+    ends, loss = objective.target, objective.recipe.loss
+    ahead, features = ends.embed(batch.tokens[:, 1:]).clone(), batch.features[:, :-1].clone()
+    for row, i in revealed.nonzero().tolist():
+        ahead[row, i] = ends.embed(batch.tokens[row, i + 1 + K])
+        features[row, i] = batch.features[row, i + K]
+    predicted = head(ahead, features, batch.blocks, batch.valid, keep=revealed, passes=2)
+    expected = torch.zeros(())
+    for row, i in counted.nonzero().tolist():
+        expected = (
+            expected
+            + head_loss(
+                predicted[:, row, i : i + 1],
+                batch.features[row, i + K][None],
+                batch.tokens[row, i + K + 1][None],
+                ends.lm_head_weight,
+                feature_scale=objective.feature_scale,
+                feature_weight=loss.feature_weight,
+                distill_weight=loss.distill_weight,
+                soft_weight=loss.soft_weight,
+            ).total
+        )
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+    assert sums["counted"] == counted.sum() > 10
+    assert sums["revealed"] == revealed.sum() > 3
