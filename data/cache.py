@@ -13,8 +13,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from rich.console import Console
 from rich.table import Table
 
-from specdraft.data.store.feature_cache import FeatureCache
-from specdraft.data.store.online_features import Features
+from specdraft.data.store.feature_cache import FeatureCache, Features
 from specdraft.data.store.tokens import TokenCache
 from specdraft.data.template import preview
 from specdraft.eval.drafters.registry import problems
@@ -25,7 +24,7 @@ from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import show_plan
-from specdraft.train.fit.ranks import load_target
+from specdraft.train.fit.accelerator import load_target
 from specdraft.train.plan import format_seconds, measured_flops
 
 

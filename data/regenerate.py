@@ -22,11 +22,13 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from specdraft.data.atomic import cut_torn_line
 from specdraft.data.chat import USELESS_SHARE, Conversation
 from specdraft.data.examples import Example, Renderer
-from specdraft.data.lines import cut_torn_line
+from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.template import UnrenderableError
 from specdraft.recipes.errors import DataError
+from specdraft.recipes.interrupt import keeping
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Rewriter:
                 f"{self.data.sources[0]}; say how many tokens of each are the prompt, e.g. 16"
             )
 
-    def run(self, generate: Generate | None, rank: int = 0, world: int = 1) -> None:
+    def run(self, generate: Generate | None, ranks: Ranks = ALONE) -> None:
         """Make this rank's answers that are still missing. Raises DataError without `generate`."""
         if generate is None:
             raise DataError(
@@ -80,22 +82,19 @@ class Rewriter:
                 "them; run: accelerate launch data/cache.py RECIPE"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        own = self.folder / f"answers-{rank}.jsonl"
+        own = self.folder / f"answers-{ranks.rank}.jsonl"
         cut_torn_line(own)
         self._load()
-        mine = range(rank, len(self.conversations), world)
+        mine = range(ranks.rank, len(self.conversations), ranks.world)
         rows = [(c, s) for c in mine for s in range(self.data.samples)]
         total = sum(self._turns(conversation) for conversation, _ in rows)
-        bar = tqdm(total=total, desc="answers", unit="answer", disable=rank > 0)
-        with bar, own.open("a", encoding="utf-8") as file:
-            try:
-                for turn in range(max((self._turns(c) for c, _ in rows), default=0)):
-                    self._level([(c, s, turn) for c, s in rows], generate, file, bar)
-            except KeyboardInterrupt:
-                raise KeyboardInterrupt(
-                    f"interrupted; {len(self.answers)} answers are kept: "
-                    "the same command goes on from there"
-                ) from None
+        with (
+            tqdm(total=total, desc="answers", unit="answer", disable=not ranks.is_first) as bar,
+            own.open("a", encoding="utf-8") as file,
+            keeping(lambda: f"{len(self.answers)} answers are kept"),
+        ):
+            for turn in range(max((self._turns(c) for c, _ in rows), default=0)):
+                self._level([(c, s, turn) for c, s in rows], generate, file, bar)
 
     def examples(self) -> Iterator[Example]:
         """Put the rows together from answers that every rank has written; reject the rest."""

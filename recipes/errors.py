@@ -10,6 +10,13 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from specdraft.recipes.interrupt import (
+    StopRequest,
+    is_first_process,
+    resume_command,
+    stop_with_launcher,
+)
+
 LONGEST = 8000  # characters of a message
 
 
@@ -53,18 +60,22 @@ def in_a_line(error: BaseException, kind: bool = False) -> str:
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
-    """Wrap a script's main: exit 2 for bad input, 130 for Ctrl-C, 1 for a fault of ours."""
+    """Wrap a script's main: exit 2 for bad input, 1 for a fault of ours, and 130 for Ctrl-C,
+    SIGTERM and SIGHUP, with the command that goes on."""
 
     @functools.wraps(main)
     def guarded() -> None:
-        try:
-            main()
-        except Exception as error:
-            _fail(error)
-        except KeyboardInterrupt as interrupt:
-            message = str(interrupt) or "interrupted"
-            _say(f"\n{message}")
-            sys.exit(130)
+        resume = resume_command()  # asked now: a launcher may be gone by then
+        stop_with_launcher()
+        with StopRequest():
+            try:
+                main()
+            except Exception as error:
+                _fail(error)
+            except KeyboardInterrupt as interrupt:
+                if is_first_process():
+                    say(f"\n{str(interrupt) or 'interrupted'}; resume with: {resume}")
+                sys.exit(130)
 
     return guarded
 
@@ -74,12 +85,13 @@ def _fail(error: Exception) -> None:
         traceback.print_exc()
     # Out of disk, no permission, ...: the system's own words name the cause and the file.
     if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno is not None):
-        _say(f"error: {error}")
+        say(f"error: {error}")
         sys.exit(2)
     what = f"{type(error).__name__}: {error}"[:LONGEST]
-    _say(f"internal error: {what} (set SPECDRAFT_DEBUG=1 for the traceback)")
+    say(f"internal error: {what} (set SPECDRAFT_DEBUG=1 for the traceback)")
     sys.exit(1)
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Tell the user a line that is no result: on stderr."""
     print(message[: 2 * LONGEST], file=sys.stderr)  # noqa: T201

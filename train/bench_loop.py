@@ -30,11 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from specdraft.data.store import shards
-from specdraft.data.store.feature_cache import FeatureCache
-from specdraft.data.store.features import BATCH_TOKENS, batches, build_features, pad
-from specdraft.data.store.online_features import Features
-from specdraft.data.store.storage import Storage
+from specdraft.data.store.feature_cache import FeatureCache, Features, build_features
+from specdraft.data.store.features import BATCH_TOKENS, batches, pad
+from specdraft.data.store.storage import SHARD_BYTES, Storage, plan_shards
 from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_caches
@@ -44,10 +42,10 @@ from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import OutputSection, Recipe
+from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.batches import Batch, Loader, SamplingPlan
 from specdraft.train.fit.journal import LOG
 from specdraft.train.fit.loop import fit
-from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.fit.run import Objective
 from specdraft.train.heads import Kind, medusa_heads, sar_head
 
@@ -166,7 +164,7 @@ class Bench:
         """Return tokens/s of the target on the padded batches that a feature cache is made of."""
         lengths, storage = self.tokens.lengths, Storage.of(self.recipe.data)
         sizes = (storage.counts(self.tokens), self.target.hidden_size, storage)
-        plan = shards.plan(lengths, *sizes, shards.SHARD_BYTES)
+        plan = plan_shards(lengths, *sizes, SHARD_BYTES)
         padded = [
             pad([self.tokens[row] for row in rows]).to(self.target.device)
             for shard in plan.values()

@@ -25,14 +25,16 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from specdraft.data import chat, fingerprint
+from specdraft.data.atomic import cleaned_up, sync_tree, write_atomic
 from specdraft.data.examples import Renderer, check_rendered
+from specdraft.data.lock import building_lock
+from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.sources import Source
 from specdraft.data.store.tokens import TokenCache
-from specdraft.data.whole import write_whole
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.recipes.errors import CacheError, DataError
+from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.schema import Recipe
-from specdraft.train.fit.checkpoint import sync_tree
 
 VERSION = 1  # of the counts on disk; another one is another folder
 SHARD_TOKENS = 1 << 22  # about 150 MB while it is counted
@@ -144,34 +146,26 @@ class StreamedTexts:
         return Rows(np.concatenate(ids), np.asarray([len(row) for row in ids]), mask)
 
 
-def count(
-    corpus: Corpus,
-    cache_dir: Path,
-    vocab_size: int,
-    rank: int = 0,
-    world: int = 1,
-    barrier: Callable[[], None] = lambda: None,
-) -> "Counts":
+def count(corpus: Corpus, cache_dir: Path, vocab_size: int, ranks: Ranks = ALONE) -> "Counts":
     """Count every shard that is not counted yet; all ranks call this, each does its share.
 
     Raises: DataError for a token id outside the vocabulary.
     """
     settings = {"version": VERSION, "vocab_size": vocab_size, **corpus.settings}
     folder = cache_dir / f"bigrams-{fingerprint.of_settings(settings)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    share = None if corpus.tokens is None else corpus.tokens // world
-    shards = 0
-    with tqdm(total=share, desc="bigrams", unit="token", unit_scale=True, disable=rank > 0) as bar:
-        try:
-            for number, read in corpus.shards():
-                shards += 1
-                if number % world == rank:
-                    _count_shard(_shard_path(folder, number), read, vocab_size, bar)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                "interrupted; what is counted is kept: the same command goes on from there"
-            ) from None
-    barrier()
+    share = None if corpus.tokens is None else corpus.tokens // ranks.world
+    shards, quiet = 0, not ranks.is_first
+    with (
+        building_lock(folder, ranks),
+        tqdm(total=share, desc="bigrams", unit="token", unit_scale=True, disable=quiet) as bar,
+        keeping(lambda: "what is counted is kept"),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, read in corpus.shards():
+            shards += 1
+            if number % ranks.world == ranks.rank:
+                _count_shard(_shard_path(folder, number), read, vocab_size, bar)
+        ranks.wait()
     return Counts(folder, shards, vocab_size)
 
 
@@ -183,7 +177,7 @@ def _count_shard(path: Path, read: Callable[[], Rows], vocab_size: int, bar: tqd
         rows = read()
         counts, tokens = count_rows(rows, vocab_size), len(rows.ids)
         metadata = {"rows": str(len(rows.lengths)), "tokens": str(tokens)}
-        write_whole(path, safetensors.numpy.save(counts, metadata))
+        write_atomic(path, safetensors.numpy.save(counts, metadata))
     bar.update(tokens)
 
 
@@ -282,8 +276,9 @@ def save_table(table: MaxGramTable, folder: Path) -> None:
     writing, old = (folder.with_name(f".{what}-{folder.name}") for what in ("writing", "deleted"))
     for leftover in (writing, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    table.save_pretrained(writing)
-    sync_tree(writing)
+    with cleaned_up(writing, folder):
+        table.save_pretrained(writing)
+        sync_tree(writing)
     if folder.exists():
         folder.rename(old)
     writing.rename(folder)

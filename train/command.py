@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -11,17 +12,19 @@ from accelerate import Accelerator, PartialState
 from rich.console import Console
 from rich.table import Table
 
+from specdraft.data.lock import output_lock
+from specdraft.data.ranks import Ranks
 from specdraft.eval.drafters.registry import problems
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
-from specdraft.train.fit.ranks import check_launch, load_target, make_accelerator
+from specdraft.train.fit.accelerator import check_launch, load_target, make_accelerator
 from specdraft.train.plan import known_sizes, make_plan, measured_flops, plan_lines
 
 
 class LoadTarget(Protocol):
-    """Loads the target of the recipe that is run (see `ranks.load_target`)."""
+    """Loads the target of the recipe that is run (see `accelerator.load_target`)."""
 
     def __call__(self, alone: bool = False) -> Target: ...
 
@@ -49,7 +52,8 @@ def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda
     logging.basicConfig(level=logging.WARNING)
     accelerator = make_accelerator(recipe)
     check_launch(recipe, accelerator)
-    train(recipe, accelerator, partial(load_target, recipe, accelerator))
+    with output_lock(Path(recipe.output.dir), Ranks.of(accelerator)):
+        train(recipe, accelerator, partial(load_target, recipe, accelerator))
 
 
 def show_plan(recipe: Recipe, processes: int | None = None) -> None:

@@ -13,8 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
-from specdraft.data.store.feature_cache import FeatureCache
-from specdraft.data.store.online_features import Features
+from specdraft.data.store.feature_cache import FeatureCache, Features
 from specdraft.eval.drafters.registry import needs
 from specdraft.eval.drafters.trained import CARDS, KINDS, Trained
 from specdraft.eval.generation.answers import build_caches

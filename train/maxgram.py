@@ -15,10 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from specdraft.data import fingerprint
+from specdraft.data.lock import output_lock
 from specdraft.data.prompts import load_prompts
+from specdraft.data.ranks import Ranks
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.drafters.trained import CARDS, Trained
-from specdraft.eval.generation.answers import build_token_cache, ranks
+from specdraft.eval.generation.answers import build_token_cache
 from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.measure.table import print_report
 from specdraft.models.hub import check_login
@@ -32,7 +34,7 @@ from specdraft.recipes.load import dump, load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.train.bigrams import CachedTokens, Corpus, StreamedTexts, count, save_table
 from specdraft.train.command import print_plan
-from specdraft.train.fit.ranks import load_target, make_accelerator
+from specdraft.train.fit.accelerator import load_target, make_accelerator
 from specdraft.train.plan import format_bytes, known_sizes
 
 
@@ -49,19 +51,26 @@ def main() -> None:
     check_login(recipe.hub)
     logging.basicConfig(level=logging.WARNING)
     accelerator = make_accelerator(recipe)
+    with output_lock(Path(recipe.output.dir), Ranks.of(accelerator)):
+        count_and_measure(recipe, accelerator)
+        accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def count_and_measure(recipe: Recipe, accelerator: Accelerator) -> None:
+    """Make the table of a recipe; all ranks call this."""
     target = load_target(recipe, accelerator)
     corpus = open_corpus(recipe, target, accelerator)
-    counts = count(corpus, Path(recipe.data.cache_dir), target.vocab_size, **ranks(accelerator))
+    cache_dir, out = Path(recipe.data.cache_dir), Path(recipe.output.dir)
+    counts = count(corpus, cache_dir, target.vocab_size, Ranks.of(accelerator))
     if accelerator.is_main_process:
         tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
         table = counts.table(tokenizer, describe(recipe))
-        save_table(table, Path(recipe.output.dir) / "table")
-        dump(recipe, Path(recipe.output.dir) / "recipe.yaml")
+        save_table(table, out / "table")
+        dump(recipe, out / "recipe.yaml")
         if target.no_layers:
             target = load_target(recipe, accelerator, alone=True)
         report(recipe, target, table)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 def open_corpus(recipe: Recipe, target: Target, accelerator: Accelerator) -> Corpus:

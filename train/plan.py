@@ -12,8 +12,7 @@ import torch
 from specdraft.data.chat import split_holdout
 from specdraft.data.fingerprint import of_settings
 from specdraft.data.sources import BUNDLED as TINY_SOURCE
-from specdraft.data.store.shards import feature_bytes
-from specdraft.data.store.storage import Storage
+from specdraft.data.store.storage import Storage, feature_bytes
 from specdraft.data.store.tokens import TokenCache, token_settings
 from specdraft.models.falcon import FalconHead
 from specdraft.models.fusion import FUSIONS

@@ -1,28 +1,69 @@
-"""Reading a feature cache: what the frozen target knows at every token (built by features.py).
+"""The feature cache: one pass of the frozen target over the token cache, kept on disk.
 
+    cache = build_features(recipe, tokens, target)     # goes on where an earlier run stopped
     cache = FeatureCache.open("cache/features-0123456789ab")
     cache[0]        # {"input_ids": [T] int64, "loss_mask": [T] bool, "features": [T, H]}
 
-cache/features-<hash>/ holds safetensors shards and manifest.json (see shards.py): the target with
-the hash of its weights, tokenizer and template, dtype, quantisation with its measured error,
-lengths, and per shard its rows and checksum. Row i is row i of the token cache; features that are
-not stored (see storage.py) are read as zeros. Reading is lazy and memory-mapped.
+cache/features-<hash>/ holds shards and manifest.json (see storage.py): the target with the hash of
+its weights, tokenizer and template, dtype, quantisation with its measured error, lengths, and per
+shard its rows and checksum. Row i is row i of the token cache; features that are not stored are
+read as zeros. Reading is lazy and memory-mapped.
 
-Shapes: T tokens of a row, N tokens of a shard, H hidden.
+Rows are sorted by length, longest first (what does not fit into memory fails at once), cut into
+shards, and shard s is made by rank s mod world. The plan depends on nothing but the token cache,
+so a run that was killed goes on with the shards that the manifest does not name yet, whatever the
+number of processes. Rank 0 keeps manifest.json, every other rank a manifest of its own; rank 0
+merges them at the end and marks the cache complete.
+
+Shapes: T tokens of a row, N tokens of a shard, M of them with a stored feature, H hidden.
 """
 
+import math
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
+from tqdm import tqdm
 
-from specdraft.data import whole
-from specdraft.data.store import shards
-from specdraft.data.store.storage import Storage, decode
+from specdraft.data import atomic, fingerprint
+from specdraft.data.lock import building_lock
+from specdraft.data.ranks import ALONE, Ranks
+from specdraft.data.store.features import (
+    BATCH_TOKENS,
+    OnlineFeatures,
+    batches,
+    check_context,
+    deviation,
+    moments,
+    read_features,
+    squares,
+    summed,
+)
+from specdraft.data.store.storage import (
+    LARGEST,
+    MANIFEST,
+    SHARD_BYTES,
+    Storage,
+    decode,
+    feature_bytes,
+    plan_shards,
+    read_manifest,
+    write_manifest,
+    write_shard,
+)
+from specdraft.data.store.tokens import TokenCache
+from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError
+from specdraft.recipes.interrupt import keeping
+from specdraft.recipes.schema import Recipe
 
 VERSION = 1  # of the layout; another one is another cache
+Announce = Callable[[int, int], None]  # called with the tokens and the bytes still to be made
+Plan = dict[str, list[int]]  # rows by the number of their shard
 
 
 class FeatureCache:
@@ -56,7 +97,7 @@ class FeatureCache:
         Raises: CacheError when it is missing, unfinished, damaged or made from something else.
         """
         directory = Path(directory)
-        manifest = shards.read_manifest(directory / shards.MANIFEST)
+        manifest = read_manifest(directory / MANIFEST)
         check_settings(directory, manifest, expect or {})
         if not manifest["complete"]:
             raise CacheError(
@@ -65,9 +106,9 @@ class FeatureCache:
             )
         entries = manifest["shards"].values()
         if verify is None:
-            verify = sum(entry["bytes"] for entry in entries) <= whole.HASHED_AT_OPEN
+            verify = sum(entry["bytes"] for entry in entries) <= atomic.HASHED_AT_OPEN
         for entry in entries:
-            if problem := whole.damage(directory, entry, verify):
+            if problem := atomic.damage(directory, entry, verify):
                 raise CacheError(
                     f"the shard {directory / entry['file']} {problem}; "
                     "delete that file and run again: only it is made anew"
@@ -124,3 +165,212 @@ def check_settings(directory: Path, manifest: dict[str, Any], expect: dict[str, 
             f"the feature cache at {directory} was made with {name} {found}, "
             f"and the recipe wants {wanted}; delete it or set another data.cache_dir"
         )
+
+
+Features = FeatureCache | OnlineFeatures  # what heads are trained on
+
+
+def feature_settings(recipe: Recipe, tokens: TokenCache, target: Target) -> dict[str, Any]:
+    """Return everything that decides the contents; its hash names the cache."""
+    return {
+        "version": VERSION,
+        "weights": target.identity()["weights"],
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "tokenizer": tokens.meta["settings"]["tokenizer"],
+        "template": tokens.meta["settings"]["template"],
+        "tokens": tokens.key,
+        **Storage.of(recipe.data).settings(),
+    }
+
+
+def build_features(
+    recipe: Recipe,
+    tokens: TokenCache,
+    target: Target,
+    ranks: Ranks = ALONE,
+    announce: Announce | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    shard_bytes: int = SHARD_BYTES,
+) -> FeatureCache:
+    """Open the feature cache of a recipe, or make what is missing of it first.
+
+    All ranks must call this. A forward takes at most `batch_tokens` tokens with padding. Before the
+    first one, `announce` is called on rank 0.
+    Raises: CacheError (disk too small, damaged, made from something else), DataError.
+    """
+    settings, storage = feature_settings(recipe, tokens, target), Storage.of(recipe.data)
+    directory = Path(recipe.data.cache_dir) / f"features-{fingerprint.of_settings(settings)}"
+    check_context(tokens, target)
+    kept = storage.counts(tokens)
+    plan = plan_shards(tokens.lengths, kept, target.hidden_size, storage, shard_bytes)
+    if not ranks.share(_is_finished(directory, settings, plan)):
+        target.check_runs()
+        with building_lock(directory, ranks):
+            # Another run may have built it meanwhile.
+            if ranks.share(not _is_finished(directory, settings, plan)):
+                builder = _Builder(directory, settings, plan, tokens, target, ranks)
+                builder.build(kept, announce, batch_tokens)
+    return FeatureCache.open(directory, settings)
+
+
+class _Builder:
+    """Makes the shards of a cache that are missing; every rank has one."""
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: dict[str, Any],
+        plan: Plan,
+        tokens: TokenCache,
+        target: Target,
+        ranks: Ranks,
+    ):
+        self.directory, self.settings, self.plan = directory, settings, plan
+        self.tokens, self.target, self.ranks = tokens, target, ranks
+        self.storage = Storage.of_settings(settings)
+
+    def build(self, kept: list[int], announce: Announce | None, batch_tokens: int) -> None:
+        """Make this rank's share; the first one announces, and completes the manifest.
+
+        kept: the stored features of each row. Raises: CacheError, DataError.
+        """
+        tokens, target, ranks = self.tokens, self.target, self.ranks
+        manifest = {
+            "version": VERSION,
+            "complete": False,
+            "settings": self.settings,
+            "target": target.identity(),
+            "quantisation": None,
+            "hidden_size": target.hidden_size,
+            "lengths": tokens.lengths,
+            "kept": kept,
+            "shards": (done := _shards_on_disk(self.directory, self.settings, self.plan)),
+        }
+        ranks.wait()  # nobody writes before everybody has looked
+        todo = {number: rows for number, rows in self.plan.items() if number not in done}
+        rows = [row for part in todo.values() for row in part]
+        count, stored = (sum(sizes[row] for row in rows) for sizes in (tokens.lengths, kept))
+        size = feature_bytes(count, stored, target.hidden_size, self.storage)
+        _check_disk(self.directory, count, size + len(todo) * 4096)
+        if announce and ranks.is_first:
+            announce(count, size)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        mine = {n: rows for n, rows in todo.items() if int(n) % ranks.world == ranks.rank}
+        self._write(manifest, mine, batch_tokens)
+        ranks.wait()
+        if ranks.is_first:
+            self._merge(manifest)
+        ranks.wait()
+
+    def _write(self, manifest: dict[str, Any], mine: Plan, batch_tokens: int) -> None:
+        """Make shards, naming each in this rank's manifest when it is whole."""
+        name = MANIFEST if self.ranks.is_first else f"manifest-{self.ranks.rank}.json"
+        write_manifest(self.directory, manifest, name)
+        total = sum(self.tokens.lengths[row] for rows in mine.values() for row in rows)
+        quiet, named = not self.ranks.is_first, manifest["shards"]
+        with (
+            tqdm(total=total, desc="features", unit="token", unit_scale=True, disable=quiet) as bar,
+            keeping(lambda: f"{len(named)} shards of features are kept"),
+        ):
+            for number, rows in mine.items():
+                tensors, found = self._shard(rows, batch_tokens, bar)
+                file = f"shard-{int(number):05d}.safetensors"
+                entry = write_shard(self.directory, file, tensors)
+                named[number] = {**entry, "rows": rows, **found}
+                write_manifest(self.directory, manifest, name)
+
+    @torch.inference_mode()
+    def _shard(
+        self, rows: list[int], batch_tokens: int, bar: tqdm
+    ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
+        """Compute the tensors of one shard, and the moments of features, errors and embeddings."""
+        ids, masks, stored, found, errors = [], [], [], [], []
+        for batch in batches(rows, self.tokens.lengths, batch_tokens):
+            for item, features in read_features(self.target, self.tokens, batch):
+                kept = features[self.storage.kept(item["loss_mask"]).to(self.target.device)]
+                encoded = self.storage.encode(kept)  # of [M, H]
+                stored.append({name: tensor.cpu() for name, tensor in encoded.items()})
+                found.append(moments(features))
+                errors.append((squares(decode(encoded) - kept), squares(kept)))
+                ids.append(item["input_ids"])
+                masks.append(item["loss_mask"])
+                bar.update(len(features))
+        tensors = {
+            "input_ids": torch.cat(ids).int(),  # [N]
+            "loss_mask": torch.cat(masks),  # [N]
+            **{name: torch.cat([part[name] for part in stored]) for name in stored[0]},
+        }
+        embedded = self.target.embed(tensors["input_ids"].long().to(self.target.device))
+        return tensors, {
+            "feature_moments": summed(found),
+            "error_moments": summed(errors),
+            "embed_moments": moments(embedded),
+        }
+
+    def _merge(self, manifest: dict[str, Any]) -> None:
+        """Join the manifests of all ranks and mark the cache complete."""
+        entries = _shards_on_disk(self.directory, self.settings, self.plan)
+        if len(entries) < len(self.plan):
+            raise CacheError(
+                f"{len(self.plan) - len(entries)} of {len(self.plan)} shards of {self.directory} "
+                "were not written; run again to go on"
+            )
+        manifest["shards"] = {number: entries[number] for number in self.plan}
+        ordered = manifest["shards"].values()  # however many ranks made them
+        manifest |= {
+            "feature_scale": deviation(part["feature_moments"] for part in ordered),
+            "embed_scale": deviation(part["embed_moments"] for part in ordered),
+            "quantisation": _quantisation(self.settings["dtype"], ordered),
+            "complete": True,
+        }
+        write_manifest(self.directory, manifest)
+        for path in self.directory.glob("manifest-*.json"):
+            path.unlink()
+
+
+def _is_finished(directory: Path, settings: dict[str, Any], plan: Plan) -> bool:
+    path = directory / MANIFEST
+    return (
+        len(_shards_on_disk(directory, settings, plan)) == len(plan)
+        and path.exists()
+        and read_manifest(path)["complete"]
+    )
+
+
+def _shards_on_disk(directory: Path, settings: dict[str, Any], plan: Plan) -> dict[str, dict]:
+    """Collect the shards that some manifest names, that are there and that fit the plan."""
+    found = {}
+    for path in sorted(directory.glob("manifest*.json")):
+        manifest = read_manifest(path)
+        check_settings(directory, manifest, settings)
+        for number, entry in manifest["shards"].items():
+            missing = not (directory / entry["file"]).exists()
+            torn = not manifest["complete"] and atomic.damage(directory, entry, checksum=False)
+            if entry["rows"] == plan.get(number) and not missing and not torn:
+                found[number] = entry
+    return found
+
+
+def _check_disk(directory: Path, count: int, needed: int) -> None:
+    """Refuse to start what the disk cannot hold. Raises CacheError that states the shortfall."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        gib = 1 << 30
+        raise CacheError(
+            f"out of disk: the features of {count} tokens need {needed / gib:.2f} GiB and "
+            f"{directory.parent} has {free / gib:.2f} GiB free, {(needed - free) / gib:.2f} GiB "
+            "short; set data.feature_dtype=bfloat16 or int8, a lower data.limit or another "
+            "data.cache_dir"
+        )
+
+
+def _quantisation(dtype: str, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """In which numbers features are stored, and the error ||f - stored f|| / ||f||."""
+    # The shards of a cache that an earlier version began say nothing of their errors.
+    errors, squares = summed(part.get("error_moments", (0.0, 0.0)) for part in parts)
+    return {
+        "format": dtype,
+        "scale": "token" if dtype in LARGEST else None,  # what has one of its own
+        "error": math.sqrt(errors / squares) if squares else None,
+    }

@@ -1,134 +1,67 @@
-"""The feature cache: one pass of the frozen target over the token cache, kept on disk.
+"""What the frozen target knows at every token: its features, as they are computed.
 
-    cache = build_features(recipe, tokens, target)     # goes on where an earlier run stopped
-    cache[0]        # {"input_ids": [T] int64, "loss_mask": [T] bool, "features": [T, H]}
+    rows = OnlineFeatures(recipe, tokens, target)
+    rows[0]         # {"input_ids": [T] int64, "loss_mask": [T] bool, "features": [T, H]}
 
-Rows are sorted by length, longest first (what does not fit into memory fails at once), cut into
-shards, and shard s is made by rank s mod world. The plan depends on nothing but the token cache,
-so a run that was killed goes on with the shards that the manifest does not name yet, whatever the
-number of processes. Rank 0 keeps manifest.json, every other rank a manifest of its own; rank 0
-merges them at the end and marks the cache complete.
+`OnlineFeatures` is what a `FeatureCache` (feature_cache.py) reads from disk, where no disk holds it
+(data.features=online). The numbers are the cache's, up to the rounding of a forward with other
+neighbours: bit for bit where the same rows share a forward. Training reads a step ahead in a
+thread: the target runs beside the drafter.
 
-Shapes: B rows of a forward, T tokens (longest row), H hidden, N tokens of a shard.
+Shapes: B rows of a forward, T tokens (longest row), H hidden.
 """
 
 import math
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from specdraft.data import fingerprint, whole
-from specdraft.data.store import shards
-from specdraft.data.store.feature_cache import VERSION, FeatureCache, check_settings
-from specdraft.data.store.storage import LARGEST, Storage, decode
+from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import TokenCache
 from specdraft.models.target import Target
-from specdraft.recipes.errors import CacheError, DataError
+from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
 
 BATCH_TOKENS = 8192  # of a forward, padding included
 SAMPLE_TOKENS = 1 << 15  # that scales are measured on where no cache is made
 
 
-Announce = Callable[[int, int], None]  # told the tokens and the bytes that are still to be made
+class OnlineFeatures:
+    """Rows of tokens and loss mask, with features that are computed whenever they are read.
 
-
-def unannounced(tokens: int, size: int) -> None:
-    """Tell nobody."""
-
-
-def feature_settings(recipe: Recipe, tokens: TokenCache, target: Target) -> dict[str, Any]:
-    """Return everything that decides the contents; its hash names the cache."""
-    return {
-        "version": VERSION,
-        "weights": target.identity()["weights"],
-        "target_dtype": str(target.dtype).removeprefix("torch."),
-        "tokenizer": tokens.meta["settings"]["tokenizer"],
-        "template": tokens.meta["settings"]["template"],
-        "tokens": tokens.key,
-        **Storage.of(recipe.data).settings(),
-    }
-
-
-def build_features(
-    recipe: Recipe,
-    tokens: TokenCache,
-    target: Target,
-    rank: int = 0,
-    world: int = 1,
-    barrier: Callable[[], None] = lambda: None,
-    announce: Announce = unannounced,
-    batch_tokens: int = BATCH_TOKENS,
-    shard_bytes: int = shards.SHARD_BYTES,
-) -> FeatureCache:
-    """Open the feature cache of a recipe, or make what is missing of it first.
-
-    All ranks must call this. A forward takes at most `batch_tokens` tokens with padding. Before the
-    first one, `announce` is told on rank 0 how many tokens and bytes are missing.
-    Raises: CacheError (disk too small, damaged, made from something else), DataError.
+    Raises DataError when a row is longer than the target's context.
     """
-    settings, storage = feature_settings(recipe, tokens, target), Storage.of(recipe.data)
-    directory = Path(recipe.data.cache_dir) / f"features-{fingerprint.of_settings(settings)}"
-    check_context(tokens, target)
-    kept = storage.counts(tokens)
-    plan = shards.plan(tokens.lengths, kept, target.hidden_size, storage, shard_bytes)
-    done = _shards_on_disk(directory, settings, plan)
-    finished = _is_complete(directory) and len(done) == len(plan)
-    barrier()  # nobody writes before everybody has looked
-    if not finished:
+
+    def __init__(self, recipe: Recipe, tokens: TokenCache, target: Target):
         target.check_runs()
-        manifest = {
-            "version": VERSION,
-            "complete": False,
-            "settings": settings,
-            "target": target.identity(),
-            "quantisation": None,
-            "hidden_size": target.hidden_size,
-            "lengths": tokens.lengths,
-            "kept": kept,
-            "shards": done,
-        }
-        todo = {number: rows for number, rows in plan.items() if number not in done}
-        rows = [row for part in todo.values() for row in part]
-        count, stored = (sum(sizes[row] for row in rows) for sizes in (tokens.lengths, kept))
-        size = shards.feature_bytes(count, stored, target.hidden_size, storage)
-        _check_disk(directory, count, size + len(todo) * 4096)
-        if rank == 0:
-            announce(count, size)
-        directory.mkdir(parents=True, exist_ok=True)
-        mine = {number: rows for number, rows in todo.items() if int(number) % world == rank}
-        _extract(directory, manifest, mine, tokens, target, rank, batch_tokens)
-        barrier()
-        if rank == 0:
-            _merge(directory, manifest, settings, plan)
-        barrier()
-    return FeatureCache.open(directory, settings)
+        check_context(tokens, target)
+        self.tokens, self.target, self.lengths = tokens, target, tokens.lengths
+        self.storage = Storage.of(recipe.data)
+        device = target.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @cached_property
+    def scales(self) -> dict[str, float]:
+        """The scales of `FeatureCache.scales`, measured on a sample (see `sample_scales`)."""
+        return sample_scales(self.tokens, self.target)
 
-def _shards_on_disk(
-    directory: Path, settings: dict[str, Any], plan: dict[str, list[int]]
-) -> dict[str, dict]:
-    """Collect the shards that some manifest names, that are there and that fit the plan."""
-    found = {}
-    for path in sorted(directory.glob("manifest*.json")):
-        manifest = shards.read_manifest(path)
-        check_settings(directory, manifest, settings)
-        for number, entry in manifest["shards"].items():
-            missing = not (directory / entry["file"]).exists()
-            torn = not manifest["complete"] and whole.damage(directory, entry, checksum=False)
-            if entry["rows"] == plan.get(number) and not missing and not torn:
-                found[number] = entry
-    return found
+    def __len__(self) -> int:
+        return len(self.tokens)
 
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return {"input_ids": [T] int64, "loss_mask": [T] bool, "features": [T, H]}."""
+        return self.__getitems__([range(len(self))[index]])[0]
 
-def _is_complete(directory: Path) -> bool:
-    path = directory / shards.MANIFEST
-    return path.exists() and shards.read_manifest(path)["complete"]
+    def __getitems__(self, rows: list[int]) -> list[dict[str, Tensor]]:
+        """Return several rows, computed in one forward."""
+        # A stream of its own lets a GPU run target and drafter at once; None changes nothing.
+        with torch.cuda.stream(self._stream):
+            return [
+                item | {"features": self.storage.read_back(features, item["loss_mask"])}
+                for item, features in read_features(self.target, self.tokens, rows)
+            ]
 
 
 def check_context(tokens: TokenCache, target: Target) -> None:
@@ -140,83 +73,6 @@ def check_context(tokens: TokenCache, target: Target) -> None:
             f"a row has {longest} tokens and {target.name} has a context of {context}; "
             f"set data.max_length={context}"
         )
-
-
-def _check_disk(directory: Path, count: int, needed: int) -> None:
-    """Refuse to start what the disk cannot hold. Raises CacheError that states the shortfall."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        gib = 1 << 30
-        raise CacheError(
-            f"out of disk: the features of {count} tokens need {needed / gib:.2f} GiB and "
-            f"{directory.parent} has {free / gib:.2f} GiB free, {(needed - free) / gib:.2f} GiB "
-            "short; set data.feature_dtype=bfloat16 or int8, a lower data.limit or another "
-            "data.cache_dir"
-        )
-
-
-def _extract(
-    directory: Path,
-    manifest: dict[str, Any],
-    mine: dict[str, list[int]],
-    tokens: TokenCache,
-    target: Target,
-    rank: int,
-    batch_tokens: int,
-) -> None:
-    """Make this rank's shards, naming each in the manifest when it is whole."""
-    name = shards.MANIFEST if rank == 0 else f"manifest-{rank}.json"
-    shards.write_manifest(directory, manifest, name)
-    storage = Storage.of_settings(manifest["settings"])
-    total = sum(manifest["lengths"][row] for rows in mine.values() for row in rows)
-    with tqdm(total=total, desc="features", unit="token", unit_scale=True, disable=rank > 0) as bar:
-        try:
-            for number, rows in mine.items():
-                tensors, moments = _shard(target, tokens, rows, storage, batch_tokens, bar.update)
-                file = f"shard-{int(number):05d}.safetensors"
-                entry = shards.write_shard(directory, file, tensors)
-                manifest["shards"][number] = {**entry, "rows": rows, **moments}
-                shards.write_manifest(directory, manifest, name)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"interrupted; {len(manifest['shards'])} shards of features are kept: "
-                "the same command goes on from there"
-            ) from None
-
-
-@torch.inference_mode()
-def _shard(
-    target: Target,
-    tokens: TokenCache,
-    rows: list[int],
-    storage: Storage,
-    batch_tokens: int,
-    count: Callable[[int], object] = lambda tokens: None,
-) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
-    """Compute the tensors of one shard, and the moments of features, errors and embeddings."""
-    ids, masks, stored, moments, errors = [], [], [], [], []
-    for batch in batches(rows, tokens.lengths, batch_tokens):
-        for item, features in read_features(target, tokens, batch):
-            kept = features[storage.kept(item["loss_mask"]).to(target.device)]  # [M, H]
-            encoded = storage.encode(kept)
-            stored.append({name: tensor.cpu() for name, tensor in encoded.items()})
-            moments.append(_moments(features))
-            errors.append((_squares(decode(encoded) - kept), _squares(kept)))
-            ids.append(item["input_ids"])
-            masks.append(item["loss_mask"])
-            count(len(features))
-    tensors = {
-        "input_ids": torch.cat(ids).int(),  # [N]
-        "loss_mask": torch.cat(masks),  # [N]
-        **{name: torch.cat([part[name] for part in stored]) for name in stored[0]},
-    }
-    embedded = target.embed(tensors["input_ids"].long().to(target.device))
-    return tensors, {
-        "feature_moments": _summed(moments),
-        "error_moments": _summed(errors),
-        "embed_moments": _moments(embedded),
-    }
 
 
 def batches(rows: list[int], lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -257,6 +113,7 @@ def pad(items: list[dict[str, Tensor]]) -> Tensor:
     return padded
 
 
+@torch.inference_mode()
 def sample_scales(
     tokens: TokenCache, target: Target, sample: int = SAMPLE_TOKENS
 ) -> dict[str, float]:
@@ -266,55 +123,31 @@ def sample_scales(
     """
     every = -(-sum(tokens.lengths) // sample)
     rows = sorted(range(0, len(tokens), every), key=tokens.lengths.__getitem__, reverse=True)
-    return _scales([_shard(target, tokens, rows, Storage("float32"), BATCH_TOKENS)[1]])
+    ids, found = [], []
+    for batch in batches(rows, tokens.lengths, BATCH_TOKENS):
+        for item, features in read_features(target, tokens, batch):
+            ids.append(item["input_ids"])
+            found.append(moments(features))
+    embedded = target.embed(torch.cat(ids).to(target.device))
+    return {"feature_scale": deviation(found), "embed_scale": deviation([moments(embedded)])}
 
 
-def _moments(values: Tensor) -> list[float]:
+def moments(values: Tensor) -> list[float]:
     """Return count, sum and sum of squares."""
-    return [values.numel(), values.sum(dtype=torch.float64).item(), _squares(values)]
+    return [values.numel(), values.sum(dtype=torch.float64).item(), squares(values)]
 
 
-def _squares(values: Tensor) -> float:
+def squares(values: Tensor) -> float:
+    """Return the sum of squares."""
     return values.float().square().sum(dtype=torch.float64).item()
 
 
-def _summed(moments: Iterable[Sequence[float]]) -> list[float]:
-    return [sum(values) for values in zip(*moments, strict=True)]
+def summed(parts: Iterable[Sequence[float]]) -> list[float]:
+    """Add up moments."""
+    return [sum(values) for values in zip(*parts, strict=True)]
 
 
-def _merge(
-    directory: Path, manifest: dict[str, Any], settings: dict[str, Any], plan: dict[str, list[int]]
-) -> None:
-    """Join the manifests of all ranks and mark the cache complete."""
-    entries = _shards_on_disk(directory, settings, plan)
-    if len(entries) < len(plan):
-        raise CacheError(
-            f"{len(plan) - len(entries)} of {len(plan)} shards of {directory} were not written; "
-            "run again to go on"
-        )
-    manifest["shards"] = {number: entries[number] for number in plan}
-    ordered = manifest["shards"].values()  # however many ranks made them
-    manifest |= _scales(ordered) | {"quantisation": _quantisation(settings["dtype"], ordered)}
-    shards.write_manifest(directory, manifest | {"complete": True})
-    for path in directory.glob("manifest-*.json"):
-        path.unlink()
-
-
-def _scales(parts: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Return the standard deviations of what has these moments, taken together."""
-    parts, scales = list(parts), {}
-    for name, scale in (("feature_moments", "feature_scale"), ("embed_moments", "embed_scale")):
-        count, total, squares = _summed(part[name] for part in parts)
-        scales[scale] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
-    return scales
-
-
-def _quantisation(dtype: str, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """In which numbers features are stored, and the error ||f - stored f|| / ||f||."""
-    # The shards of a cache that an earlier version began say nothing of their errors.
-    errors, squares = _summed(part.get("error_moments", (0.0, 0.0)) for part in parts)
-    return {
-        "format": dtype,
-        "scale": "token" if dtype in LARGEST else None,  # what has one of its own
-        "error": math.sqrt(errors / squares) if squares else None,
-    }
+def deviation(parts: Iterable[Sequence[float]]) -> float:
+    """Return the standard deviation of what has these moments, taken together."""
+    count, total, squared = summed(parts)
+    return math.sqrt(max(squared / count - (total / count) ** 2, 0.0))

@@ -1,4 +1,4 @@
-"""How a feature cache stores features: of which tokens, and in which numbers.
+"""How a feature cache lies on the disk: features of which tokens, in which numbers and files.
 
     storage = Storage.of(recipe.data)
     kept = storage.kept(loss_mask)             # [T] bool
@@ -11,17 +11,32 @@ A value of one byte is a float8 (e4m3fn) or an int8, and each token has a float3
 
 so an int8 is off by at most s / 2, and a float8 by 2^-4 of itself, or 2^-10 s where it is small.
 
-Shapes: T tokens of a row, M of them with a stored feature, H hidden.
+A shard is a safetensors file of whole rows, one behind the other: `input_ids` [N] int32,
+`loss_mask` [N] bool, `features` [M, H] and perhaps `scales` [M]. manifest.json names it when it is
+whole: a shard that no manifest names does not exist, whatever the folder holds after a crash.
+
+Shapes: T tokens of a row, N of a shard, M of them with a stored feature, H hidden.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
+from specdraft.data.atomic import write_atomic
 from specdraft.data.store.tokens import TokenCache
+from specdraft.recipes.errors import CacheError
 from specdraft.recipes.schema import DataSection
+
+MANIFEST = "manifest.json"
+SHARD_BYTES = 64 << 20
+_MAX_SHARDS = 1024  # a larger cache gets larger shards
+_MASK_AND_ID_BYTES = 5  # per token: bool + int32
 
 TYPES = {
     "float32": torch.float32,
@@ -117,3 +132,59 @@ def decode(tensors: dict[str, Tensor]) -> Tensor:
     if "scales" in tensors:
         return features.float() * tensors["scales"][:, None]
     return features.clone()
+
+
+def feature_bytes(tokens: int, kept: int, hidden_size: int, storage: Storage) -> int:
+    """Return the size on disk of a feature cache, known before anything runs.
+
+    kept: how many of the tokens have a stored feature.
+    """
+    return tokens * _MASK_AND_ID_BYTES + kept * storage.token_bytes(hidden_size)
+
+
+def plan_shards(
+    lengths: list[int], kept: list[int], hidden_size: int, storage: Storage, shard_bytes: int
+) -> dict[str, list[int]]:
+    """Cut the rows, longest first, into shards: number -> rows."""
+    counts = zip(lengths, kept, strict=True)
+    row_bytes = [feature_bytes(*row, hidden_size, storage) for row in counts]
+    shard_bytes = max(shard_bytes, sum(row_bytes) // _MAX_SHARDS)
+    cut, size = [[]], 0
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if cut[-1] and size + row_bytes[row] > shard_bytes:
+            cut.append([])
+            size = 0
+        cut[-1].append(row)
+        size += row_bytes[row]
+    return {str(number): rows for number, rows in enumerate(cut)}
+
+
+def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Write one shard and return its manifest entry: file, bytes, sha256."""
+    content = safetensors.torch.save(tensors)
+    write_atomic(directory / name, content)
+    return {
+        "file": name,
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any], name: str = MANIFEST) -> None:
+    """Replace a manifest in one move."""
+    write_atomic(directory / name, json.dumps(manifest).encode())
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read a manifest. Raises CacheError when it is missing or no JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CacheError(
+            f"no feature cache at {path.parent}; build it with: "
+            "accelerate launch data/cache.py RECIPE"
+        ) from None
+    except ValueError as error:
+        raise CacheError(
+            f"{path} is damaged ({error}); delete {path.parent} and run again"
+        ) from error

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from specdraft.data import fingerprint, whole
+from specdraft.data import atomic, fingerprint
 from specdraft.data.chat import Conversation, Reject, split_holdout
 from specdraft.data.examples import MIN_TOKENS, Example, Renderer, admit, check_mask
+from specdraft.data.lock import building_lock
+from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.regenerate import Generate, Rewriter
 from specdraft.data.sources import Source
 from specdraft.recipes.errors import CacheError
@@ -114,9 +116,9 @@ class TokenCache:
 
 def _check_files(directory: Path, files: list[dict[str, Any]]) -> None:
     """Compare the rows on disk with what was written. Raises CacheError that names the file."""
-    verify = sum(file["bytes"] for file in files) <= whole.HASHED_AT_OPEN
+    verify = sum(file["bytes"] for file in files) <= atomic.HASHED_AT_OPEN
     for file in files:
-        if problem := whole.damage(directory, file, verify):
+        if problem := atomic.damage(directory, file, verify):
             raise CacheError(
                 f"{directory / file['file']} {problem}; delete {directory} and run again"
             )
@@ -154,9 +156,7 @@ def build_tokens(
     tokenizer: PreTrainedTokenizerBase,
     generate: Generate | None = None,
     identity: dict | None = None,
-    rank: int = 0,
-    world: int = 1,
-    barrier: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
 ) -> TokenCache:
     """Open the token cache of a recipe, or make it first.
 
@@ -165,10 +165,10 @@ def build_tokens(
     """
     settings = token_settings(recipe, tokenizer, identity)
     directory = Path(recipe.data.cache_dir) / f"tokens-{fingerprint.of_settings(settings)}"
-    missing = not directory.is_dir()
-    barrier()  # nobody builds before everybody has looked
-    if missing:
-        _build(recipe, tokenizer, settings, directory, generate, rank, world, barrier)
+    if ranks.share(not directory.is_dir()):
+        with building_lock(directory, ranks):
+            if ranks.share(not directory.is_dir()):  # another run may have built it meanwhile
+                _build(recipe, tokenizer, settings, directory, generate, ranks)
     return TokenCache.open(directory)
 
 
@@ -178,21 +178,19 @@ def _build(
     settings: dict[str, Any],
     directory: Path,
     generate: Generate | None,
-    rank: int,
-    world: int,
-    barrier: Callable[[], None],
+    ranks: Ranks,
 ) -> None:
     started = time.monotonic()
     partial = directory.with_name(f"{directory.name}.partial")
     rewriter = None
     renderer = Renderer(tokenizer, recipe.data)
     rewrite = recipe.data.answers == "target"
-    corpus = split_holdout(recipe.data)[0] if rank == 0 or rewrite else None
+    corpus = split_holdout(recipe.data)[0] if ranks.is_first or rewrite else None
     if rewrite:
         rewriter = Rewriter(renderer, corpus.conversations, partial)
-        rewriter.run(generate, rank, world)
-        barrier()
-    if rank == 0:
+        rewriter.run(generate, ranks)
+        ranks.wait()
+    if ranks.is_first:
         conversations = corpus.conversations
         examples = rewriter.examples() if rewriter else _rendered(renderer, conversations)
         counts = Counter()
@@ -206,10 +204,10 @@ def _build(
             "settings": settings,
             "stats": _stats(counts, rejects, len(conversations), started),
             "lengths": lengths,
-            "files": [whole.describe(path) for path in sorted(partial.glob("*.arrow"))],
+            "files": [atomic.describe(path) for path in sorted(partial.glob("*.arrow"))],
         }
         _finish(partial, directory, meta, rejects)
-    barrier()
+    ranks.wait()
 
 
 def _rendered(renderer: Renderer, conversations: list[Conversation]) -> Iterable[Example]:
@@ -249,7 +247,7 @@ def _stats(
 
 
 def _finish(partial: Path, directory: Path, meta: dict[str, Any], rejects: list[Reject]) -> None:
-    """Write the books, then rename the folder: from then on it is whole."""
+    """Write the books, then rename the folder: from then on it is atomic."""
     with (partial / "rejects.jsonl").open("w", encoding="utf-8") as file:
         for reject in rejects:
             file.write(json.dumps(dataclasses.asdict(reject), ensure_ascii=False) + "\n")
@@ -257,9 +255,4 @@ def _finish(partial: Path, directory: Path, meta: dict[str, Any], rejects: list[
         json.dump(meta, file)
         file.flush()
         os.fsync(file.fileno())
-    try:
-        partial.rename(directory)
-    except OSError:
-        if not directory.is_dir():
-            raise
-        shutil.rmtree(partial)  # another run was faster; its cache has the same contents
+    partial.rename(directory)

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from specdraft.data import fingerprint
-from specdraft.data.store import shards
-from specdraft.data.store.feature_cache import FeatureCache
-from specdraft.data.store.features import feature_settings
+from specdraft.data.store.feature_cache import FeatureCache, feature_settings
+from specdraft.data.store.storage import MANIFEST
 from specdraft.data.store.tokens import TokenCache, token_settings
 from specdraft.eval.checkup.finding import Finding, failed, judged, passed, skipped
 from specdraft.models.target import Target
@@ -117,7 +116,7 @@ def _check_features(recipe: Recipe, target: Target, caches: Caches, samples: int
     made = caches.tokens.meta["settings"]
     wanted = feature_settings(recipe, caches.tokens, target)
     wanted |= {name: made[name] for name in ("tokenizer", "template")}  # judged before
-    folder = nearest(Path(recipe.data.cache_dir), "features", shards.MANIFEST, wanted)
+    folder = nearest(Path(recipe.data.cache_dir), "features", MANIFEST, wanted)
     if folder is None:
         why = f"no feature cache of this recipe in {recipe.data.cache_dir}"
         return [skipped(line, why) for line in FEATURE_LINES]

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
+from specdraft.data.ranks import Ranks
 from specdraft.data.regenerate import Answer, Ask
 from specdraft.data.server import Server
-from specdraft.data.store.features import Announce, build_features, unannounced
-from specdraft.data.store.online_features import Features, OnlineFeatures
+from specdraft.data.store.feature_cache import Announce, Features, build_features
+from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.eval.drafters.registry import Setup, load_drafters, make_drafter
 from specdraft.eval.drafters.trained import Trained
@@ -66,7 +66,7 @@ class Answers:
 
 
 def build_caches(
-    recipe: Recipe, target: Target, accelerator: Accelerator, announce: Announce = unannounced
+    recipe: Recipe, target: Target, accelerator: Accelerator, announce: Announce | None = None
 ) -> tuple[TokenCache, Features]:
     """Build, or open, a recipe's token and feature caches; every rank writes its own share.
 
@@ -76,26 +76,11 @@ def build_caches(
     tokens = build_token_cache(recipe, target, accelerator)
     if recipe.data.features == "online":
         return tokens, OnlineFeatures(recipe, tokens, target)
-    every = ranks(accelerator)
-    return tokens, build_features(recipe, tokens, target, announce=announce, **every)
+    return tokens, build_features(recipe, tokens, target, Ranks.of(accelerator), announce)
 
 
 def build_token_cache(recipe: Recipe, target: Target, accelerator: Accelerator) -> TokenCache:
     """Build, or open, a recipe's token cache; every rank has the target write its own share."""
     generate = Server if recipe.data.server else Answers
-    return build_tokens(
-        recipe,
-        target.tokenizer,
-        generate(recipe, target),
-        target.identity(),
-        **ranks(accelerator),
-    )
-
-
-def ranks(accelerator: Accelerator) -> dict[str, Any]:
-    """What the data floor needs to know of the processes: rank, world, barrier."""
-    return {
-        "rank": accelerator.process_index,
-        "world": accelerator.num_processes,
-        "barrier": accelerator.wait_for_everyone,
-    }
+    answers, ranks = generate(recipe, target), Ranks.of(accelerator)
+    return build_tokens(recipe, target.tokenizer, answers, target.identity(), ranks)

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
-from specdraft.data.lines import cut_torn_line
+from specdraft.data.atomic import cut_torn_line
 from specdraft.eval.engine.request import Completion, Step
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.outcome import Outcome

@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from specdraft.data.whole import write_whole
+from specdraft.data.atomic import write_atomic
 from specdraft.eval.measure.failure import failure_counts, failure_reasons
 from specdraft.eval.measure.page_plots import (
     Plot,
@@ -51,7 +51,7 @@ def write_page(report: dict, folder: Path) -> Path:
     sections = [_section(runs, report["runs"]) for runs in _settings(report["runs"])]
     across = _batch_curves(report["runs"])
     page = folder / "report.html"
-    write_whole(page, render(report, sections, across).encode())
+    write_atomic(page, render(report, sections, across).encode())
     if importlib.util.find_spec("matplotlib"):
         for plot in (*across, *(plot for section in sections for plot in section["plots"])):
             write_png(plot, folder)

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from specdraft.data.prompts import Prompt
-from specdraft.data.whole import write_whole
+from specdraft.data.atomic import write_atomic
 from specdraft.eval.drafters.registry import featured
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment
@@ -87,4 +87,4 @@ def write_report(report: dict, folder: Path) -> Path:
 def write_json(content: dict, path: Path) -> None:
     """Write figures as JSON, whole or not at all; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, f"{json.dumps(content, indent=1)}\n".encode())
+    write_atomic(path, f"{json.dumps(content, indent=1)}\n".encode())

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections import namedtuple
 from pathlib import Path
 
@@ -16,11 +15,12 @@ import pytest
 import small_tokenizer as st
 import torch
 from test_tokens import chats, recipe, write
+from thread_ranks import on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdraft.data import whole
-from specdraft.data.store import shards
-from specdraft.data.store.features import FeatureCache, build_features
+from specdraft.data import atomic
+from specdraft.data.store import storage
+from specdraft.data.store.feature_cache import FeatureCache, build_features
 from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import build_tokens
 from specdraft.models.target import Target
@@ -166,7 +166,7 @@ def test_a_finished_cache_needs_no_forward(made):
 
 KILLED = """
 import os, signal, sys
-from specdraft.data.store import shards
+from specdraft.data.store import storage
 from test_features import build, make_target
 from specdraft.data.store.tokens import TokenCache
 from specdraft.recipes.load import load_recipe
@@ -193,7 +193,7 @@ def test_after_kill_9_nothing_half_written_is_taken_for_whole(made, tmp_path):
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     (directory,) = Path(settings.data.cache_dir).glob("features-*")
-    named = json.loads((directory / shards.MANIFEST).read_text())["shards"]
+    named = json.loads((directory / storage.MANIFEST).read_text())["shards"]
     assert 0 < len(named) < len(list(directory.iterdir()))
     elsewhere = recipe(tmp_path, settings.data.sources[0], cache_dir=str(tmp_path / "2"))
     assert same(build(made), build((elsewhere, *made[1:])))
@@ -202,7 +202,7 @@ def test_after_kill_9_nothing_half_written_is_taken_for_whole(made, tmp_path):
 def test_a_shard_that_the_manifest_does_not_name_does_not_exist(made):
     cache = build(made)
     good = {n: cache[n]["features"] for n in range(len(cache))}
-    path = cache.directory / shards.MANIFEST
+    path = cache.directory / storage.MANIFEST
     manifest = json.loads(path.read_text())
     entry = manifest["shards"].pop("1")
     manifest["complete"] = False
@@ -245,7 +245,7 @@ def test_another_target_is_another_cache_and_a_mix_up_names_both(made, tmp_path)
     settings, tokens, _ = made
     first, other = build(made), build((settings, tokens, make_target(seed=1)))
     assert first.directory != other.directory
-    shutil.copy(other.directory / shards.MANIFEST, first.directory / shards.MANIFEST)
+    shutil.copy(other.directory / storage.MANIFEST, first.directory / storage.MANIFEST)
     both = f"random-1 .*{other.manifest['target']['weights'][:12]}.*"
     both += first.manifest["target"]["weights"][:12]
     with pytest.raises(CacheError, match=both):
@@ -273,13 +273,13 @@ def test_a_disk_that_fills_up_stops_with_the_shortfall_and_what_is_written_stays
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        patch.setattr(whole.shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 40))
+        patch.setattr(atomic.shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 40))
         with pytest.raises(CacheError, match=r"out of disk: .* needs .* MiB .* stays valid: make"):
             build(made)
     (directory,) = Path(settings.data.cache_dir).glob("features-*")
-    named = json.loads((directory / shards.MANIFEST).read_text())["shards"].values()
+    named = json.loads((directory / storage.MANIFEST).read_text())["shards"].values()
     assert named
-    assert not any(whole.damage(directory, entry, checksum=True) for entry in named)
+    assert not any(atomic.damage(directory, entry, checksum=True) for entry in named)
     assert not list(directory.glob(".*.partial"))
     assert len(build(made)) == len(tokens)
 
@@ -290,16 +290,16 @@ def test_the_shortfall_is_stated(tmp_path, monkeypatch):
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(os, "fsync", full)
-    monkeypatch.setattr(whole.shutil, "disk_usage", lambda path: usage(9, 9, 1 << 20))
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage(9, 9, 1 << 20))
     with pytest.raises(CacheError, match=r"needs 3\.0 MiB and 1\.0 MiB are free, 2\.0 MiB short"):
-        whole.write_whole(tmp_path / "file", b"x" * (3 << 20))
+        atomic.write_atomic(tmp_path / "file", b"x" * (3 << 20))
     assert not list(tmp_path.iterdir())
 
 
 def test_the_size_is_known_before(made):
     cache = build(made)
     count = sum(cache.lengths)
-    estimate = shards.feature_bytes(count, count, HIDDEN, Storage("float32"))
+    estimate = storage.feature_bytes(count, count, HIDDEN, Storage("float32"))
     size = sum(entry["bytes"] for entry in cache.manifest["shards"].values())
     assert estimate <= size <= estimate + 1024 * len(cache.manifest["shards"])
 
@@ -312,23 +312,12 @@ def test_rows_longer_than_the_context_are_refused(made):
 
 def test_ranks_write_disjoint_shards_of_one_cache(made, tmp_path):
     settings, tokens, target = made
-    meet, caches = threading.Barrier(2, timeout=30), [None, None]
     targets = [Breaking(target, -1), Breaking(target, -1)]
-
-    def work(rank: int) -> None:
-        caches[rank] = build(
-            (settings, tokens, targets[rank]), rank=rank, world=2, barrier=meet.wait
-        )
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    caches = on_ranks(2, lambda r: build((settings, tokens, targets[r.rank]), ranks=r))
     assert min(t.forwards for t in targets) > 0
     elsewhere = recipe(tmp_path, settings.data.sources[0], cache_dir=str(tmp_path / "2"))
     alone = build((elsewhere, tokens, target))
     assert same(caches[0], alone)
     assert same(caches[1], alone)
-    assert [p.name for p in alone.directory.glob("manifest*")] == [shards.MANIFEST]
-    assert [p.name for p in caches[0].directory.glob("manifest*")] == [shards.MANIFEST]
+    assert [p.name for p in alone.directory.glob("manifest*")] == [storage.MANIFEST]
+    assert [p.name for p in caches[0].directory.glob("manifest*")] == [storage.MANIFEST]

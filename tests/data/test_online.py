@@ -12,17 +12,17 @@ from test_features import make_target
 from test_loop import assert_close, log_lines, make_recipe
 from test_tokens import chats, write
 
-from specdraft.data.store.features import build_features, sample_scales
-from specdraft.data.store.online_features import OnlineFeatures
+from specdraft.data.store.feature_cache import build_features
+from specdraft.data.store.features import OnlineFeatures, sample_scales
 from specdraft.data.store.tokens import build_tokens
 from specdraft.eval.generation.answers import build_caches
 from specdraft.models.student import make_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import load_recipe
+from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.batches import Loader, SamplingPlan
 from specdraft.train.fit.loop import fit
-from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.heads import medusa_heads, sar_head
 from specdraft.train.objectives.distillation import Distillation
 from specdraft.train.objectives.text import collate_text

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import small_tokenizer as st
 from test_tokens import chats, recipe, write
+from thread_ranks import on_ranks
 
 from specdraft.data.regenerate import Answer, Ask
 from specdraft.data.store.tokens import TokenCache, build_tokens
@@ -134,19 +135,8 @@ def test_a_run_that_was_cut_off_goes_on_without_asking_again(tmp_path):
 
 
 def test_ranks_share_the_answers(tmp_path):
-    import threading
-
-    settings, meet = rewriting(tmp_path), threading.Barrier(2, timeout=30)
-    parrots, caches = [Parrot(st.small_tokenizer()) for _ in range(2)], [None, None]
-
-    def work(rank: int) -> None:
-        caches[rank] = build(settings, parrots[rank], rank=rank, world=2, barrier=meet.wait)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    settings, parrots = rewriting(tmp_path), [Parrot(st.small_tokenizer()) for _ in range(2)]
+    caches = on_ranks(2, lambda r: build(settings, parrots[r.rank], ranks=r))
     assert [parrot.levels for parrot in parrots] == [[2, 2], [2, 2]]
     alone = build(rewriting(tmp_path, cache_dir=str(tmp_path / "2")), Parrot(st.small_tokenizer()))
     assert contents(caches[0]) == contents(caches[1]) == contents(alone)

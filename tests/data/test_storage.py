@@ -1,7 +1,6 @@
 """Features in fewer bytes and of fewer tokens: what is lost is bounded, measured, and said."""
 
 import json
-import threading
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from test_features import HIDDEN, Breaking, cut, flip, make_target, same
 from test_loop import ToyRows, train
 from test_medusa import make_recipe, random_heads
 from test_tokens import chats, recipe, write
+from thread_ranks import on_ranks
 
-from specdraft.data.store import shards
-from specdraft.data.store.feature_cache import FeatureCache
-from specdraft.data.store.features import build_features, feature_settings
+from specdraft.data.store import storage
+from specdraft.data.store.feature_cache import FeatureCache, build_features, feature_settings
 from specdraft.data.store.storage import LARGEST, TYPES, Storage, decode
 from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.eval.checkup.caches import check_rows
@@ -257,7 +256,7 @@ def test_sizes_are_known_before_the_first_forward(make, dtype, context):
     real = sum(entry["bytes"] for entry in entries)
     assert len(entries) > 1
     assert size < real < size + 512 * len(entries)  # the headers
-    plan = shards.feature_bytes(count, sum(cache.kept), HIDDEN, cache.storage)
+    plan = storage.feature_bytes(count, sum(cache.kept), HIDDEN, cache.storage)
     assert plan == size
 
 
@@ -288,16 +287,8 @@ def test_a_build_that_was_cut_off_equals_one_in_one_piece_and_one_of_two_ranks(m
     resumed = build((settings, tokens, target), announce=lambda *what: told.append(what))
     assert 0 < told[0][0] < sum(tokens.lengths)
 
-    meet, caches, made = threading.Barrier(2, timeout=30), [None, None], make("ranks", **options)
-
-    def work(rank: int) -> None:
-        caches[rank] = build(made, rank=rank, world=2, barrier=meet.wait)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    made = make("ranks", **options)
+    caches = on_ranks(2, lambda ranks: build(made, ranks=ranks))
     for other in (resumed, *caches):
         assert same(other, alone)
         for key in ("quantisation", "feature_scale", "embed_scale", "kept", "lengths"):
@@ -319,7 +310,7 @@ def rewrite(cache: FeatureCache, **changes) -> None:
     del manifest["kept"]
     for entry in manifest["shards"].values():
         del entry["error_moments"]
-    shards.write_manifest(cache.directory, manifest)
+    storage.write_manifest(cache.directory, manifest)
 
 
 def test_a_cache_of_before_opens_and_one_that_was_not_finished_goes_on(make):

@@ -14,7 +14,7 @@ import torch
 from commands import ROOT, run_here
 from transformers import AutoTokenizer
 
-from specdraft.data.store import shards
+from specdraft.data.store import storage
 from specdraft.eval.checkup import drafters as drafter_checkup
 from specdraft.models.target_files import bundled_target_dir
 
@@ -87,13 +87,13 @@ def flip_a_byte(folder: Path) -> None:
 
 
 def cut_the_manifest(folder: Path) -> None:
-    (path,) = folder.glob(f"cache/features-*/{shards.MANIFEST}")
+    (path,) = folder.glob(f"cache/features-*/{storage.MANIFEST}")
     path.write_bytes(path.read_bytes()[:50])
 
 
 def rewrite_features(folder: Path, change) -> None:
     """Change every row's features, and state the new checksum as if they had been made so."""
-    (path,) = folder.glob(f"cache/features-*/{shards.MANIFEST}")
+    (path,) = folder.glob(f"cache/features-*/{storage.MANIFEST}")
     manifest = json.loads(path.read_text())
     (entry,) = manifest["shards"].values()
     tensors = safetensors.torch.load((path.parent / entry["file"]).read_bytes())
@@ -102,8 +102,8 @@ def rewrite_features(folder: Path, change) -> None:
         end = start + manifest["lengths"][row]
         tensors["features"][start:end] = change(tensors["features"][start:end].clone())
         start = end
-    entry |= shards.write_shard(path.parent, entry["file"], tensors)
-    shards.write_manifest(path.parent, manifest)
+    entry |= storage.write_shard(path.parent, entry["file"], tensors)
+    storage.write_manifest(path.parent, manifest)
 
 
 def lose_digits(folder: Path) -> None:

@@ -18,8 +18,8 @@ from specdraft.models.shapes import TargetShape, head_config
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.train.eagle import check
+from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
-from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.heads import sar_head
 from specdraft.train.objectives.csgd import CoupledGlancing
 

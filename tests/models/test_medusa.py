@@ -26,8 +26,8 @@ from specdraft.eval.measure.methods import make_method
 from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
+from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
-from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.medusa import check, medusa_heads
 from specdraft.train.objectives.ahead import TokensAhead
 from specdraft.train.plan import make_plan, plan_lines

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_drafted_answers import head_of
 
-from specdraft.data.whole import damage, describe
+from specdraft.data.atomic import damage, describe
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import load_head
 from specdraft.models.maxgram import load_table

@@ -13,7 +13,7 @@ from random_models import random_head
 from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdraft.data.store.online_features import OnlineFeatures
+from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.tokens import build_tokens
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lookup import PromptLookup
@@ -29,7 +29,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.recipes.schema import TargetSection
-from specdraft.train.fit.ranks import check_launch, load_target
+from specdraft.train.fit.accelerator import check_launch, load_target
 from specdraft.train.plan import make_plan, plan_lines
 
 LAYERS = {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(4)}

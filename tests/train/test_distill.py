@@ -21,9 +21,9 @@ from specdraft.eval.drafters.registry import problems
 from specdraft.models.student import make_student
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict, load_recipe
+from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.batches import Loader, SamplingPlan
 from specdraft.train.fit.loop import fit
-from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.objectives.distillation import Distillation
 from specdraft.train.objectives.on_policy import OnPolicy, answer_starts, check_prompts
 

@@ -22,9 +22,9 @@ from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict
+from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.batches import Loader, SamplingPlan, collate
 from specdraft.train.fit.loop import fit
-from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.fit.schedules import learning_rate, total_steps
 from specdraft.train.objectives.csgd import CoupledGlancing
 

@@ -17,8 +17,8 @@ from specdraft.models.student import make_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import load_recipe
+from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
-from specdraft.train.fit.ranks import make_accelerator
 from specdraft.train.heads import sar_head
 from specdraft.train.objectives.csgd import CoupledGlancing
 from specdraft.train.plan import format_bytes, format_seconds, make_plan, measured_flops, plan_lines

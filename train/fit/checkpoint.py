@@ -8,15 +8,17 @@ of plain processes are whole and serve any number of them; an engine's serve its
 """
 
 import json
-import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 
+from specdraft.data import atomic
+from specdraft.data.ranks import Ranks
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import CacheError, RecipeError
 
@@ -79,35 +81,58 @@ class Checkpoints:
     def __init__(self, out: Path, recipe: dict, rows: int, accelerator: Accelerator, keep: int):
         self.folder = out / "checkpoints"
         self.recipe, self.rows, self.accelerator, self.keep = recipe, rows, accelerator, keep
-        self.launch = Launch.of(accelerator)
+        self.launch, self.ranks = Launch.of(accelerator), Ranks.of(accelerator)
         if self.launch.engine is None:
             accelerator.register_save_state_pre_hook(self._give_whole_weights)
             accelerator.register_load_state_pre_hook(self._take_whole_weights)
 
     def save(self, state: TrainState) -> None:
-        """Write a checkpoint of the prepared model and optimiser; called by every rank."""
+        """Write a checkpoint of the prepared model and optimiser; called by every rank.
+
+        Raises: CacheError, on every rank, when the disk is full; older checkpoints stay.
+        """
         final = self.folder / f"step-{state.step}"
         writing = self.folder / f".writing-{state.step}"
-        if self.accelerator.is_main_process:
+        if self.ranks.is_first:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
-        self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(writing))
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            content = {
-                "state": asdict(state),
-                "recipe": self.recipe,
-                "rows": self.rows,
-                **asdict(self.launch),
-            }
-            (writing / STATE).write_text(json.dumps(content, indent=1))
-            sync_tree(writing)
+        self.ranks.wait()
+        self._write(writing, final, lambda: self.accelerator.save_state(str(writing)))
+        self._write(writing, final, lambda: self._complete(writing, state))
+        if self.ranks.is_first:
             shutil.rmtree(final, ignore_errors=True)
             writing.rename(final)
-            sync_path(self.folder)
+            atomic.sync(self.folder)
             self._prune()
-        self.accelerator.wait_for_everyone()
+        self.ranks.wait()
+
+    def _write(self, writing: Path, final: Path, write: Callable[[], object]) -> None:
+        """Have every rank write its part, and all give up where one of them finds no room."""
+        full = False
+        try:
+            write()
+        except Exception as error:
+            full = atomic.is_full_disk(error)
+            if not full:
+                raise
+        if any(gather_object([full])):
+            if self.ranks.is_first:
+                shutil.rmtree(writing, ignore_errors=True)
+            raise CacheError(self._shortfall(final))
+
+    def _complete(self, writing: Path, state: TrainState) -> None:
+        """Add to the files of all ranks what makes them a checkpoint."""
+        if self.ranks.is_first:
+            content = {"state": asdict(state), "recipe": self.recipe, "rows": self.rows}
+            (writing / STATE).write_text(json.dumps(content | asdict(self.launch), indent=1))
+            atomic.sync_tree(writing)
+
+    def _shortfall(self, final: Path) -> str:
+        newest = self.newest()
+        if newest is None:
+            return f"{atomic.shortfall(final, None)} from the start"
+        needed = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
+        return f"{atomic.shortfall(final, needed)} from {newest.name}"
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""
@@ -178,31 +203,18 @@ def save_drafter(drafter, folder: Path) -> None:
 
     A drafter's config never changes within a run, so replacing its files one by one, the weights
     last, is as good as replacing the folder, which no file system does in one step.
+    Raises: CacheError when the disk is full.
     """
     writing = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(writing, ignore_errors=True)
-    drafter.save_pretrained(writing)
-    sync_tree(writing)
+    with atomic.cleaned_up(writing, folder):
+        drafter.save_pretrained(writing)
+        atomic.sync_tree(writing)
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(writing.iterdir(), key=lambda p: p.suffix == ".safetensors"):
         file.replace(folder / file.name)
-    sync_path(folder)
+    atomic.sync(folder)
     writing.rmdir()
-
-
-def sync_tree(folder: Path) -> None:
-    """Flush every file and folder below `folder` to disk."""
-    for path in [*folder.rglob("*"), folder]:
-        sync_path(path)
-
-
-def sync_path(path: Path) -> None:
-    """Flush one file or folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -17,18 +17,18 @@ LOG = "log.jsonl"
 class Journal:
     """Rank 0 writes and shows; on other ranks every method does nothing."""
 
-    def __init__(self, out: Path, steps: int, start: int, speaks: bool):
-        self.speaks, self.start, self.best = speaks, start, ""
+    def __init__(self, out: Path, steps: int, start: int, is_main: bool):
+        self.is_main, self.start, self.best = is_main, start, ""
         self.bar = tqdm(
             total=steps,
             initial=start,
-            disable=not speaks,
+            disable=not is_main,
             unit="step",
             desc="train",
             # A file or a pipe keeps every redrawing of the bar: seldom is enough there.
             mininterval=0.2 if sys.stderr.isatty() else 10.0,
         )
-        if not speaks:
+        if not is_main:
             return
         out.mkdir(parents=True, exist_ok=True)
         forget_after(out / LOG, start)
@@ -40,7 +40,7 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
-        if self.speaks:
+        if self.is_main:
             self.file.close()
             self.board.close()
 
@@ -50,7 +50,7 @@ class Journal:
 
     def log(self, kind: str, step: int, values: dict) -> None:
         """Write one record: a line of log.jsonl and a scalar per number, lists by their index."""
-        if not self.speaks:
+        if not self.is_main:
             return
         self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         for name, value in values.items():
@@ -77,7 +77,7 @@ class Journal:
 
     def say(self, text: str) -> None:
         """Show a line above the bar."""
-        if self.speaks:
+        if self.is_main:
             self.bar.write(text)
 
 

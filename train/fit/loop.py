@@ -10,11 +10,11 @@ import time
 from accelerate import Accelerator
 from torch import nn
 
+from specdraft.recipes.interrupt import StopRequest
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.batches import Rows
 from specdraft.train.fit.checkpoint import TrainState
-from specdraft.train.fit.interrupt import StopRequest, resume_command
-from specdraft.train.fit.journal import Journal, StepTimer
+from specdraft.train.fit.journal import StepTimer
 from specdraft.train.fit.run import STOP_ASKED, STOP_TIME, Evaluate, Objective, Run
 
 
@@ -36,7 +36,7 @@ def fit(
     """
     run = Run.prepare(drafter, data, objective, recipe, accelerator, evaluate)
     train, state = recipe.train, run.state
-    with StopRequest() as stop, Journal(run.out, run.steps, state.step, run.speaks) as journal:
+    with StopRequest(deferred=True) as stop, run.journal() as journal:
         if state.step:
             journal.say(f"resumed at step {state.step} of {run.steps}")
             run.evaluate_if(_due(train.eval_every, state.step), journal)
@@ -52,9 +52,7 @@ def fit(
                 sums = {}
             if stopping == STOP_ASKED:
                 run.checkpoints.save(state)
-                raise KeyboardInterrupt(
-                    f"stopped at step {state.step}; resume with: {resume_command()}"
-                )
+                raise KeyboardInterrupt(f"stopped at step {state.step}")
             with timer.pause():  # neither is training
                 run.evaluate_if(_due(train.eval_every, state.step), journal)
                 if _due(train.save_every, state.step):

@@ -119,8 +119,13 @@ class Run:
         )
 
     @property
-    def speaks(self) -> bool:
+    def is_main(self) -> bool:
+        """Whether this is the process that evaluates, writes and speaks for all."""
         return self.accelerator.is_main_process
+
+    def journal(self) -> Journal:
+        """Open the journal where this run stands."""
+        return Journal(self.out, self.steps, self.state.step, self.is_main)
 
     def timed_steps(self, start: int, stop: int, timer: StepTimer) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step, timing the wait for them."""
@@ -148,7 +153,7 @@ class Run:
             sum(counted.sum() for _, counted in plans),
             sum(sum(batch.lengths) for batch in batches),
             asked,
-            self.speaks and self.out_of_time(),
+            self.is_main and self.out_of_time(),
         )
         timer.tokens += tokens
         # DDP averages over ranks and accelerate over micro-batches; the loss wants neither.
@@ -201,14 +206,14 @@ class Run:
         if not due or self.evaluate is None or state.evaluated == state.step:
             return
         drafter, outcome = self.whole_drafter(), [None]
-        if self.speaks:
+        if self.is_main:
             outcome = [self.evaluate(drafter.eval(), state.step)]
             drafter.train()
         (metrics,) = broadcast_object_list(outcome)
         state.evaluated = state.step
         if metrics["tokens_per_step"] > state.best.get("tokens_per_step", 0.0):
             state.best, state.best_step = metrics, state.step
-            if self.speaks:
+            if self.is_main:
                 save_drafter(drafter, self.out / self.objective.folder)
         journal.log("eval", state.step, metrics)
         journal.evaluated(metrics, state.best)
@@ -228,7 +233,7 @@ class Run:
         """Evaluate the last drafter, and leave a checkpoint and the drafter's folder behind."""
         self.evaluate_if(True, journal)
         drafter = self.whole_drafter()
-        if self.evaluate is None and self.speaks:
+        if self.evaluate is None and self.is_main:
             save_drafter(drafter, self.out / self.objective.folder)
         newest = self.checkpoints.newest()
         if newest is None or newest.name != f"step-{self.state.step}":
