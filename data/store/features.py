@@ -66,12 +66,11 @@ class OnlineFeatures:
 
 def check_context(tokens: TokenCache, target: Target) -> None:
     """Raise DataError when a row is longer than what the target was made for."""
-    context = getattr(target.config, "max_position_embeddings", None)
     longest = max(tokens.lengths)
-    if context is not None and longest > context:
+    if target.context is not None and longest > target.context:
         raise DataError(
-            f"a row has {longest} tokens and {target.name} has a context of {context}; "
-            f"set data.max_length={context}"
+            f"a row has {longest} tokens and {target.name} has a context of {target.context}; "
+            f"set data.max_length={target.context}"
         )
 
 
