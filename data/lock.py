@@ -70,7 +70,7 @@ def _acquire(held: ExitStack, path: Path, folder: Path, timeout: float = 0) -> s
         "command": shlex.join(sys.argv),
     }
     path.write_text(json.dumps(owner))
-    held.callback(path.write_text, "")  # before the lock is let go
+    held.callback(path.unlink, missing_ok=True)  # before the lock is let go
     return None
 
 

@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 
 from specdraft.data.fingerprint import of_settings
+from specdraft.data.lock import output_lock
 from specdraft.data.prompts import Prompt, load_prompts
 from specdraft.eval.drafters.registry import describe, load_trained, problems
 from specdraft.eval.drafters.trained import Trained
@@ -30,6 +31,7 @@ from specdraft.eval.measure.table import print_curves, print_report
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import comma_separated, recipe_parser
 from specdraft.recipes.errors import entry
+from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 
@@ -49,12 +51,8 @@ def main() -> None:
         for overrides in variants(options)
     ]
     out = options.out or Path(recipes[0].output.dir)
-    try:
+    with output_lock(out), keeping(lambda: f"{out / NAME} has what was measured"):
         report = measure(recipes, out)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"interrupted; {out / NAME} has what was measured: the same command goes on from there"
-        ) from None
     if any(run["failures"] for run in report["runs"]):
         sys.exit("not all methods decoded all prompts: see the tables, or failures in report.json")
 

@@ -22,6 +22,7 @@ from specdraft.eval.measure.environment import cpu_threads
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import UserError, entry
+from specdraft.recipes.interrupt import Terminated
 from specdraft.recipes.load import load_recipe
 
 COMMANDS = "/new, /method NAME, /quit"
@@ -82,6 +83,8 @@ def questions(console: Console) -> Iterator[str]:
         except EOFError:
             console.print()
             return
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             notice(console, "\nCtrl-D or /quit ends the chat", "dim")
             continue
@@ -99,8 +102,8 @@ def answer(talk: Chat, question: str, console: Console) -> None:
     growing = Answer(talk.target.tokenizer)
     try:
         show(growing, steps, console)
-    except KeyboardInterrupt:
-        if not sys.stdin.isatty():
+    except KeyboardInterrupt as interrupt:
+        if isinstance(interrupt, Terminated) or not sys.stdin.isatty():
             raise
         notice(console, "(stopped)", "dim")
     finally:

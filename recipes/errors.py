@@ -74,7 +74,8 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
                 _fail(error)
             except KeyboardInterrupt as interrupt:
                 if is_first_process():
-                    say(f"\n{str(interrupt) or 'interrupted'}; resume with: {resume}")
+                    kept = f"{interrupt}; resume" if str(interrupt) else "interrupted; start again"
+                    say(f"\n{kept} with: {resume}")
                 sys.exit(130)
 
     return guarded

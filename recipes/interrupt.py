@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal to get when the parent dies
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP: unlike Ctrl-C, always meant for the whole command."""
+    """SIGTERM or SIGHUP, which end a chat where Ctrl-C only ends an answer."""
 
 
 class StopRequest:
@@ -52,18 +52,16 @@ class StopRequest:
         if again and parent != self._parent:  # its launcher, ended by the same Ctrl-C
             return
         if again or not self.deferred:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt("interrupted")
-            raise Terminated(f"stopped by {signal.Signals(number).name}")
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 @contextmanager
 def keeping(kept: Callable[[], str]) -> Iterator[None]:
-    """Have an interruption say what it leaves of the work inside."""
+    """Have an interruption say what is kept of the work inside: there is a point in going on."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        raise type(interrupt)(f"{str(interrupt) or 'interrupted'}; {kept()}") from None
+        raise type(interrupt)(f"interrupted; {kept()}") from None
 
 
 def is_first_process() -> bool:
@@ -74,8 +72,9 @@ def is_first_process() -> bool:
 def resume_command() -> str:
     """Return the command line that continues this process: its launcher's, where it has one."""
     command = _launcher() or ["python", *sys.argv]
-    if len(command) > 1 and Path(command[0]).parent == Path(command[1]).parent:
-        command = [Path(command[1]).name, *command[2:]]  # a script that came with its interpreter
+    script = Path(command[1])
+    if script.is_absolute() and script.parent == Path(command[0]).parent:
+        command = [script.name, *command[2:]]  # installed beside its interpreter: on the PATH
     return shlex.join(command)
 
 

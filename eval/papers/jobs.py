@@ -4,16 +4,19 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
 from specdraft.eval.drafters.registry import problems
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.load import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -98,16 +101,46 @@ def run_all(jobs: Sequence[Job], at_once: int, label: str) -> None:
     """
     missing = [job for job in jobs if not job.done]
     done = len(jobs) - len(missing)
-    with tqdm(total=len(jobs), initial=done, desc=label, unit="run") as bar:
-        for some, workers in ((missing[:1], 1), (missing[1:], at_once)):
-            with ThreadPoolExecutor(workers) as pool:
-                for _ in pool.map(_run, some):
+    with (
+        tqdm(total=len(jobs), initial=done, desc=label, unit="run") as bar,
+        keeping(lambda: f"{bar.n} of {len(jobs)} runs are done, and each goes on where it was"),
+    ):
+        _run(missing[:1], 1, bar)
+        _run(missing[1:], at_once, bar)
+
+
+def _run(jobs: Sequence[Job], at_once: int, bar: tqdm) -> None:
+    """Run jobs, so many at a time. None outlives this one: it is asked to stop, and saves."""
+    waiting, running = deque(enumerate(jobs)), {}  # process -> its job, and what it says
+    with TemporaryDirectory() as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    number, job = waiting.popleft()
+                    log = Path(folder) / str(number)
+                    running[_start(job, log)] = job, log
+                for process in [one for one in running if one.poll() is not None]:
+                    _check(process.returncode, *running.pop(process))
                     bar.update()
+                time.sleep(0.1)
+        finally:
+            for process in running:
+                process.terminate()
+            for process in running:
+                process.wait()
 
 
-def _run(job: Job) -> None:
+def _start(job: Job, log: Path) -> subprocess.Popen:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(job.command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    with log.open("w") as errors:
+        # In a session of its own: Ctrl-C would reach it beside our SIGTERM, and twice is "at once".
+        return subprocess.Popen(
+            job.command, env=environment, stderr=errors, start_new_session=True, **quiet
+        )
+
+
+def _check(code: int, job: Job, log: Path) -> None:
+    if code:
+        reason = (log.read_text().strip().splitlines() or ["no reason given"])[-1]
         raise RecipeError(f"{' '.join(job.command)} failed: {reason}")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import signal
 import subprocess
 import time
@@ -18,6 +19,7 @@ from test_loop import ToyRows, assert_close, command, end, log_lines, train, two
 from specdraft.models.falcon import FalconHead
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import CacheError, RecipeError
+from specdraft.recipes.interrupt import StopRequest
 from specdraft.train.fit.checkpoint import (
     FREE,
     Checkpoints,
@@ -26,7 +28,6 @@ from specdraft.train.fit.checkpoint import (
     read_state,
     save_drafter,
 )
-from specdraft.train.fit.interrupt import StopRequest
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +117,9 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_resume(tmp_path):
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     step = read_state(checkpoint)["state"]["step"]
     assert 1 < step < 1000
-    assert f"stopped at step {step}; resume with: accelerate launch" in errors
+    assert process.returncode == 130
+    assert errors.splitlines()[-1].startswith(f"stopped at step {step}; resume with: python ")
+    assert str(tmp_path) in errors.splitlines()[-1]
 
 
 def test_a_finished_run_is_left_alone(tmp_path):
@@ -277,6 +280,42 @@ def test_an_unreadable_state_is_named(tmp_path):
         checkpoints.resume()
 
 
+@pytest.mark.parametrize(
+    ("share", "what", "save_every"),
+    [(1.5, "step-12", 3), (0.5, "step-12", 3), (0.5, "head", 100)],
+    ids=["optimiser", "weights", "head"],
+)
+def test_a_full_disk_leaves_the_last_whole_checkpoint_and_says_how_to_go_on(
+    tmp_path, share, what, save_every
+):
+    """A limit on the size of files stands for the disk: the system's answer is of the same kind."""
+    changes = {"train.steps": 12, "train.save_every": 3, "train.eval_every": 3}
+    _, whole = train(tmp_path / "whole", **changes)
+    with pytest.raises(CrashError):
+        train(tmp_path / "cut", evaluate=crash_at(12), **changes)
+    weights = (tmp_path / "cut" / "head" / "model.safetensors").stat().st_size
+    changes["train.save_every"] = save_every
+    limit = int(share * weights)
+    full = subprocess.run(
+        command(tmp_path / "cut", *(f"{key}={value}" for key, value in changes.items())),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        capture_output=True,
+        text=True,
+    )
+    assert full.returncode == 2, full.stderr
+    last = full.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: out of disk: ")
+    assert f"{what} " in last
+    assert last.endswith(
+        "make room, and the same command goes on" + " from step-9" * (what != "head")
+    )
+    assert "step-9" in {path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()}
+    assert not list((tmp_path / "cut").rglob(".writing-*"))
+    state, cut = train(tmp_path / "cut", **changes)
+    assert state.step == 12
+    assert_equal(whole, cut)
+
+
 def test_saving_a_head_never_leaves_a_mixture(tmp_path, monkeypatch):
     from test_loop import make_head
 
@@ -290,7 +329,7 @@ def test_saving_a_head_never_leaves_a_mixture(tmp_path, monkeypatch):
 
 
 def test_the_first_signal_asks_and_the_second_acts():
-    with StopRequest() as stop:
+    with StopRequest(deferred=True) as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):

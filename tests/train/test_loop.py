@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconConfig, FalconHead
-from specdraft.recipes.errors import DataError, RecipeError
+from specdraft.recipes.errors import DataError, RecipeError, entry
 from specdraft.recipes.load import from_dict
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.batches import Loader, SamplingPlan, collate
@@ -361,6 +361,7 @@ def test_epochs_become_steps(tmp_path):
     assert total_steps(recipe, 25) == 8
 
 
+@entry
 def main():
     out, *arguments = sys.argv[1:]
     changes = {key: json.loads(value) for key, value in (a.split("=") for a in arguments)}

@@ -1,0 +1,98 @@
+"""Two runs at once: one in an output folder, and each cache built by one while the other waits."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import run
+from test_features import SMALL, make_target
+from test_tokens import chats, recipe, write
+
+from specdraft.data.lock import output_lock
+from specdraft.data.store.feature_cache import FeatureCache, build_features
+from specdraft.data.store.tokens import build_tokens
+from specdraft.recipes.errors import RecipeError
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["train/falcon.py", "recipes/tiny.yaml"], ["eval/bench.py", "recipes/tiny.yaml"]],
+    ids=lambda command: command[0],
+)
+def test_a_second_run_in_an_output_folder_is_refused_and_told_who_is_there(tmp_path, command):
+    with output_lock(tmp_path):
+        there = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        done = run(*command, f"output.dir={tmp_path}")
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert line.startswith(f"error: output.dir = {tmp_path}: in use by process {os.getpid()} on ")
+    assert "give another output.dir" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_is_free_again_when_its_holder_is_done_or_has_failed(tmp_path):
+    for _ in range(2):
+        with pytest.raises(KeyError), output_lock(tmp_path):
+            raise KeyError
+        assert not list(tmp_path.iterdir())
+
+
+HOLDING = """
+import pathlib, sys, time
+from specdraft.data.lock import output_lock
+with output_lock(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_lock_of_a_killed_run_is_taken_over_with_a_line(tmp_path, capsys):
+    holding = subprocess.Popen(
+        [sys.executable, "-c", HOLDING, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holding.stdout.readline() == "held\n"
+    there = f"in use by process {holding.pid} on "
+    with pytest.raises(RecipeError, match=there), output_lock(tmp_path):
+        pass
+    holding.send_signal(signal.SIGKILL)
+    holding.communicate()
+    with output_lock(tmp_path):
+        assert f"left behind by process {holding.pid} on " in capsys.readouterr().err
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_nobody_may_write_needs_no_lock(tmp_path):
+    tmp_path.chmod(0o500)
+    with output_lock(tmp_path):
+        pass
+
+
+def build(settings, meet, place: str) -> None:
+    """Build both caches as soon as everybody is there, and say where they are."""
+    target = make_target()
+    meet.wait()
+    tokens = build_tokens(settings, target.tokenizer)
+    cache = build_features(settings, tokens, target, shard_bytes=SMALL)
+    Path(place).write_text(str(cache.directory))
+
+
+def test_builders_of_the_same_caches_at_once_all_end_with_them(tmp_path):
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(40)))
+    context, places = multiprocessing.get_context("fork"), [str(tmp_path / n) for n in "012"]
+    meet = context.Barrier(len(places), timeout=60)
+    running = [context.Process(target=build, args=(settings, meet, place)) for place in places]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(60)
+    assert [process.exitcode for process in running] == [0, 0, 0]
+    (folder,) = {Path(place).read_text() for place in places}
+    assert len(FeatureCache.open(folder, verify=True)) == 40
+    assert not list((tmp_path / "cache").glob(".*"))

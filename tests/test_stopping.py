@@ -1,0 +1,184 @@
+"""A command that is told to stop keeps what is whole, says how to go on, and leaves nobody behind.
+
+Each is started as a user starts it, sent SIGTERM in the middle of its work, and started again.
+"""
+
+import json
+import os
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import ROOT, SURROUNDINGS, run
+from rich.console import Console
+from small_tokenizer import small_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdraft.recipes.interrupt import Terminated
+
+BENCH = ["eval/bench.py", "recipes/tiny.yaml", "--methods", "plain,generate,prompt_lookup"]
+BENCH += ["eval.limit=6", "eval.max_new_tokens=8", "eval.repeats=2"]
+
+
+def start(command: list[str]) -> subprocess.Popen:
+    """Start `python *command` in a session of its own, whose processes are all that it leaves."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | SURROUNDINGS,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def stopped_when(condition: Callable[[], bool], process: subprocess.Popen) -> str:
+    """Send SIGTERM once a condition holds; return what the process said, and what is left of it
+    must end by itself."""
+    wait_until(lambda: condition() or process.poll() is not None)
+    assert process.poll() is None, process.stderr.read()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)  # whoever is left keeps the pipe open
+    assert not in_session(process.pid)
+    return errors
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_session(session: int) -> list[int]:
+    """The processes of a session, as /proc has them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # gone meanwhile
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def check_line(errors: str, kept: str, command: list[str]) -> None:
+    """One line says what is kept, and with what command it goes on."""
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith("interrupted; "), errors
+    assert kept in last
+    assert last.endswith(f"; resume with: {shlex.join(command)}")
+    assert "Traceback" not in errors
+    assert errors.count("resume with") == 1
+
+
+def test_a_benchmark_that_is_stopped_goes_on_with_what_it_measured(tmp_path):
+    measured, command = tmp_path / "measured.jsonl", [*BENCH, "--out", str(tmp_path)]
+    process = start(command)
+    errors = stopped_when(lambda: measured.exists() and len(lines(measured)) > 3, process)
+    assert process.returncode == 130
+    check_line(errors, f"{measured} has what was measured", ["python", *command])
+    before = len(lines(measured))
+    assert before < 1 + 2 * 6
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert f"has {before - 1} turns of this benchmark: going on there" in done.stdout
+    assert (tmp_path / "report.json").exists()
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines(keepends=True)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> list[str]:
+    """Overrides: a target that costs nothing to run, and whose features fill a shard of the usual
+    size with eight conversations."""
+    tokenizer, folder = small_tokenizer(), tmp_path_factory.mktemp("wide")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=4096,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    turns = [("user", "Say it. " * 40), ("assistant", "No. " * 60)]
+    chat = {"messages": [{"role": role, "content": said} for role, said in turns]}
+    (folder / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 24)
+    return [f"target.model={folder / 'target'}", f"data.sources=[{folder / 'chats.jsonl'}]"]
+
+
+def test_features_that_are_stopped_half_way_keep_their_shards(tmp_path, wide):
+    command = ["data/cache.py", "recipes/tiny.yaml", *wide, f"data.cache_dir={tmp_path}"]
+    process = start(command)
+    errors = stopped_when(lambda: shards(tmp_path), process)
+    assert process.returncode == 130
+    kept = {path: path.stat().st_mtime_ns for path in shards(tmp_path)}
+    check_line(errors, f"{len(kept)} shards of features are kept", ["python", *command])
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert len(shards(tmp_path)) > len(kept)
+    assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
+
+
+def test_a_launcher_that_is_ended_takes_its_command_along(tmp_path, wide):
+    """`accelerate launch` dies of SIGTERM and passes nothing on."""
+    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    command = [*launcher, "data/cache.py", "recipes/tiny.yaml", *wide]
+    process = start([*command, f"data.cache_dir={tmp_path}"])
+    errors = stopped_when(lambda: shards(tmp_path), process)
+    kept = f"{len(shards(tmp_path))} shards of features are kept"
+    check_line(errors, kept, [sys.executable, *command, f"data.cache_dir={tmp_path}"])
+
+
+def shards(cache: Path) -> list[Path]:
+    """The shards that the manifest names."""
+    manifest = next(cache.glob("features-*/manifest.json"), None)
+    named = json.loads(manifest.read_text())["shards"].values() if manifest else ()
+    return [manifest.with_name(entry["file"]) for entry in named]
+
+
+def test_a_comparison_that_is_stopped_stops_its_runs_and_they_go_on(tmp_path):
+    """The run below it is training: it finishes its step, and saves."""
+    runs = tmp_path / "runs"
+    small = ["train.steps=2000", "train.log_every=1", "data.limit=60", "train.eval_every=null"]
+    small += ["eval.limit=2", "eval.validation=2", "train.save_every=1000"]
+    command = ["eval/paper.py", "noise", *small, "--runs", str(runs), "--seeds", "0"]
+    process = start(command)
+    errors = stopped_when(lambda: any(runs.rglob("log.jsonl")), process)
+    assert process.returncode == 130
+    check_line(errors, "0 of ", ["python", *command])
+    (state,) = runs.rglob("checkpoints/step-*/state.json")
+    assert 0 < json.loads(state.read_text())["state"]["step"] < 2000
+
+
+def test_sigterm_ends_a_chat_that_ctrl_c_goes_on_with(monkeypatch):
+    chat = runpy.run_path(str(ROOT / "eval" / "generate.py"))
+    events = iter([KeyboardInterrupt, "hello", Terminated, "never"])
+
+    def prompt(_: str) -> str:
+        event = next(events)
+        if isinstance(event, str):
+            return event
+        raise event
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", prompt)
+    heard = chat["questions"](Console(quiet=True))
+    assert next(heard) == "hello"
+    with pytest.raises(Terminated):
+        next(heard)
