@@ -18,7 +18,7 @@ from typing import Any
 
 from specdraft.data.sources import Row, Source
 from specdraft.recipes.errors import DataError
-from specdraft.recipes.schema import DataSection, Recipe
+from specdraft.recipes.schema import DataSection
 
 FORMATS = ("sharegpt", "messages", "alpaca", "text")
 BROKEN_SHARE, USELESS_SHARE = 0.01, 0.10
@@ -126,11 +126,6 @@ def split_holdout(data: DataSection) -> tuple[Corpus, list[Conversation]]:
     held_out = corpus.conversations[kept:] if data.holdout else []
     corpus.conversations = corpus.conversations[:kept][: data.limit]
     return corpus, held_out
-
-
-def holdout_conversations(recipe: Recipe) -> list[Conversation]:
-    """Return the conversations that the token cache of this recipe never holds."""
-    return split_holdout(recipe.data)[1]
 
 
 def parse(value: Any, format: str) -> tuple[list[dict[str, str]], str | None]:

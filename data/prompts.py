@@ -24,11 +24,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specdraft.data.chat import BrokenRowError, Conversation, holdout_conversations, read_turns
-from specdraft.data.examples import Renderer
+from specdraft.data.chat import BrokenRowError, Conversation, read_turns, split_holdout
 from specdraft.data.prompt_sets import SETS, is_prompt_set, read_questions
 from specdraft.data.sources import Source, bundled_file
-from specdraft.data.template import Messages, UnrenderableError
+from specdraft.data.template import Messages, Renderer, UnrenderableError
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
 
@@ -104,7 +103,7 @@ def tuning_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: in
 def _all_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     name, renderer = recipe.eval.prompts, Renderer(tokenizer, recipe.data)
     if name == HOLDOUT:
-        rows = _of_conversations(holdout_conversations(recipe))
+        rows = _of_conversations(split_holdout(recipe.data)[1])
     else:
         rows = _of_set(name) if is_prompt_set(name) else _of_file(name)
     prompts = []

@@ -24,9 +24,8 @@ from tqdm import tqdm
 
 from specdraft.data.atomic import cut_torn_line
 from specdraft.data.chat import USELESS_SHARE, Conversation
-from specdraft.data.examples import Example, Renderer
 from specdraft.data.ranks import ALONE, Ranks
-from specdraft.data.template import UnrenderableError
+from specdraft.data.template import Example, Renderer, UnrenderableError
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.interrupt import keeping
 

@@ -1,8 +1,9 @@
-"""A chat in the target's own template: token ids, and which of them the assistant wrote.
+"""Conversations as token ids, and which of them the assistant wrote.
 
     template = Template(tokenizer)
     ids, mask = template.render(messages)      # mask: answers with their end-of-turn token
     prompt = template.prompt(messages)         # ends where the assistant begins to write
+    examples = Renderer(tokenizer, recipe.data).examples(conversations)
 
 The loss mask comes from the template's `{% generation %}` blocks where it has them. Where not, the
 text of every prefix of the conversation is compared with the text of the whole:
@@ -15,12 +16,16 @@ end of the turn), or with the turn where the template has no such token.
 """
 
 import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from specdraft.data.chat import Conversation, Reject
 from specdraft.recipes.errors import DataError, in_a_line
+from specdraft.recipes.schema import DataSection
 
 Messages = list[dict[str, str]]
 Span = tuple[int, int]  # characters [start, end)
@@ -139,9 +144,68 @@ class Template:
         return end_of_turn.end()
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[list[int], list[bool]]:
-    """Return token ids and loss mask of one chat (see `Template.render`)."""
-    return Template(tokenizer).render(messages)
+@dataclass(frozen=True)
+class Example:
+    """One row of a token cache."""
+
+    ids: list[int]
+    mask: list[bool]  # token i was written by the assistant
+    origin: str
+
+
+class Renderer:
+    """Renders chats with the template, texts as they are; keeps what it had to reject."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSection):
+        self.tokenizer, self.data = tokenizer, data
+        self.rejects: list[Reject] = []
+        self._template: Template | None = None
+
+    @property
+    def template(self) -> Template:
+        """The chat template; a base model that is shown texts only needs none."""
+        if self._template is None:
+            self._template = Template(self.tokenizer)
+        return self._template
+
+    def text_ids(self, text: str) -> list[int]:
+        """Tokenise a text as a prompt: with the tokenizer's bos, if it sets one, without an eos.
+
+        Raises: UnrenderableError for a text with lone surrogates.
+        """
+        ids = self.tokenizer(check_characters(text), verbose=False)["input_ids"]
+        return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id else ids
+
+    def examples(self, conversations: Iterable[Conversation]) -> Iterator[Example]:
+        """Render conversations with the answers they have; unrenderable ones are rejected."""
+        for conversation in conversations:
+            try:
+                if conversation.text is None:
+                    ids, mask = self.template.render(conversation.messages)
+                else:
+                    ids = self.text_ids(conversation.text)
+                    prompt = self.data.prompt_tokens or 1  # the first token has nothing before it
+                    mask = [False] * min(prompt, len(ids)) + [True] * (len(ids) - prompt)
+            except UnrenderableError as error:
+                self.reject(conversation, str(error))
+            else:
+                yield Example(ids, mask, conversation.origin)
+
+    def reject(self, conversation: Conversation, reason: str, broken: bool = True) -> None:
+        """Note a conversation that could not be rendered, or (not broken) is of no use."""
+        file, _, line = conversation.origin.rpartition(":")
+        self.rejects.append(Reject(file, int(line), reason, broken))
+
+
+def check_rendered(rendered: int, rejects: list[Reject]) -> None:
+    """Refuse a template that more than 1% of the conversations do not fit. Raises DataError."""
+    failed = sum(reject.broken for reject in rejects)
+    if failed > 0.01 * (rendered + failed):
+        first = "; ".join(f"{r.file}:{r.line}: {r.reason}" for r in rejects if r.broken)[:400]
+        raise DataError(
+            f"{failed} of {rendered + failed} conversations cannot be rendered, more than 1%; "
+            f"first: {first}"
+        )
 
 
 def preview(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:

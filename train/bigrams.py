@@ -26,11 +26,11 @@ from transformers import PreTrainedTokenizerBase
 
 from specdraft.data import chat, fingerprint
 from specdraft.data.atomic import cleaned_up, sync_tree, write_atomic
-from specdraft.data.examples import Renderer, check_rendered
 from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.sources import Source
 from specdraft.data.store.tokens import TokenCache
+from specdraft.data.template import Renderer, check_rendered
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.interrupt import keeping

@@ -32,6 +32,7 @@ from tqdm import tqdm
 from specdraft.data import atomic, fingerprint
 from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
+from specdraft.data.store import storage
 from specdraft.data.store.features import (
     BATCH_TOKENS,
     OnlineFeatures,
@@ -42,18 +43,6 @@ from specdraft.data.store.features import (
     read_features,
     squares,
     summed,
-)
-from specdraft.data.store.storage import (
-    LARGEST,
-    MANIFEST,
-    SHARD_BYTES,
-    Storage,
-    decode,
-    feature_bytes,
-    plan_shards,
-    read_manifest,
-    write_manifest,
-    write_shard,
 )
 from specdraft.data.store.tokens import TokenCache
 from specdraft.models.target import Target
@@ -71,7 +60,7 @@ class FeatureCache:
 
     def __init__(self, directory: Path, manifest: dict[str, Any]):
         self.directory, self.manifest = directory, manifest
-        self.storage = Storage.of_settings(manifest["settings"])
+        self.storage = storage.Storage.of_settings(manifest["settings"])
         self.lengths: list[int] = manifest["lengths"]
         self.kept: list[int] = manifest.get("kept", self.lengths)  # stored features of each row
         self._open: dict[str, dict[str, Tensor]] = {}
@@ -97,7 +86,7 @@ class FeatureCache:
         Raises: CacheError when it is missing, unfinished, damaged or made from something else.
         """
         directory = Path(directory)
-        manifest = read_manifest(directory / MANIFEST)
+        manifest = storage.read_manifest(directory / storage.MANIFEST)
         check_settings(directory, manifest, expect or {})
         if not manifest["complete"]:
             raise CacheError(
@@ -132,7 +121,9 @@ class FeatureCache:
         shard = self._tensors(file)
         loss_mask = shard["loss_mask"][tokens].clone()
         # A copy: whoever adds noise in place must not change what the next epoch reads.
-        features = decode({n: shard[n][stored] for n in ("features", "scales") if n in shard})
+        features = storage.decode(
+            {n: shard[n][stored] for n in ("features", "scales") if n in shard}
+        )
         return {
             "input_ids": shard["input_ids"][tokens].long(),
             "loss_mask": loss_mask,
@@ -179,7 +170,7 @@ def feature_settings(recipe: Recipe, tokens: TokenCache, target: Target) -> dict
         "tokenizer": tokens.meta["settings"]["tokenizer"],
         "template": tokens.meta["settings"]["template"],
         "tokens": tokens.key,
-        **Storage.of(recipe.data).settings(),
+        **storage.Storage.of(recipe.data).settings(),
     }
 
 
@@ -190,7 +181,7 @@ def build_features(
     ranks: Ranks = ALONE,
     announce: Announce | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = storage.SHARD_BYTES,
 ) -> FeatureCache:
     """Open the feature cache of a recipe, or make what is missing of it first.
 
@@ -198,11 +189,11 @@ def build_features(
     first one, `announce` is called on rank 0.
     Raises: CacheError (disk too small, damaged, made from something else), DataError.
     """
-    settings, storage = feature_settings(recipe, tokens, target), Storage.of(recipe.data)
+    settings, stored = feature_settings(recipe, tokens, target), storage.Storage.of(recipe.data)
     directory = Path(recipe.data.cache_dir) / f"features-{fingerprint.of_settings(settings)}"
     check_context(tokens, target)
-    kept = storage.counts(tokens)
-    plan = plan_shards(tokens.lengths, kept, target.hidden_size, storage, shard_bytes)
+    kept = stored.counts(tokens)
+    plan = storage.plan_shards(tokens.lengths, kept, target.hidden_size, stored, shard_bytes)
     if not ranks.share(_is_finished(directory, settings, plan)):
         target.check_runs()
         with building_lock(directory, ranks):
@@ -227,7 +218,7 @@ class _Builder:
     ):
         self.directory, self.settings, self.plan = directory, settings, plan
         self.tokens, self.target, self.ranks = tokens, target, ranks
-        self.storage = Storage.of_settings(settings)
+        self.storage = storage.Storage.of_settings(settings)
 
     def build(self, kept: list[int], announce: Announce | None, batch_tokens: int) -> None:
         """Make this rank's share; the first one announces, and completes the manifest.
@@ -250,7 +241,7 @@ class _Builder:
         todo = {number: rows for number, rows in self.plan.items() if number not in done}
         rows = [row for part in todo.values() for row in part]
         count, stored = (sum(sizes[row] for row in rows) for sizes in (tokens.lengths, kept))
-        size = feature_bytes(count, stored, target.hidden_size, self.storage)
+        size = storage.feature_bytes(count, stored, target.hidden_size, self.storage)
         _check_disk(self.directory, count, size + len(todo) * 4096)
         if announce and ranks.is_first:
             announce(count, size)
@@ -264,8 +255,8 @@ class _Builder:
 
     def _write(self, manifest: dict[str, Any], mine: Plan, batch_tokens: int) -> None:
         """Make shards, naming each in this rank's manifest when it is whole."""
-        name = MANIFEST if self.ranks.is_first else f"manifest-{self.ranks.rank}.json"
-        write_manifest(self.directory, manifest, name)
+        name = storage.MANIFEST if self.ranks.is_first else f"manifest-{self.ranks.rank}.json"
+        storage.write_manifest(self.directory, manifest, name)
         total = sum(self.tokens.lengths[row] for rows in mine.values() for row in rows)
         quiet, named = not self.ranks.is_first, manifest["shards"]
         with (
@@ -275,9 +266,9 @@ class _Builder:
             for number, rows in mine.items():
                 tensors, found = self._shard(rows, batch_tokens, bar)
                 file = f"shard-{int(number):05d}.safetensors"
-                entry = write_shard(self.directory, file, tensors)
+                entry = storage.write_shard(self.directory, file, tensors)
                 named[number] = {**entry, "rows": rows, **found}
-                write_manifest(self.directory, manifest, name)
+                storage.write_manifest(self.directory, manifest, name)
 
     @torch.inference_mode()
     def _shard(
@@ -291,7 +282,7 @@ class _Builder:
                 encoded = self.storage.encode(kept)  # of [M, H]
                 stored.append({name: tensor.cpu() for name, tensor in encoded.items()})
                 found.append(moments(features))
-                errors.append((squares(decode(encoded) - kept), squares(kept)))
+                errors.append((squares(storage.decode(encoded) - kept), squares(kept)))
                 ids.append(item["input_ids"])
                 masks.append(item["loss_mask"])
                 bar.update(len(features))
@@ -323,17 +314,17 @@ class _Builder:
             "quantisation": _quantisation(self.settings["dtype"], ordered),
             "complete": True,
         }
-        write_manifest(self.directory, manifest)
+        storage.write_manifest(self.directory, manifest)
         for path in self.directory.glob("manifest-*.json"):
             path.unlink()
 
 
 def _is_finished(directory: Path, settings: dict[str, Any], plan: Plan) -> bool:
-    path = directory / MANIFEST
+    path = directory / storage.MANIFEST
     return (
         len(_shards_on_disk(directory, settings, plan)) == len(plan)
         and path.exists()
-        and read_manifest(path)["complete"]
+        and storage.read_manifest(path)["complete"]
     )
 
 
@@ -341,7 +332,7 @@ def _shards_on_disk(directory: Path, settings: dict[str, Any], plan: Plan) -> di
     """Collect the shards that some manifest names, that are there and that fit the plan."""
     found = {}
     for path in sorted(directory.glob("manifest*.json")):
-        manifest = read_manifest(path)
+        manifest = storage.read_manifest(path)
         check_settings(directory, manifest, settings)
         for number, entry in manifest["shards"].items():
             missing = not (directory / entry["file"]).exists()
@@ -371,6 +362,6 @@ def _quantisation(dtype: str, parts: Iterable[dict[str, Any]]) -> dict[str, Any]
     errors, squares = summed(part.get("error_moments", (0.0, 0.0)) for part in parts)
     return {
         "format": dtype,
-        "scale": "token" if dtype in LARGEST else None,  # what has one of its own
+        "scale": "token" if dtype in storage.LARGEST else None,  # what has one of its own
         "error": math.sqrt(errors / squares) if squares else None,
     }

@@ -27,15 +27,16 @@ from transformers import PreTrainedTokenizerBase
 
 from specdraft.data import atomic, fingerprint
 from specdraft.data.chat import Conversation, Reject, split_holdout
-from specdraft.data.examples import MIN_TOKENS, Example, Renderer, admit, check_mask
 from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.regenerate import Generate, Rewriter
 from specdraft.data.sources import Source
-from specdraft.recipes.errors import CacheError
+from specdraft.data.template import Example, Renderer, check_rendered
+from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.schema import Recipe
 
 VERSION = 1  # of the layout; another one is another cache
+MIN_TOKENS = 8  # a shorter row has next to nothing to draft, and caches need not depend on k
 _ROW = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),
@@ -194,11 +195,11 @@ def _build(
         conversations = corpus.conversations
         examples = rewriter.examples() if rewriter else _rendered(renderer, conversations)
         counts = Counter()
-        rows = admit(examples, recipe.data.max_length, settings["min_tokens"], counts)
+        rows = _learnable(examples, recipe.data.max_length, settings["min_tokens"], counts)
         partial.mkdir(parents=True, exist_ok=True)
         lengths = _write_arrow(rows, partial)
         rejects = corpus.rejects + renderer.rejects
-        check_mask(counts, renderer.rejects, f"the tokenizer {tokenizer.name_or_path}")
+        _check_mask(counts, renderer.rejects, f"the tokenizer {tokenizer.name_or_path}")
         meta = {
             "key": fingerprint.of_settings(settings),
             "settings": settings,
@@ -212,6 +213,46 @@ def _build(
 
 def _rendered(renderer: Renderer, conversations: list[Conversation]) -> Iterable[Example]:
     yield from renderer.examples(tqdm(conversations, "tokens", unit="conversation"))
+
+
+def _learnable(
+    examples: Iterable[Example], max_length: int, min_tokens: int, counts: Counter
+) -> Iterator[Example]:
+    """Cut examples to `max_length` (the head stays) and drop those with nothing left to learn.
+
+    Counts rows, tokens, supervised, truncated, dropped_short and dropped_unsupervised.
+    """
+    for example in examples:
+        ids, mask = example.ids[:max_length], example.mask[:max_length]
+        counts["truncated"] += len(ids) < len(example.ids)
+        if len(ids) < min_tokens:
+            counts["dropped_short"] += 1
+        elif not any(mask):
+            counts["dropped_unsupervised"] += 1
+        else:
+            counts.update(rows=1, tokens=len(ids), supervised=sum(mask))
+            yield Example(ids, mask, example.origin)
+
+
+def _check_mask(counts: Counter, rejects: list[Reject], what: str) -> None:
+    """Refuse a data set of which 0% or 100% would be supervised, or whose template fails often.
+
+    Raises: DataError.
+    """
+    check_rendered(
+        counts["rows"] + counts["dropped_short"] + counts["dropped_unsupervised"], rejects
+    )
+    if not counts["rows"]:
+        raise DataError(
+            f"0% of the tokens are supervised with {what}: {counts['dropped_unsupervised']} rows "
+            f"have no assistant token within data.max_length and {counts['dropped_short']} are too "
+            "short; check the chat template and data.max_length"
+        )
+    if counts["supervised"] == counts["tokens"]:
+        raise DataError(
+            f"100% of the tokens are supervised with {what}, prompts included; its chat template "
+            "must tell answers from prompts: mark them with {% generation %} .. {% endgeneration %}"
+        )
 
 
 def _write_arrow(examples: Iterable[Example], partial: Path) -> list[int]:

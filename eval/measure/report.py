@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from specdraft.data.prompts import Prompt
 from specdraft.data.atomic import write_atomic
+from specdraft.data.prompts import Prompt
 from specdraft.eval.drafters.registry import featured
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from specdraft.data.whole import write_whole
+from specdraft.data.atomic import write_atomic
 from specdraft.eval.papers.jobs import ROOT
 from specdraft.eval.papers.result import cell_text, grid_of, read_result, row_of
 from specdraft.recipes.errors import DataError
@@ -22,7 +22,7 @@ NAME = "README.md"
 def write_page(folder: Path = RESULTS) -> Path:
     """Write the page; DataError as `page_of`."""
     path = folder / NAME
-    write_whole(path, page_of(folder).encode())
+    write_atomic(path, page_of(folder).encode())
     return path
 
 

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from specdraft.data.whole import write_whole
+from specdraft.data.atomic import write_atomic
 
 WIDTH = 200  # enough for many columns: a figure that is cut off is none
 DIGITS = 6  # significant ones of a kept figure
@@ -18,7 +18,7 @@ DIGITS = 6  # significant ones of a kept figure
 def write_result(made: dict, path: Path) -> None:
     """Write a made table, whole or not at all; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, one_row_per_line(made).encode())
+    write_atomic(path, one_row_per_line(made).encode())
 
 
 def one_row_per_line(made: dict) -> str:
