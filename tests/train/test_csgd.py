@@ -12,12 +12,12 @@ K = 3
 
 
 def prepared(tmp_path, **changes):
-    """An objective, its head, and a micro-batch of four rows."""
+    """An objective, its head, and a micro-batch of 24 rows."""
     recipe = make_recipe(tmp_path, **{"loss.feature_noise": 0.0} | changes)
     head = make_head(K)
     objective = CoupledGlancing(recipe, make_ends(), head.config)
-    rows = [ToyRows(longest=30)[n] for n in range(4)]
-    return objective, head, objective.collate(rows, [(0, 0, n) for n in range(4)])
+    rows = ToyRows(longest=30).rows
+    return objective, head, objective.collate(rows, [(0, 0, n) for n in range(len(rows))])
 
 
 def wrong_by_hand(objective, head, batch) -> list[int]:
@@ -36,12 +36,12 @@ def wrong_by_hand(objective, head, batch) -> list[int]:
 
 @pytest.mark.parametrize("progress", [0.0, 0.5])
 def test_a_share_of_what_the_head_gets_wrong_is_revealed(tmp_path, progress):
-    """lambda falls from 0.8 to 0.2; where the runs are is told by test_glance.py."""
-    objective, head, batch = prepared(tmp_path, **{"glance.start": 0.8, "glance.end": 0.2})
+    """lambda falls from 0.4 to 0.2; where the runs are is told by test_glance.py."""
+    objective, head, batch = prepared(tmp_path, **{"glance.start": 0.4, "glance.end": 0.2})
     revealed, _ = objective.plan(head, batch, progress)
     wrong = wrong_by_hand(objective, head, batch)
     assert len(set(wrong)) > 1
-    ratio = 0.8 - 0.6 * progress
+    ratio = 0.4 - 0.2 * progress
     for row, generator in enumerate(batch.generators("glance")):
         inside = slice(0, batch.lengths[row] - 1)
         budget = round(ratio * wrong[row])
