@@ -7,7 +7,7 @@ from typing import Any
 
 from specdraft.data.prompts import Prompt
 from specdraft.eval.checkup.finding import Finding, failed, judged, passed, skipped
-from specdraft.eval.drafters.registry import load_drafters, needs
+from specdraft.eval.drafters.registry import load_trained, needs
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.identity import differences
@@ -48,7 +48,7 @@ def _check_drafter(
     folder = run / need
     whole, owner = f"{need} files", f"{need}'s target"
     try:
-        trained = load_drafters([method], recipe, target, run)
+        trained = load_trained(recipe, target, [method], run)
     except HeadError as error:
         problem, _, remedy = str(error).partition("; ")
         if not folder.exists():

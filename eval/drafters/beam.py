@@ -17,7 +17,6 @@ from torch import Tensor
 
 from specdraft.eval.drafters.drawing import DRAFTER_STREAM, wants_samples
 from specdraft.eval.drafters.level import Growth, LevelDrafter, Open
-from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.sampling import derive_seed, gumbel, warp
 from specdraft.eval.engine.transfer import download
 from specdraft.models.target import Target
@@ -81,9 +80,7 @@ class StochasticBeam(LevelDrafter):
 
     rules = frozenset({"recursive"})
 
-    def __init__(
-        self, student: Target, rows: int = 1, capacity: int = 2048, depth: int = 5, width: int = 4
-    ):
+    def __init__(self, student: Target, rows: int, capacity: int, depth: int, width: int):
         super().__init__(student, rows, capacity, depth, depth * width)
         self.width = width
 
@@ -100,13 +97,12 @@ class StochasticBeam(LevelDrafter):
             row: self._choose(row, growths[row], nodes, part, depth)
             for (row, nodes), part in zip(opened.items(), parts, strict=True)
         }
-        found = (c for each in chosen.values() for c in (each.parents, each.tokens))
-        values = (each.beams.noisy for each in chosen.values())
-        host = [part.tolist() for part in download(*found, *values)]
-        count = len(chosen)
+        found = [(each.parents, each.tokens, each.beams.noisy) for each in chosen.values()]
+        host = iter(download(*(part for parts in found for part in parts)))
+        children = zip(host, host, host, strict=True)  # three of each row
         return {
-            row: self._add(growths[row], opened[row], *host[2 * n : 2 * n + 2], host[2 * count + n])
-            for n, row in enumerate(chosen)
+            row: self._add(growths[row], opened[row], *(part.tolist() for part in parts))
+            for row, parts in zip(chosen, children, strict=True)
         }
 
     def _choose(
@@ -115,7 +111,8 @@ class StochasticBeam(LevelDrafter):
         """The next level of a row, given the logits [B, V] behind its beams."""
         request, noise = self.memory[row].request, None
         if wants_samples(request):
-            logs = _warped(logits, request)
+            warped = warp(logits, request.temperature, request.top_k, request.top_p)
+            logs = warped.double().log_softmax(-1)  # log q, what the drafts are drawn from
             seed = derive_seed(request.seed, DRAFTER_STREAM, self.num_committed_tokens(row), depth)
             noise = gumbel(seed, torch.arange(len(nodes), device=logs.device), logs.shape[-1])
             growth.drawn_from(nodes, logs.exp())
@@ -138,9 +135,3 @@ class StochasticBeam(LevelDrafter):
         kept = [n for n, value in enumerate(noisy) if value > float("-inf")]
         growth.beams = Beams(growth.beams.phi[: len(kept)], growth.beams.noisy[: len(kept)])
         return [growth.add(nodes[parents[n]], tokens[n]) for n in kept]
-
-
-def _warped(logits: Tensor, request: Request) -> Tensor:
-    """log q [.., V] that a request's drafts are drawn from."""
-    warped = warp(logits, request.temperature, request.top_k, request.top_p)
-    return warped.double().log_softmax(-1)

@@ -41,9 +41,9 @@ class Branching(LevelDrafter):
     def __init__(
         self,
         student: Target,
-        rows: int = 1,
-        capacity: int = 2048,
-        branching: Sequence[int] = (2, 2, 2, 1, 1),
+        rows: int,
+        capacity: int,
+        branching: Sequence[int],
         merged: bool = True,
     ):
         if not branching or min(branching) < 1:

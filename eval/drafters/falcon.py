@@ -182,9 +182,10 @@ class FalconDrafter:
     def _read(self, rows: list[int]) -> tuple[Tensor, State]:
         """Read the new inputs of all rows; return their last K predictions and end states."""
         read = [self._inputs(row) for row in rows]
-        befores = [
-            self._state_before(row, again) for row, (_, _, again) in zip(rows, read, strict=True)
-        ]
+        befores = []  # the fusion's states before the first input to read
+        for row, (_, _, again) in zip(rows, read, strict=True):
+            place = self.memory[row].old - again
+            befores.append(tuple(s[:, :, place] for s in self.memory[row].states))
         fused, states = self._fuse_ragged(read, befores)
         positions, segments = [], []
         for row, (ahead, _, again) in zip(rows, read, strict=True):
@@ -198,11 +199,6 @@ class FalconDrafter:
             self._remember(row, inputs, before, after)
         last_states = zip(*([s[:, :, -1] for s in state] for state in states), strict=True)
         return torch.stack(last)[:, None], tuple(torch.cat(parts, 1) for parts in last_states)
-
-    def _state_before(self, row: int, again: int) -> State:
-        """The fusion state before the first input to read: `again` positions back."""
-        memory = self.memory[row]
-        return tuple(s[:, :, memory.old - again] for s in memory.states)
 
     def _remember(self, row: int, inputs: tuple, before: State, after: State) -> None:
         ahead, features, again = inputs

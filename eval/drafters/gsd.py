@@ -25,20 +25,12 @@ class GraphGrowth(Growth):
 
 
 class GSD(TSD):
-    """Graph-structured drafting; `copies` nodes at most come from merged ones.
+    """Graph-structured drafting; `copies` nodes at most come from merged ones. shape: as of TSD.
 
     Pruning is as in TSD. A pruned child is neither merged nor shared with: it has no successors.
     """
 
-    def __init__(
-        self,
-        student: Target,
-        rows: int = 1,
-        capacity: int = 2048,
-        tau: int = 2,
-        copies: int = 100,
-        **shape,  # as of TSD
-    ):
+    def __init__(self, student: Target, rows: int, capacity: int, tau: int, copies: int, **shape):
         super().__init__(student, rows, capacity, copies=copies, **shape)
         self.tau, self.copies = tau, copies
 

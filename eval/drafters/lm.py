@@ -124,16 +124,13 @@ class LMDrafter:
         self, row: int, logits: Tensor, depth: int, width: int
     ) -> tuple[Tensor, Tensor | None]:
         """`drawing.draw` behind D nodes of a row: tokens [D, W] and, of samples, q [D, V]."""
-        positions, step = (
-            self._positions(row, depth, len(logits)),
-            (self.num_committed_tokens(row), depth),
-        )
+        positions = self._positions(row, depth, len(logits))
+        step = (self.num_committed_tokens(row), depth)
         return draw(logits, self.memory[row].request, positions, step, width)
 
     def _positions(self, row: int, depth: int, count: int) -> Tensor:
-        return torch.full(
-            (count,), self.num_committed_tokens(row) + depth - 1, device=self.student.device
-        )
+        position = self.num_committed_tokens(row) + depth - 1
+        return torch.full((count,), position, device=self.student.device)
 
     # -- reading and keeping ---------------------------------------------------------------------
 
@@ -179,14 +176,7 @@ class SSD(LMDrafter):
 
     rules = REJECTION_RULES
 
-    def __init__(
-        self,
-        student: Target,
-        rows: int = 1,
-        capacity: int = 2048,
-        gamma: int = 5,
-        theta: float = 0.0,
-    ):
+    def __init__(self, student: Target, rows: int, capacity: int, gamma: int, theta: float = 0.0):
         super().__init__(student, rows, capacity, depth=gamma, max_nodes=gamma)
         self.gamma, self.theta = gamma, theta
 
@@ -248,6 +238,5 @@ class SSD(LMDrafter):
     def _tree(self, row: int, tokens: Tensor, probs: list[Tensor]) -> Tree:
         count = tokens.numel()
         self.memory[row].cached = [*range(1, count)]  # the last one was not read
-        return Tree(
-            chain(count), tokens, draws_of(self.memory[row].request, probs, [*range(count), -1])
-        )
+        draws = draws_of(self.memory[row].request, probs, [*range(count), -1])
+        return Tree(chain(count), tokens, draws)

@@ -29,7 +29,7 @@ from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.tail import MaxGramTail
-from specdraft.eval.drafters.trained import KINDS, Sections, Trained, load_kinds
+from specdraft.eval.drafters.trained import KINDS, Sections, Trained
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.padded import PADDINGS
 from specdraft.models.target import Target
@@ -65,12 +65,9 @@ class Setup:
     @property
     def pruned(self) -> dict:
         """What the recipe says of trees that are pruned, as TSD and GSD take it."""
-        keys = ("depth", "out_degree", "theta_prob", "theta_sib")
-        drop = {
-            "drop_siblings": self.drafting.sibling_pruning == "drop",
-            "nodes": self.drafting.max_nodes,
-        }
-        return {key: getattr(self.drafting, key) for key in keys} | drop
+        own, keys = self.drafting, ("depth", "out_degree", "theta_prob", "theta_sib")
+        drop = {"drop_siblings": own.sibling_pruning == "drop", "nodes": own.max_nodes}
+        return {key: getattr(own, key) for key in keys} | drop
 
 
 @dataclass(frozen=True)
@@ -122,25 +119,10 @@ def _medusa(setup: Setup) -> MedusaDrafter:
     return MedusaDrafter(setup.trained.medusa, setup.target, tree, setup.rows)
 
 
-def _lookup(setup: Setup) -> PromptLookup:
-    shape = (setup.recipe.eval.lookup_match, setup.recipe.eval.lookup_copy)
-    return PromptLookup(*shape, setup.rows, setup.target.device)
-
-
 def _maxgram(setup: Setup) -> MaxGramDrafter:
     section, bigrams = setup.recipe.maxgram, setup.trained.table.next_id.tolist()
     shape = (CONTINUATIONS[section.continuation], section.n, section.min_match, section.branches)
     return MaxGramDrafter(*shape, bigrams, setup.rows, setup.target.device)
-
-
-def _falcon_maxgram(setup: Setup) -> MaxGramTail:
-    section = setup.recipe.maxgram
-    return MaxGramTail(_head(setup, tree=True), _maxgram(setup), section.n, section.branches)
-
-
-def _cascade(setup: Setup) -> CascadeDrafter:
-    section, parts = setup.recipe.cascade, (setup.trained.cascade, _maxgram(setup))
-    return CascadeDrafter(*parts, section.k, section.leniency, setup.rows, setup.capacity)
 
 
 def cascade_space(recipe: Recipe) -> Space:
@@ -158,10 +140,7 @@ def cascade_space(recipe: Recipe) -> Space:
     return space if size == 1 else space | {"cascade.leniency": (1.0, 2.0, 3.0, 5.0)}
 
 
-SSD_SPACE = {
-    "drafting.gamma": (1, 2, 3, 4, 5, 6, 8),
-    "drafting.theta_prob": (0.0, 0.2, 0.4, 0.6),
-}
+SSD_SPACE = {"drafting.gamma": (1, 2, 3, 4, 5, 6, 8), "drafting.theta_prob": (0.0, 0.2, 0.4, 0.6)}
 GSD_SPACE = {
     "drafting.depth": (3, 4, 6, 8, 10),
     "drafting.out_degree": (2, 3, 4),
@@ -186,7 +165,9 @@ ROWS = (
     Method("generate", "transformers' generate alone", generate=lambda s: {}),
     Method("hf_prompt_lookup", "transformers' prompt lookup",
            generate=lambda s: {"lookup_tokens": s.recipe.eval.hf_lookup_copy}),
-    Method("prompt_lookup", "copies what followed the last tokens before", _lookup),
+    Method("prompt_lookup", "copies what followed the last tokens before",
+           lambda s: PromptLookup(s.recipe.eval.lookup_match, s.recipe.eval.lookup_copy, s.rows,
+                                  s.target.device)),
     Method("falcon_chain", "Falcon's head, a chain", _head, **FALCON),
     Method("falcon_tree", "Falcon's head, a static tree", partial(_head, tree=True), **FALCON),
     Method("maxgram", "copies behind the longest suffix, then bigrams", _maxgram, **TABLE,
@@ -212,9 +193,13 @@ ROWS = (
            **STUDENT, rule="kseq"),
     Method("hf_assisted", "transformers' assisted generation", **STUDENT,
            generate=lambda s: {"student": s.trained.student, "gamma": s.drafting.gamma}),
-    Method("cascade", "draft LMs above Max-Gram (CS Drafting)", _cascade, **CASCADE,
-           tuned=cascade_space),
-    Method("falcon_maxgram", "Falcon's tree, then Max-Gram", _falcon_maxgram, **BOTH),
+    Method("cascade", "draft LMs above Max-Gram (CS Drafting)",
+           lambda s: CascadeDrafter(s.trained.cascade, _maxgram(s), s.recipe.cascade.k,
+                                    s.recipe.cascade.leniency, s.rows, s.capacity),
+           **CASCADE, tuned=cascade_space),
+    Method("falcon_maxgram", "Falcon's tree, then Max-Gram",
+           lambda s: MaxGramTail(_head(s, tree=True), _maxgram(s), s.recipe.maxgram.n,
+                                 s.recipe.maxgram.branches), **BOTH),
     Method("eagle_chain", "EAGLE-1's head, a chain", partial(_head, eagle="eagle_chain"), **EAGLE),
     Method("eagle_tree", "EAGLE-1's head, a static tree",
            partial(_head, tree=True, eagle="eagle_tree"), **EAGLE),
@@ -302,20 +287,22 @@ def make_drafter(name: str, setup: Setup) -> Drafter | None:
     return method.make(setup)
 
 
-def load_trained(recipe: Recipe, target: Target) -> Trained:
-    """Load from `output.dir`, or from where the recipe says, what its methods need.
-
-    Raises HeadError, TargetError.
+def load_trained(
+    recipe: Recipe, target: Target, names: Iterable[str] | None = None, run: Path | None = None
+) -> Trained:
+    """Load what methods (None: the recipe's) need from the folder of a run (None: `output.dir`),
+    or from where the recipe says. Raises HeadError, TargetError.
     """
-    return load_drafters(recipe.eval.methods, recipe, target, Path(recipe.output.dir))
-
-
-def load_drafters(names: Iterable[str], recipe: Recipe, target: Target, run: Path) -> Trained:
-    """Load what some methods need from the folder of a run, or from where the recipe says.
-
-    Raises HeadError, TargetError.
-    """
-    return load_kinds({need for name in names for need in needs(name)}, recipe, target, run)
+    names = recipe.eval.methods if names is None else names
+    kinds = {need for name in names for need in needs(name)}
+    run = run or Path(recipe.output.dir)
+    # Without others named, the cascade is of the recipe's own student.
+    own = "cascade" in kinds and recipe.cascade.students is None
+    wanted = {*kinds, "student"} - {"cascade"} if own else kinds
+    found = {name: kind.load(recipe, target, run) for name, kind in KINDS.items() if name in wanted}
+    if own:
+        found["cascade"] = (found["student"],)
+    return Trained(**found)
 
 
 def problems(sections: Sections) -> list[str]:

@@ -17,29 +17,13 @@ them, and occur in what is committed. Copying guesses from guesses would say not
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 LONGEST = 16  # tokens of the suffixes that RecentSuffixes and FrequentSuffixes tell apart
 LOOKED = 16  # states looked at for continuations
 
 
-class Suffixes(Protocol):
+class Suffixes:
     """A growing sequence that knows how its end went on before."""
-
-    tokens: list[int]
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens."""
-
-    def continuations(
-        self, count: int, shortest: int = 1, ahead: Sequence[int] = ()
-    ) -> Iterator[list[int]]:
-        """Yield up to `count` tokens that followed an earlier occurrence of the longest suffix of
-        the sequence and of what is `ahead` of it, then of shorter ones down to `shortest`."""
-
-
-class FirstSuffixes:
-    """`Suffixes` by first occurrence: what Max-Gram copies."""
 
     def __init__(self):
         self.tokens: list[int] = []
@@ -49,20 +33,29 @@ class FirstSuffixes:
         self.newest = 0  # the state of the whole sequence
 
     def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens."""
         for token in tokens:
             self._add(token)
 
     def continuations(
         self, count: int, shortest: int = 1, ahead: Sequence[int] = ()
     ) -> Iterator[list[int]]:
-        state, length = self.link[self.newest], len(self.tokens)
-        if ahead:
-            state, length = self._follow(self.newest, ahead)
-        for _ in range(LOOKED):
-            if state <= 0 or min(length, self.length[state]) < shortest:
-                return
-            yield self._copy(self.first[state] + 1, count, ahead)
+        """Yield up to `count` tokens that followed an earlier occurrence of the longest suffix of
+        the sequence and of what is `ahead` of it, then of shorter ones down to `shortest`."""
+        (state, length), looked = self._end(ahead), 0
+        while state > 0 and looked < LOOKED and min(length, self.length[state]) >= shortest:
+            if copied := self._behind(state, count, ahead):
+                looked += 1
+                yield copied
             state = self.link[state]
+
+    def _end(self, ahead: Sequence[int]) -> tuple[int, int]:
+        """The state of the longest suffix to copy behind, `ahead` included, and its length."""
+        raise NotImplementedError
+
+    def _behind(self, state: int, count: int, ahead: Sequence[int]) -> list[int]:
+        """Up to `count` tokens behind the suffixes of a state; none where they are new."""
+        raise NotImplementedError
 
     def _copy(self, start: int, count: int, ahead: Sequence[int]) -> list[int]:
         """`count` tokens from a place on, as far as they are known; the copy runs on `ahead`."""
@@ -113,16 +106,30 @@ class FirstSuffixes:
         self.link[state] = len(self.link) - 1
 
 
-class _BoundedSuffixes(FirstSuffixes):
-    """Keeps a mark per state up to date for every suffix of up to `bound` tokens.
+class FirstSuffixes(Suffixes):
+    """`Suffixes` by first occurrence: what Max-Gram copies."""
+
+    def _end(self, ahead: Sequence[int]) -> tuple[int, int]:
+        if ahead:
+            return self._follow(self.newest, ahead)
+        return self.link[self.newest], len(self.tokens)
+
+    def _behind(self, state: int, count: int, ahead: Sequence[int]) -> list[int]:
+        return self._copy(self.first[state] + 1, count, ahead)
+
+
+class _BoundedSuffixes(Suffixes):
+    """`Suffixes` of up to `longest` tokens, with a mark per state for all of up to `bound`.
 
     All suffixes of a sequence that repeats itself are as many states as it has tokens, so marks of
     unbounded suffixes would cost O(n) a token. `held` is the state of the longest bounded one.
     """
 
-    def __init__(self, bound: int):
+    beyond = 0  # tokens by which `bound` is longer
+
+    def __init__(self, longest: int = LONGEST):
         super().__init__()
-        self.bound, self.held = bound, 0
+        self.longest, self.bound, self.held = longest, longest + self.beyond, 0
         self.marks = [0]  # per state
 
     def _add(self, token: int) -> None:
@@ -134,11 +141,9 @@ class _BoundedSuffixes(FirstSuffixes):
         super()._split(state, length)
         self.marks.append(self.marks[state])
 
-    def _end(self, ahead: Sequence[int], bound: int) -> tuple[int, int]:
-        """The state of the longest suffix of up to `bound` tokens, `ahead` included, that occurs in
-        the sequence, and the length of that suffix."""
+    def _end(self, ahead: Sequence[int]) -> tuple[int, int]:
         state, length = self._follow(self.held, ahead)
-        return self._trim(state, bound), min(length, bound)
+        return self._trim(state, self.longest), min(length, self.longest)
 
     def _trim(self, state: int, length: int) -> int:
         """Return the state, `state` or one down its links, of its suffixes of up to `length`."""
@@ -151,9 +156,6 @@ class _BoundedSuffixes(FirstSuffixes):
 class RecentSuffixes(_BoundedSuffixes):
     """`Suffixes` of up to `longest` tokens by most recent occurrence: what prompt lookup copies."""
 
-    def __init__(self, longest: int = LONGEST):
-        super().__init__(longest)
-
     def _add(self, token: int) -> None:
         # A position becomes one to copy from when a token follows it. A mark is where that token
         # is: 0 for suffixes that have not occurred before.
@@ -163,16 +165,9 @@ class RecentSuffixes(_BoundedSuffixes):
             state = self.link[state]
         super()._add(token)
 
-    def continuations(
-        self, count: int, shortest: int = 1, ahead: Sequence[int] = ()
-    ) -> Iterator[list[int]]:
-        (state, length), looked = self._end(ahead, self.bound), 0
-        while state > 0 and looked < LOOKED and min(length, self.length[state]) >= shortest:
-            start = self.marks[state]
-            if start:
-                looked += 1
-                yield self._copy(start, count, ahead)
-            state = self.link[state]
+    def _behind(self, state: int, count: int, ahead: Sequence[int]) -> list[int]:
+        start = self.marks[state]
+        return self._copy(start, count, ahead) if start else []
 
 
 class FrequentSuffixes(_BoundedSuffixes):
@@ -182,9 +177,7 @@ class FrequentSuffixes(_BoundedSuffixes):
     most often; of equals, the one that did first.
     """
 
-    def __init__(self, longest: int = LONGEST):
-        super().__init__(longest + 1)  # marks are counts of a suffix and the token behind it
-        self.longest = longest
+    beyond = 1  # marks are counts of a suffix and the token behind it
 
     def _add(self, token: int) -> None:
         super()._add(token)
@@ -193,17 +186,7 @@ class FrequentSuffixes(_BoundedSuffixes):
             self.marks[state] += 1
             state = self.link[state]
 
-    def continuations(
-        self, count: int, shortest: int = 1, ahead: Sequence[int] = ()
-    ) -> Iterator[list[int]]:
-        (state, length), looked = self._end(ahead, self.longest), 0
-        while state > 0 and looked < LOOKED and min(length, self.length[state]) >= shortest:
-            if self.follow[state]:
-                looked += 1
-                yield self._walk(state, count)
-            state = self.link[state]
-
-    def _walk(self, state: int, count: int) -> list[int]:
+    def _behind(self, state: int, count: int, ahead: Sequence[int]) -> list[int]:
         walked = []
         while len(walked) < count and self.follow[state]:
             token, state = self._favourite(state)

@@ -92,11 +92,6 @@ def _load_table(recipe: Recipe, target: Target, run: Path) -> MaxGramTable:
     return load_table(folder, target.name, target.vocab_size, tokenizer)
 
 
-def _load_cascade(recipe: Recipe, target: Target, run: Path) -> tuple[Target, ...]:
-    names = recipe.cascade.students
-    return tuple(load_student(name, None, target, key="cascade.students") for name in names)
-
-
 KINDS: dict[str, Kind] = {
     "head": Kind(
         "a trained head; train one first",
@@ -128,21 +123,11 @@ KINDS: dict[str, Kind] = {
     ),
     "cascade": Kind(
         "at least one student; train one, or name some in cascade.students",
-        load=_load_cascade,
+        load=lambda recipe, target, run: tuple(
+            load_student(name, None, target, key="cascade.students")
+            for name in recipe.cascade.students
+        ),
         problems=_without_cascade,
     ),
 }
 CARDS = {name: kind.card for name, kind in KINDS.items() if kind.card}
-
-
-def load_kinds(kinds: Collection[str], recipe: Recipe, target: Target, run: Path) -> Trained:
-    """Load some kinds from the folder of a run, or from where the recipe says.
-
-    Raises HeadError, TargetError.
-    """
-    own = "cascade" in kinds and recipe.cascade.students is None
-    wanted = {*kinds, "student"} - {"cascade"} if own else kinds
-    found = {name: kind.load(recipe, target, run) for name, kind in KINDS.items() if name in wanted}
-    if own:
-        found["cascade"] = (found["student"],)
-    return Trained(**found)

@@ -9,6 +9,7 @@ Shapes: D depths, W = WIDTH ranks.
 """
 
 import heapq
+from math import prod
 
 import torch
 from torch import Tensor
@@ -69,10 +70,7 @@ def medusa_rank_shares(
 
 def probability(shares: Tensor, path: tuple[int, ...]) -> float:
     """Probability that a path of ranks is accepted to its end."""
-    value = 1.0
-    for depth, rank in enumerate(path):
-        value *= float(shares[depth, rank])
-    return value
+    return prod(float(shares[depth, rank]) for depth, rank in enumerate(path))
 
 
 def best_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
@@ -86,10 +84,8 @@ def best_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
         chosen.append(path)
         *parent, rank = path
         if rank + 1 < shares.shape[1] and shares[len(parent), rank] > 0:
-            sibling = (
-                value / float(shares[len(parent), rank]) * float(shares[len(parent), rank + 1])
-            )
-            heapq.heappush(heap, (sibling, (*parent, rank + 1)))
+            own, next_best = shares[len(parent), rank : rank + 2].tolist()
+            heapq.heappush(heap, (value / own * next_best, (*parent, rank + 1)))
         if len(path) < len(shares):
             heapq.heappush(heap, (value * float(shares[len(path), 0]), (*path, 0)))
     return chosen

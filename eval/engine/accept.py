@@ -23,6 +23,7 @@ Shapes: V vocabulary. Probabilities are float64.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Literal, Protocol
 
 import torch
@@ -72,22 +73,63 @@ def sample_and_walk(tree: Tree, tokens: Sequence[int], p: TargetProbs, chance: C
     return walk(tree.topology, tokens, lambda node: chance.choice(p(node)))
 
 
-def recursive(tree: Tree, tokens: Sequence[int], p: TargetProbs, chance: Chance) -> Accepted:
+def _among_siblings(choose: Callable[[Tensor, Tensor, list[int], Chance], int]) -> Rule:
+    """The rule for trees that `choose(p, q, siblings, chance)` makes: it names the token after a
+    node with these drafted children."""
+
+    @wraps(choose)
+    def rule(tree: Tree, tokens: Sequence[int], p: TargetProbs, chance: Chance) -> Accepted:
+        _check(choose.__name__, tree)
+
+        def pick(node: int) -> int:
+            law, siblings = p(node), [tokens[child] for child in tree.topology.children[node]]
+            if not siblings:
+                return chance.choice(law)
+            return choose(law, tree.draws.after(node).to(law.device), siblings, chance)
+
+        return walk(tree.topology, tokens, pick)
+
+    return rule
+
+
+@_among_siblings
+def recursive(p: Tensor, q: Tensor, siblings: list[int], chance: Chance) -> int:
     """Recursive rejection sampling of siblings without replacement (RSD, Theorem 3.1)."""
-    return _descend("recursive", _recursive, tree, tokens, p, chance)
+    for token in siblings:
+        if chance.accept(_ratio(p[token], q[token])):
+            return token
+        p, q = _residual(p, q), q.clone()
+        q[token] = 0
+        if not q.any():
+            break  # nothing was left to draw: what else is drafted are candidates for the walk
+        q /= q.sum()
+    return chance.choice(p)
 
 
-def multistep(tree: Tree, tokens: Sequence[int], p: TargetProbs, chance: Chance) -> Accepted:
+@_among_siblings
+def multistep(p: Tensor, q: Tensor, siblings: list[int], chance: Chance) -> int:
     """Multi-step rejection of i.i.d. siblings (SpecInfer, Algorithm 2)."""
-    return _descend("multistep", _multistep, tree, tokens, p, chance)
+    for token in siblings:
+        if chance.accept(_ratio(p[token], q[token])):
+            return token
+        p = _residual(p, q)
+    return chance.choice(p)
 
 
-def kseq(tree: Tree, tokens: Sequence[int], p: TargetProbs, chance: Chance) -> Accepted:
+@_among_siblings
+def kseq(p: Tensor, q: Tensor, siblings: list[int], chance: Chance) -> int:
     """K-SEQ among i.i.d. siblings (SpecTr, Algorithm 2), with the smallest rho that is exact.
 
     The residual may fall on a sibling that was refused; the walk follows it, where the paper stops.
     """
-    return _descend("kseq", _kseq, tree, tokens, p, chance)
+    rho = _rho(p, q, len(siblings))
+    for token in siblings:
+        if chance.accept(_ratio(p[token], rho * q[token])):
+            return token
+    taken = torch.minimum(q, p / rho)  # law of one trial's accepted token, of mass beta
+    beta = float(taken.sum())
+    trials = (1 - (1 - beta) ** len(siblings)) / beta if beta > 0 else 0.0
+    return chance.choice(_residual(p, taken * trials))
 
 
 def block(tree: Tree, tokens: Sequence[int], p: TargetProbs, chance: Chance) -> Accepted:
@@ -163,57 +205,6 @@ def _check(name: str, tree: Tree) -> None:
         return
     wanted = f"a {'chain' if needed.chain_only else 'tree'} drawn {needed.drafts}"
     raise ValueError(f"rule {name!r} needs {wanted}, not {made}; rule 'walk' takes any draft")
-
-
-def _descend(
-    name: str,
-    rule: Callable[[Tensor, Tensor, list[int], Chance], int],
-    tree: Tree,
-    tokens: Sequence[int],
-    p: TargetProbs,
-    chance: Chance,
-) -> Accepted:
-    """Walk the tree, with `rule(p, q, siblings, chance)` naming the token after each node."""
-    _check(name, tree)
-
-    def pick(node: int) -> int:
-        law, siblings = p(node), [tokens[child] for child in tree.topology.children[node]]
-        if not siblings:
-            return chance.choice(law)
-        return rule(law, tree.draws.after(node).to(law.device), siblings, chance)
-
-    return walk(tree.topology, tokens, pick)
-
-
-def _recursive(p: Tensor, q: Tensor, siblings: list[int], chance: Chance) -> int:
-    for token in siblings:
-        if chance.accept(_ratio(p[token], q[token])):
-            return token
-        p, q = _residual(p, q), q.clone()
-        q[token] = 0
-        if not q.any():
-            break  # nothing was left to draw: what else is drafted are candidates for the walk
-        q /= q.sum()
-    return chance.choice(p)
-
-
-def _multistep(p: Tensor, q: Tensor, siblings: list[int], chance: Chance) -> int:
-    for token in siblings:
-        if chance.accept(_ratio(p[token], q[token])):
-            return token
-        p = _residual(p, q)
-    return chance.choice(p)
-
-
-def _kseq(p: Tensor, q: Tensor, siblings: list[int], chance: Chance) -> int:
-    rho = _rho(p, q, len(siblings))
-    for token in siblings:
-        if chance.accept(_ratio(p[token], rho * q[token])):
-            return token
-    taken = torch.minimum(q, p / rho)  # law of one trial's accepted token, of mass beta
-    beta = float(taken.sum())
-    trials = (1 - (1 - beta) ** len(siblings)) / beta if beta > 0 else 0.0
-    return chance.choice(_residual(p, taken * trials))
 
 
 def _rho(p: Tensor, q: Tensor, count: int) -> float:

@@ -8,19 +8,18 @@ accepted and one bonus token.
 Shapes: A newly cached tokens of a row, N packed tokens of all rows, H hidden.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from specdraft.eval.engine.accept import RULES
-from specdraft.eval.engine.admission import check_request
 from specdraft.eval.engine.batch import RowInput, pack, row_inputs, schedule
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.fallback import Fallback
 from specdraft.eval.engine.packed import PackedTarget
-from specdraft.eval.engine.request import Completion, Request, Step, Update
+from specdraft.eval.engine.request import Completion, Request, Step, Update, check_request
 from specdraft.eval.engine.row import Row
 from specdraft.eval.engine.timing import Stopwatch, Timing
 from specdraft.eval.engine.transfer import upload
@@ -43,6 +42,8 @@ class Decoder:
     the others' drafts, at most `prefill` prompt tokens a step.
     """
 
+    packing: Callable[[Target, int, int], PackedTarget] = PackedTarget  # of rows and capacity
+
     def __init__(
         self,
         target: Target,
@@ -54,14 +55,11 @@ class Decoder:
         if prefill < 1:
             raise ValueError(f"prefill is {prefill}; at least one prompt token a step")
         self.target, self.drafter, self.prefill = target, drafter, prefill
-        self.packed = self._pack_target(target, rows, capacity)
+        self.packed = self.packing(target, rows, capacity)
         self.rows: list[Row | None] = [None] * rows
         self.timing = Timing()
         self._fallback = Fallback()
         self._no_draft = Tree.empty(target.device)
-
-    def _pack_target(self, target: Target, rows: int, capacity: int) -> PackedTarget:
-        return PackedTarget(target, rows, capacity)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Decode all requests; yield each when it is finished, the refused ones too."""
@@ -184,8 +182,7 @@ class Decoder:
         row.steps.append(step)
         completion = None
         if len(fresh) == count:
-            done = (row.index, row.tokens, row.steps, reason)
-            completion = Completion(*done, fallback=row.fallback)
+            completion = Completion(row.index, row.tokens, row.steps, reason, None, row.fallback)
         return Update(row.index, fresh, [step], completion)
 
 

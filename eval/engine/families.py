@@ -64,8 +64,7 @@ class Call:
 
 def check_supported(target: Target) -> None:
     """Raise TargetError, with the reason, for a target whose configuration rules it out."""
-    reason = _unsupported(target)
-    if reason:
+    if reason := _unsupported(target):
         raise _refusal(target, reason)
 
 
@@ -130,12 +129,8 @@ def _probe(module, query, key, value, attention_mask, scaling=None, probe=None, 
         used = tuple(n for n, value in options.items() if n not in HARMLESS and value is not None)
         layer = getattr(module, "layer_idx", None)
         probe(Call(layer, key.device, key.shape, value.shape, used))
-    return _placeholder(query, value), None
-
-
-def _placeholder(query: Tensor, value: Tensor) -> Tensor:
-    """An attention output [1, T, heads, D] of the right shape; its values are never looked at."""
-    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    # [1, T, heads, D], as an attention's output; its values are never looked at.
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def check_positions(target: Target, capacity: int) -> None:
@@ -146,9 +141,8 @@ def check_positions(target: Target, capacity: int) -> None:
     """
     limit = position_limit(target)
     if limit is not None and capacity > limit:
-        rope = getattr(target.config.get_text_config(), "rope_parameters", None)
         kind = "positions it has learned"
-        if rope:
+        if rope := getattr(target.config.get_text_config(), "rope_parameters", None):
             kind = f"positions before its {rope['rope_type']} rotary frequencies change"
         raise _refusal(
             target,

@@ -1,6 +1,6 @@
 """One preallocated KV cache for many rows, each with its own length (EMS-SD's unpadded KV).
 
-EMS-SD (arXiv 2405.07542), "unpad KV": every row writes at its own offset into its own read_rows, so
+EMS-SD (arXiv 2405.07542), "unpad KV": every row writes at its own offset into its own region, so
 rows that accepted different numbers of tokens need no padding between them.
 
 A row of 3 tokens has read a tree of 4 nodes behind them; `keep(row, [0, 2, 3])` moves two slots:

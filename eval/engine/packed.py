@@ -149,9 +149,7 @@ class Group:
             if segment.bias is not CAUSAL:
                 place[:, : segment.stop] = segment.bias
             elif segment.is_causal:
-                place[:, : segment.stop].masked_fill_(
-                    _later(segment.count, mask.device), -torch.inf
-                )
+                hide_later(place[:, : segment.stop])
         return mask
 
     def attend(self, layer: int, query: Tensor, output: Tensor, options: dict) -> None:
@@ -177,8 +175,9 @@ class Group:
         output[0, :, part] = attended
 
 
-def _later(count: int, device: torch.device) -> Tensor:
-    return torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
+def hide_later(bias: Tensor) -> None:
+    """Hide from each token of a chain [T, T] those behind it."""
+    bias.masked_fill_(torch.ones_like(bias, dtype=torch.bool).triu_(1), -torch.inf)
 
 
 def _attention_groups(
@@ -236,12 +235,7 @@ class PackedTarget:
         view.config._attn_implementation = ATTENTION
         self.base = view.base_model
         self.target = target
-        self.pool = KVPool(
-            **vars(geometry),
-            rows=rows,
-            capacity=capacity,
-            dtype=target.dtype,
-        )
+        self.pool = KVPool(**vars(geometry), rows=rows, capacity=capacity, dtype=target.dtype)
         self.inputs = 0  # tokens that the linear layers saw in the last forward, pads included
 
         def bias(topology: Topology) -> TreeBias:

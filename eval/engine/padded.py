@@ -9,6 +9,7 @@ Outputs are the same as without pads, since pads are hidden from every real toke
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from specdraft.eval.engine.batch import RowInput
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
-from specdraft.eval.engine.packed import PackedTarget, Segment
+from specdraft.eval.engine.packed import PackedTarget, Segment, hide_later
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology
 from specdraft.eval.engine.verdict import Verdict
@@ -85,8 +86,7 @@ class PaddedTarget(PackedTarget):
         if segment.bias is not None:
             mine.copy_(segment.bias)
         elif segment.is_causal:
-            later = torch.ones_like(mine, dtype=torch.bool).triu_(1)
-            mine.masked_fill_(later, float("-inf"))
+            hide_later(mine)
         return Segment(row, segment.start, count, bias)
 
     def _open(self, count: int, stop: int) -> Tensor:
@@ -107,11 +107,8 @@ class PaddedDecoder(Decoder):
         pad_kv: bool = True,
         pad_inputs: bool = True,
     ):
-        self._pads = pad_kv, pad_inputs
+        self.packing = partial(PaddedTarget, pad_kv=pad_kv, pad_inputs=pad_inputs)
         super().__init__(target, drafter, rows, capacity, prefill=rows * capacity)
-
-    def _pack_target(self, target: Target, rows: int, capacity: int) -> PaddedTarget:
-        return PaddedTarget(target, rows, capacity, *self._pads)
 
     def _verify(self, inputs: list[RowInput]) -> tuple[Tensor, list[Verdict | None]]:
         self.packed.align()

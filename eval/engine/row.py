@@ -1,11 +1,11 @@
 """A running request: what is committed, what the target has read of it, and when it ends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
 from specdraft.eval.engine.request import Request, Step
-from specdraft.eval.engine.stop import tokens_until_stop
 
 
 @dataclass(slots=True)
@@ -49,3 +49,23 @@ class Row:
             if eos <= count:
                 count, reason = eos, "eos"
         return count, reason
+
+
+def tokens_until_stop(
+    tokenizer: PreTrainedTokenizerBase, known: list[int], fresh: list[int], stop: Sequence[str]
+) -> int | None:
+    """Number of fresh tokens up to the one that completes a stop string; None where none does.
+
+    Depends on the tokens alone, not on how many came in one step. A token is at least one byte of
+    text unless it is special, so a bounded tail of the known ones is enough.
+    """
+    tail = known[-4 * max(map(len, stop)) - 8 :]
+    before = _count(tokenizer.decode(tail), stop)
+    if _count(tokenizer.decode(tail + fresh), stop) == before:
+        return None
+    counts = range(1, len(fresh) + 1)
+    return next(n for n in counts if _count(tokenizer.decode(tail + fresh[:n]), stop) > before)
+
+
+def _count(text: str, stop: Sequence[str]) -> int:
+    return sum(text.count(word) for word in stop)

@@ -12,7 +12,7 @@ from specdraft.data.server import Server
 from specdraft.data.store.feature_cache import Announce, Features, build_features
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.tokens import TokenCache, build_tokens
-from specdraft.eval.drafters.registry import Setup, load_drafters, make_drafter
+from specdraft.eval.drafters.registry import Setup, load_trained, make_drafter
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
@@ -57,7 +57,7 @@ class Answers:
         """What the drafter drafts with; only loaded when there is something to answer."""
         data = self.recipe.data
         folder = Path(data.drafter_run or self.recipe.output.dir)
-        return load_drafters([data.drafter], self.recipe, self.target, folder)
+        return load_trained(self.recipe, self.target, [data.drafter], folder)
 
     def _drafter(self, capacity: int) -> Drafter | None:
         data = self.recipe.data

@@ -85,11 +85,10 @@ def read_call(
     """
     _check_config(config)
     prompts = _prompts(input_ids, arguments)
-    eos = [c.eos_token_id.tolist() for c in criteria if type(c) is EosTokenCriteria]
-    eos_ids = [token for ids in eos for token in ids]
-    settings = _sampling(processors, config.do_sample)
+    ends = (c.eos_token_id.tolist() for c in criteria if type(c) is EosTokenCriteria)
+    eos_ids = [token for ids in ends for token in ids]
+    settings = _sampling(processors, config.do_sample) | {"eos_ids": frozenset(eos_ids)}
     new_tokens = criteria.max_length - input_ids.shape[1]
-    settings |= {"eos_ids": frozenset(eos_ids)}
     requests = [Request(prompt, new_tokens, **settings) for prompt in prompts]
     if config.do_sample:
         seeds = torch.randint(2**63 - 1, (len(requests),)).tolist()

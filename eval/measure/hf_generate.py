@@ -131,9 +131,5 @@ def _sampling(request: Request) -> dict:
     if request.temperature == 0.0:
         return {"do_sample": False}
     torch.manual_seed(request.seed)
-    return {
-        "do_sample": True,
-        "temperature": request.temperature,
-        "top_k": request.top_k,
-        "top_p": request.top_p,
-    }
+    settings = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p")}
+    return {"do_sample": True} | settings

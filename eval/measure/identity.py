@@ -44,10 +44,7 @@ def first_difference(
 
 
 def differences(
-    target: Target,
-    prompts: Sequence[Prompt],
-    plain: Sequence[list[int]],
-    ours: Sequence[list[int]],
+    target: Target, prompts: Sequence[Prompt], plain: Sequence[list[int]], ours: Sequence[list[int]]
 ) -> list[tuple[Prompt, Difference]]:
     """Return every prompt whose output is not plain decoding's, with where it leaves it."""
     found = [

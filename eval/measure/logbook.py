@@ -39,9 +39,8 @@ class Logbook:
         if head and changed:
             self.note = f"{self.path} is of another {', '.join(changed)}: starting afresh"
         elif self.rounds:
-            self.note = (
-                f"{self.path} has {len(self.rounds)} turns of this benchmark: going on there"
-            )
+            known = len(self.rounds)
+            self.note = f"{self.path} has {known} turns of this benchmark: going on there"
         self.file = self.path.open("w" if changed else "a", encoding="utf-8")
         if changed:
             self.rounds = {}

@@ -85,6 +85,7 @@ from specdraft.recipes.schema import Recipe
 
 REFERENCE = "plain"  # what outputs are compared with
 BASES = {"speedup": REFERENCE, "speedup_over_generate": "generate"}
+NOT_COMPARED = {"identical": None, "near_ties": None, "differences": []}
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Measurement:
         for name in failed:
             done = [n for n, part in enumerate(self.outcomes[name]) if not part.failure]
             some = self.of([*bases, name], done) if done else None
-            rows[name] = some._figures()[-1] if some else self._nothing(name)
+            nothing = self._setting(name) | {"outputs": 0} | NOT_COMPARED | {"categories": []}
+            rows[name] = some._figures()[-1] if some else nothing
         return [rows[name] | failures_of(self.parts(name)) for name in self.outcomes]
 
     def of(self, names: Sequence[str], numbers: Collection[int] | None = None) -> "Measurement":
@@ -131,9 +133,8 @@ class Measurement:
         rows = []
         for name, parts in self.outcomes.items():
             models = self.trained.networks(needs(name))
-            costs = Costs(
-                parameter_share(parts, models, self.target.model), measured_cost(parts, plain_ms)
-            )
+            share = parameter_share(parts, models, self.target.model)
+            costs = Costs(share, measured_cost(parts, plain_ms))
             row = self._setting(name) | self._identity(name) | counts(parts, costs) | padding(parts)
             row |= times(parts, row["tokens"]) | macro(self.prompts, parts)
             rows.append(row | {"categories": by_category(self.prompts, parts)})
@@ -146,10 +147,6 @@ class Measurement:
                 base = by_name.get(name)
                 row[key] = row["tokens_per_second"] / base["tokens_per_second"] if base else None
         return rows
-
-    def _nothing(self, name: str) -> dict:
-        none = {"outputs": 0, "identical": None, "near_ties": None, "differences": []}
-        return self._setting(name) | none | {"categories": []}
 
     def _setting(self, name: str) -> dict:
         settings = self.recipe.eval
@@ -169,7 +166,7 @@ class Measurement:
         fault."""
         sampled = self.recipe.eval.temperature > 0
         if REFERENCE not in self.outcomes or (sampled and rule_of(name, self.recipe) != GUMBEL):
-            return {"identical": None, "near_ties": None, "differences": []}
+            return NOT_COMPARED
         plain, ours = self.tokens(REFERENCE), self.tokens(name)
         found = differences(self.target, self.prompts, plain, ours)
         return {

@@ -43,7 +43,7 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
     def expected(cost: float | None) -> float | None:
         return None if cost is None or not rates else ewif(rates, drafter_forwards / drafts * cost)
 
-    drafted_depth = sum(step.depth for step in steps)
+    drafted_depth, accepted = sum(s.depth for s in steps), sum(s.accepted for s in steps)
     return {
         "outputs": len(completions),
         "tokens": tokens,
@@ -53,9 +53,7 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
         "acceptance_rate": (ratio - 1) / ratio,
         "acceptance_by_depth": rates,
         "acceptance_by_node": acceptance_by_node(steps),
-        "matchness": sum(step.accepted for step in steps) / drafted_depth
-        if drafted_depth
-        else None,
+        "matchness": accepted / drafted_depth if drafted_depth else None,
         "graph_success": sum(step.copied > 0 for step in steps) / len(steps),
         "drafted_per_step": sum(step.drafted - step.copies for step in steps) / len(steps),
         "verified_per_step": sum(step.drafted for step in steps) / len(steps),
@@ -106,9 +104,8 @@ def times(outcomes: Sequence[Outcome], tokens: int) -> dict:
     Where batches were decoded again and again, the first of all batches are the first repeat.
     """
     seconds = sum(outcome.seconds for outcome in outcomes)
-    forwards = sum(outcome.timing.forwards for outcome in outcomes)
     draft = sum(outcome.drafter_seconds for outcome in outcomes)
-    verify = sum(outcome.timing.verify for outcome in outcomes)
+    verify, forwards = _total(outcomes, "verify"), _total(outcomes, "forwards")
     phases = {"draft": draft, "verify": verify, "overhead": seconds - draft - verify}
     phases = {f"{name}_ms_per_step": 1e3 * value / forwards for name, value in phases.items()}
     repeats = zip(*(outcome.tries for outcome in outcomes), strict=True)
@@ -119,11 +116,13 @@ def times(outcomes: Sequence[Outcome], tokens: int) -> dict:
 
 def padding(outcomes: Sequence[Outcome]) -> dict:
     """Pads per real token in inputs and in the cache, over all forwards; None where not ours."""
-    inputs = sum(outcome.timing.inputs for outcome in outcomes)
-    cached = sum(outcome.timing.cached for outcome in outcomes)
-    input_pads = sum(outcome.timing.input_pads for outcome in outcomes)
-    cache_pads = sum(outcome.timing.cache_pads for outcome in outcomes)
+    inputs, cached = _total(outcomes, "inputs"), _total(outcomes, "cached")
     return {
-        "padding_ratio_inputs": input_pads / inputs if inputs else None,
-        "padding_ratio_kv": cache_pads / cached if cached else None,
+        "padding_ratio_inputs": _total(outcomes, "input_pads") / inputs if inputs else None,
+        "padding_ratio_kv": _total(outcomes, "cache_pads") / cached if cached else None,
     }
+
+
+def _total(outcomes: Sequence[Outcome], name: str) -> float:
+    """The sum of a field of `Timing`."""
+    return sum(getattr(outcome.timing, name) for outcome in outcomes)

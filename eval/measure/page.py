@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,9 @@ def render(report: dict, sections: list[dict], across: list[Plot]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"svg": to_svg, "figure": _figure}
-    environment.filters |= {"draft_lines": draft_lines, "hash": _hash}
-    environment.filters |= {
-        "trouble": failure_counts,
-        "reasons": failure_reasons,
-        "category": _category,
-    }
+    environment.filters |= {"svg": to_svg, "figure": _figure, "hash": _hash}
+    environment.filters |= {"draft_lines": draft_lines, "category": _category}
+    environment.filters |= {"trouble": failure_counts, "reasons": failure_reasons}
     template = Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
     recipe = report.get("recipe", {})
     return environment.from_string(template).render(
@@ -87,10 +84,7 @@ def render(report: dict, sections: list[dict], across: list[Plot]) -> str:
 
 def _settings(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs that can be compared: of one prompt set, temperature and batch size."""
-
-    def setting(run: Run) -> tuple:
-        return run["prompt_set"], run["temperature"], run["batch_size"]
-
+    setting = itemgetter("prompt_set", "temperature", "batch_size")
     return [list(group) for _, group in groupby(sorted(runs, key=setting), setting)]
 
 
@@ -101,10 +95,10 @@ def _best(runs: Sequence[Run]) -> Run | None:
 
 def _section(runs: list[Run], every: Sequence[Run]) -> dict:
     """What the page shows of one setting. Columns that no run has a figure for are left out."""
-    colours = method_colours(list(dict.fromkeys(run["method"] for run in every)))
+    colours = method_colours(run["method"] for run in every)
     columns = [key for key in COLUMNS if any(run.get(key) is not None for run in runs)]
-    categories = [e["category"] for run in runs for e in run.get("categories", [])]
-    categories = list(dict.fromkeys(categories))
+    entries = [entry for run in runs for entry in run.get("categories", [])]
+    categories = list(dict.fromkeys(entry["category"] for entry in entries))
     return {
         "prompts": _prompts(runs[0]),
         "runs": runs,
@@ -118,15 +112,10 @@ def _section(runs: list[Run], every: Sequence[Run]) -> dict:
 def _plots(runs: list[Run], colours: dict[str, str]) -> list[Plot]:
     first = runs[0]
     tag = _slug(f"{_prompts(first)}-t{first['temperature']:g}-b{first['batch_size']}")
-    speeds = {run["method"]: run["speedup"] for run in runs if run.get("speedup")}
-    repeats = {run["method"]: run["speedup_repeats"] for run in runs if run.get("speedup_repeats")}
+    speeds, lengths = _by_method(runs, "speedup"), _by_method(runs, "tokens_per_step")
+    repeats, rates = _by_method(runs, "speedup_repeats"), _by_method(runs, "acceptance_by_depth")
     spreads = {method: (min(values), max(values)) for method, values in repeats.items()}
-    lengths = {run["method"]: run["tokens_per_step"] for run in runs if run["outputs"]}
-    depths = {
-        run["method"]: dict(enumerate(run["acceptance_by_depth"], start=1))
-        for run in runs
-        if run.get("acceptance_by_depth")
-    }
+    depths = {method: dict(enumerate(values, start=1)) for method, values in rates.items()}
     times = {
         run["method"]: {name: run[f"{key}_per_step"] for name, key in PHASES.items()}
         for run in runs
@@ -143,12 +132,16 @@ def _plots(runs: list[Run], colours: dict[str, str]) -> list[Plot]:
         plots.append(curves(f"depth-{tag}", title, depths, colours, "depth", highest=1.0))
     if times:
         plots.append(stacks(f"time-{tag}", "Milliseconds per step", times))
-    for run in runs:
-        nodes = run.get("acceptance_by_node") or []
+    for method, nodes in _by_method(runs, "acceptance_by_node").items():
         if any(node["path"][-1] > 0 for node in nodes):  # a chain is its curve by depth
-            title = f"Tree of {run['method']}: how often a node is accepted"
-            plots.append(node_tree(_slug(f"tree-{run['method']}-{tag}"), title, nodes))
+            title = f"Tree of {method}: how often a node is accepted"
+            plots.append(node_tree(_slug(f"tree-{method}-{tag}"), title, nodes))
     return plots
+
+
+def _by_method(runs: Sequence[Run], key: str) -> dict[str, Any]:
+    """A figure of every run that has it."""
+    return {run["method"]: run[key] for run in runs if run.get(key)}
 
 
 def _batch_curves(runs: Sequence[Run]) -> list[Plot]:
@@ -157,7 +150,7 @@ def _batch_curves(runs: Sequence[Run]) -> list[Plot]:
     def setting(run: Run) -> tuple:
         return _prompts(run), run["temperature"]
 
-    colours = method_colours(list(dict.fromkeys(run["method"] for run in runs)))
+    colours = method_colours(run["method"] for run in runs)
     plots = []
     for (prompts, temperature), group in groupby(sorted(runs, key=setting), setting):
         series: dict[str, dict[int, float]] = {}

@@ -4,10 +4,11 @@ A canvas is 360 units wide, so that its text can be read on a phone. Every figur
 its mark as text, as in report.json but rounded.
 """
 
-import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from itertools import cycle
 from pathlib import Path
 
 from specdraft.eval.engine.tree import Topology
@@ -190,9 +191,9 @@ def _rows(tree: Topology) -> list[int]:
     return rows
 
 
-def method_colours(methods: Sequence[str]) -> dict[str, str]:
-    """The same colour for a method in every plot of a report."""
-    return {method: COLOURS[n % len(COLOURS)] for n, method in enumerate(methods)}
+def method_colours(methods: Iterable[str]) -> dict[str, str]:
+    """The same colour for a method, however often it is named, in every plot of a report."""
+    return dict(zip(dict.fromkeys(methods), cycle(COLOURS), strict=False))
 
 
 def _heat(share: float) -> str:
@@ -227,8 +228,8 @@ def to_svg(plot: Plot) -> str:
     """Return a plot as an SVG element; every text in it is escaped."""
     shapes = "\n".join(_svg(shape) for shape in plot.shapes)
     return (
-        f'<svg viewBox="0 0 {WIDTH} {plot.height:.0f}" role="img" data-plot="{_escape(plot.name)}" '
-        f'aria-label="{_escape(plot.title)}">\n{shapes}\n</svg>'
+        f'<svg viewBox="0 0 {WIDTH} {plot.height:.0f}" role="img" data-plot="{escape(plot.name)}" '
+        f'aria-label="{escape(plot.title)}">\n{shapes}\n</svg>'
     )
 
 
@@ -246,15 +247,11 @@ def _svg(shape: Shape) -> str:
             return f'<circle {place} fill="{colour}">{_tip(tip)}</circle>'
         case Label(x, y, text, anchor, colour, size):
             style = f'text-anchor="{anchor}" fill="{colour}" font-size="{size}"'
-            return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{_escape(text)}</text>'
+            return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
 
 
 def _tip(text: str) -> str:
-    return f"<title>{_escape(text)}</title>" if text else ""
-
-
-def _escape(text: str) -> str:
-    return html.escape(text, quote=True)
+    return f"<title>{escape(text)}</title>" if text else ""
 
 
 def write_png(plot: Plot, folder: Path) -> Path:

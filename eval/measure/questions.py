@@ -27,15 +27,9 @@ def expand_turns(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> l
     played = [[prompt] for prompt in prompts]
     first = [0, *accumulate(1 + len(prompt.later) for prompt in prompts)]  # place among all turns
     while waiting := [n for n, turns in enumerate(played) if turns[-1].later]:
-        requests = [
-            make_request(
-                recipe.eval,
-                played[n][-1].input_ids,
-                first[n] + len(played[n]) - 1,
-                recipe.eval.max_new_tokens,
-            )
-            for n in waiting
-        ]
+        numbered = ((played[n][-1].input_ids, first[n] + len(played[n]) - 1) for n in waiting)
+        length = recipe.eval.max_new_tokens
+        requests = [make_request(recipe.eval, *prompt, length) for prompt in numbered]
         for n, answer in zip(waiting, _answers(recipe, target, requests), strict=True):
             played[n].append(next_turn(recipe, target.tokenizer, played[n][-1], answer))
     return [prompt for turns in played for prompt in turns]

@@ -62,8 +62,8 @@ def print_curves(runs: Sequence[dict], console: Console | None = None) -> None:
     settings: dict[str, dict[str, dict[int, dict]]] = {}
     for run in runs:
         setting = f"{run['prompt_set']}, temperature {run['temperature']}"
-        by_size = settings.setdefault(setting, {}).setdefault(run["method"], {})
-        by_size[run["batch_size"]] = run
+        methods = settings.setdefault(setting, {})
+        methods.setdefault(run["method"], {})[run["batch_size"]] = run
     console = console or Console()
     for setting, methods in settings.items():
         console.print(f"x plain decoding, by batch size: {setting}")

@@ -27,9 +27,9 @@ STRATEGIES = {
     "ssd": (SSD, {"gamma": 4, "theta": 0.3}),
     "tsd": (TSD, {"depth": 4} | LOW),
     "tsd drop": (TSD, {"depth": 4, "theta_prob": 0.1, "drop_siblings": True, "nodes": 20}),
-    "gsd": (GSD, {"depth": 4, "tau": 1} | LOW),
+    "gsd": (GSD, {"depth": 4, "tau": 1, "copies": 100} | LOW),
     "gsd tau=2": (GSD, {"depth": 5, "tau": 2, "copies": 9} | LOW),
-    "gsd tau=0": (GSD, {"depth": 5, "tau": 0} | LOW),
+    "gsd tau=0": (GSD, {"depth": 5, "tau": 0, "copies": 100} | LOW),
     "branching": (Branching, {"branching": (3, 2, 1)}),
     "chains": (Branching, {"branching": (3, 1, 1)}),
     "beam": (StochasticBeam, {"depth": 4, "width": 3}),
@@ -286,4 +286,4 @@ def test_every_method_with_a_student_has_its_drafter(target):
         "ssd": 3, "tsd": 50, "gsd": 150, "rsd_c": 4, "rsd_s": 9, "specinfer": 4, "spectr": 6
     }  # fmt: skip
     with pytest.raises(ValueError, match="factors of at least 1"):
-        Branching(target, branching=())
+        Branching(target, 1, 128, branching=())
