@@ -2,11 +2,12 @@
 
 Max-Gram (CS Drafting, arXiv 2312.11462) copies what followed the first occurrence of the longest
 suffix that occurs earlier in prompt or generation; where the copy runs out, or nothing occurs
-again, a bigram table goes on. Prompt lookup (LLMA, PLD) bounds the suffix and has no table. Drafts
-are deterministic: no distribution stands behind them.
+again, a bigram table goes on. Prompt lookup (LLMA, PLD) bounds the suffix and has no table: no
+occurrence, no draft. Drafts are deterministic: no distribution stands behind them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -128,3 +129,11 @@ class MaxGramDrafter:
                 parents.append(node)
                 tokens.append(token)
             node = child
+
+
+class PromptLookup(MaxGramDrafter):
+    """Draft the `copy` tokens after the most recent occurrence of the last `match` tokens."""
+
+    def __init__(self, match: int, copy: int, rows: int, device: torch.device | str = "cpu"):
+        suffixes = partial(RecentSuffixes, longest=match)
+        super().__init__(suffixes, copy, shortest=match, rows=rows, device=device)

@@ -12,7 +12,7 @@ from test_regenerate import contents
 from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import LMDrafter
-from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_token_cache
 from specdraft.models.falcon import FalconConfig, FalconHead

@@ -23,8 +23,7 @@ from small_tokenizer import CHATML_MARKED, small_tokenizer
 from specdraft.data import fingerprint
 from specdraft.data.ranks import Ranks
 from specdraft.data.store.tokens import TokenCache, build_tokens
-from specdraft.eval.drafters.lookup import PromptLookup
-from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
+from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter, PromptLookup
 from specdraft.eval.drafters.suffix import FirstSuffixes, RecentSuffixes
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request

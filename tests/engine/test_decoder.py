@@ -8,7 +8,7 @@ from decoding import PATHS, Foreseeing, completions, decode, plain_tokens, promp
 from random_models import VOCAB, random_head, random_target
 
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request

@@ -6,7 +6,7 @@ from decoding import PATHS, decode, plain_tokens, prompts
 from random_models import random_head, random_target
 
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine import packed
 from specdraft.eval.engine.decoder import Decoder

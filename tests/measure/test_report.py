@@ -11,7 +11,7 @@ from random_models import random_target
 from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.registry import METHODS
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.drafters.tree_growth import best_paths, probability

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.tokens import build_tokens
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.lookup import PromptLookup
+from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.kv import KVPool
