@@ -63,14 +63,16 @@ def model_card(
 
 def metadata(recipe: Recipe, card: Card) -> dict:
     """Return what the Hub reads from a card's front matter."""
-    found = {"library_name": card.library}
-    if recipe.hub.license:
-        found["license"] = recipe.hub.license
-    if _is_public(recipe.target.model):
-        found["base_model"] = recipe.target.model
-    if datasets := [name for name in recipe.data.sources if _is_public(name)]:
-        found["datasets"] = datasets
-    return found | {"tags": ["speculative-decoding", "draft-model", card.tag]}
+    names = (recipe.target.model, *recipe.data.sources)
+    base, *datasets = (name if name != BUNDLED and is_hub_id(name) else None for name in names)
+    found = {
+        "library_name": card.library,
+        "license": recipe.hub.license,
+        "base_model": base,
+        "datasets": [name for name in datasets if name],
+        "tags": ["speculative-decoding", "draft-model", card.tag],
+    }
+    return {key: value for key, value in found.items() if value}
 
 
 def facts(recipe: Recipe, config: dict) -> str:
@@ -143,10 +145,6 @@ def results(report: dict | None) -> str:
         "equal plain decoding token for token.",
     ]
     return "\n".join(lines)
-
-
-def _is_public(name: str) -> bool:
-    return name != BUNDLED and is_hub_id(name)
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -19,20 +19,18 @@ Shapes: B rows, T time, H hidden, K block size, R passes, N packed tokens, D hea
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdraft.models.blocks import BlockLayout, rollout_mask
 from specdraft.models.fusion import FUSIONS, State
-from specdraft.models.saved import SavedConfig, Scale, Vocabulary, load_saved
-from specdraft.models.target_files import check_trained_for
+from specdraft.models.saved import SavedConfig, SavedHead, Scale, Vocabulary, load_saved
 from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Width, shown
 
 # attend(layer, query [S, heads, T, D], key, value [S, kv_heads, T, D]) -> [S, heads, T, D]
@@ -134,20 +132,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((second, first), -1) * sin
 
 
-class FalconHead(
-    nn.Module,
-    PyTorchModelHubMixin,
-    library_name="specdraft",
-    tags=["speculative-decoding", "falcon", "draft-head"],
-    coders={FalconConfig: (asdict, lambda data: FalconConfig(**data))},
-):
+class FalconHead(SavedHead, tags=["falcon"]):
     """Draft k features per pass from the target's features and the tokens one ahead."""
 
     checkpointing = False  # whether backward runs the decoder layers again, to keep less for it
 
     def __init__(self, config: FalconConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         width = config.hidden_size
         self.fuse = FUSIONS[config.fusion](2 * width, width)
         self.layers = nn.ModuleList(
@@ -157,10 +148,6 @@ class FalconHead(
         half = width // config.heads // 2
         inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
         self.register_buffer("inverse_frequency", inverse, persistent=False)
-
-    def check_target(self, identity: dict) -> None:
-        """Raise TargetError when this head was made for another target, naming both."""
-        check_trained_for(self.config.target, identity)
 
     # -- the seam shared by training and drafting ------------------------------------------------
 
@@ -251,8 +238,14 @@ class FalconHead(
 
     def _attended(self, fused: Tensor, rope: tuple, seen: Seen, mask: Tensor):
         after: Seen = []
-        output = self.decode(fused, rope, _attention_behind(seen, after, mask))
-        return output, after
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            after.append((*seen[layer], (key, value)))
+            keys, values = (torch.cat(parts, 2) for parts in zip(*after[layer], strict=True))
+            gqa = query.shape[1] != keys.shape[1]
+            return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=gqa)
+
+        return self.decode(fused, rope, attend), after
 
     def _fuse(
         self, inputs: Tensor, state: State, layout: BlockLayout | None
@@ -271,16 +264,6 @@ def load_head(source: str | Path, target_identity: dict, revision: str | None = 
     and TargetError when it is another target's.
     """
     maker = "accelerate launch train/falcon.py"
-    head = load_saved(FalconHead, FalconConfig, source, revision, noun="trained head", maker=maker)
+    head = load_saved(FalconHead, source, revision, noun="trained head", maker=maker)
     head.check_target(target_identity)
     return head
-
-
-def _attention_behind(seen: Seen, after: Seen, mask: Tensor) -> Attend:
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        after.append((*seen[layer], (key, value)))
-        keys, values = (torch.cat(parts, 2) for parts in zip(*after[layer], strict=True))
-        gqa = query.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=gqa)
-
-    return attend

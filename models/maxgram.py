@@ -6,7 +6,7 @@ table is counted (train/bigrams.py), not trained, and belongs to a tokenizer, no
 Shapes: V vocabulary.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -43,18 +43,17 @@ class MaxGramTable(
     PyTorchModelHubMixin,
     library_name="specdraft",
     tags=["speculative-decoding", "max-gram", "bigram"],
-    coders={MaxGramConfig: (asdict, lambda data: MaxGramConfig(**data))},
 ):
     """`next_id`, int32 [V], and how sure it is: bigrams counted per first token, int64 [V]."""
 
     def __init__(self, config: MaxGramConfig):
         super().__init__()
         self.config = config
-        size = config.vocab_size
         # Minus one is no token: a file that lacks a tensor cannot pass for a table.
-        self.register_buffer("next_id", torch.full((size,), -1, dtype=torch.int32))
-        self.register_buffer("seen", torch.full((size,), -1, dtype=torch.int64))  # all bigrams
-        self.register_buffer("agreed", torch.full((size,), -1, dtype=torch.int64))  # the best one
+        unset = torch.full((config.vocab_size,), -1)
+        self.register_buffer("next_id", unset.int())
+        self.register_buffer("seen", unset.clone())  # all bigrams
+        self.register_buffer("agreed", unset.clone())  # the best one
 
     @classmethod
     def of_counts(
@@ -81,15 +80,14 @@ class MaxGramTable(
         """Raise TargetError when this table speaks of other tokens than the target `name`."""
         own = self.config
         if own.vocab_size != vocab_size:
-            raise TargetError(
-                f"this table is for a vocabulary of {own.vocab_size}, {name} has {vocab_size}; "
-                "count one with its tokenizer: python train/maxgram.py RECIPE"
-            )
-        if own.tokenizer and tokenizer and own.tokenizer != tokenizer:
-            raise TargetError(
-                f"this table was counted with the tokenizer {own.tokenizer[:12]}, {name} has "
-                f"{tokenizer[:12]}; count one with its tokenizer: python train/maxgram.py RECIPE"
-            )
+            what = f"is for a vocabulary of {own.vocab_size}, {name} has {vocab_size}"
+        elif own.tokenizer and tokenizer and own.tokenizer != tokenizer:
+            what = f"was counted with the tokenizer {own.tokenizer[:12]}, "
+            what += f"{name} has {tokenizer[:12]}"
+        else:
+            return
+        way_out = "count one with its tokenizer: python train/maxgram.py RECIPE"
+        raise TargetError(f"this table {what}; {way_out}")
 
 
 def load_table(
@@ -105,9 +103,7 @@ def load_table(
     and TargetError when it is another tokenizer's.
     """
     maker = "python train/maxgram.py"
-    table = load_saved(
-        MaxGramTable, MaxGramConfig, source, revision, noun="Max-Gram table", maker=maker
-    )
+    table = load_saved(MaxGramTable, source, revision, noun="Max-Gram table", maker=maker)
     table.check(name, vocab_size, tokenizer)
     low, high = int(table.next_id.min()), int(table.next_id.max())
     if low < 0 or high >= vocab_size or int(table.seen.min()) < 0:

@@ -13,17 +13,15 @@ Shapes: D heads, L blocks of a head, N positions, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
-from specdraft.models.saved import SavedConfig, Vocabulary, load_saved
-from specdraft.models.target_files import check_trained_for
+from specdraft.models.saved import SavedConfig, SavedHead, Vocabulary, load_saved
 from specdraft.recipes.fields import Draft, Few, Width
 
 
@@ -42,18 +40,11 @@ class MedusaConfig(SavedConfig):
     target: dict = field(default_factory=dict)  # identity of the target they were trained for
 
 
-class MedusaHeads(
-    nn.Module,
-    PyTorchModelHubMixin,
-    library_name="specdraft",
-    tags=["speculative-decoding", "medusa", "draft-head"],
-    coders={MedusaConfig: (asdict, lambda data: MedusaConfig(**data))},
-):
+class MedusaHeads(SavedHead, tags=["medusa"]):
     """All heads at once: their weights are stacked, and a pass is one batched product per block."""
 
     def __init__(self, config: MedusaConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         count, width = config.heads, config.hidden_size
         self.weight = nn.Parameter(torch.zeros(config.layers, count, width, width))
         self.bias = nn.Parameter(torch.zeros(config.layers, count, width))
@@ -71,10 +62,6 @@ class MedusaHeads(
             with torch.no_grad():
                 heads.lm_heads.copy_(lm_head)
         return heads
-
-    def check_target(self, identity: dict) -> None:
-        """Raise TargetError when these heads were made for another target, naming both."""
-        check_trained_for(self.config.target, identity)
 
     def hidden(self, features: Tensor, count: int | None = None) -> Tensor:
         """What the first `count` heads (None: all) give their lm_heads for features [N, H].
@@ -105,8 +92,6 @@ def load_medusa(
     them, and TargetError when they are another target's.
     """
     maker = "accelerate launch train/medusa.py"
-    heads = load_saved(
-        MedusaHeads, MedusaConfig, source, revision, noun="trained Medusa heads", maker=maker
-    )
+    heads = load_saved(MedusaHeads, source, revision, noun="trained Medusa heads", maker=maker)
     heads.check_target(target_identity)
     return heads

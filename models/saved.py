@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Annotated, TypeVar, get_type_hints
 
 import torch
+from huggingface_hub import PyTorchModelHubMixin
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
 from specdraft.models.hub import fetch
-from specdraft.recipes.errors import HeadError, in_a_line
+from specdraft.recipes.errors import HeadError, TargetError, in_a_line
 from specdraft.recipes.fields import Interval, MismatchError, coerce, shown
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -42,9 +43,34 @@ class SavedConfig:
             )
 
 
+class SavedHead(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="specdraft",
+    tags=["speculative-decoding", "draft-head"],
+):
+    """A trained head: made from its config alone, and saved beside it."""
+
+    def __init__(self, config: SavedConfig):
+        super().__init__()
+        self.config = config
+
+    def check_target(self, identity: dict) -> None:
+        """Raise TargetError when this head was trained for another target, naming both.
+
+        A head whose config names no target fits every one.
+        """
+        own = self.config.target
+        if own and own["weights"] != identity["weights"]:
+            raise TargetError(
+                f"this head was trained for {own['name']} (weights {own['weights'][:12]}), "
+                f"not for {identity['name']} (weights {identity['weights'][:12]}); "
+                "use that target, or train a head for this one"
+            )
+
+
 def load_saved(
     kind: type[Module],  # made from one argument, its config
-    config: type[SavedConfig],
     source: str | Path,
     revision: str | None = None,
     *,
@@ -64,7 +90,7 @@ def load_saved(
                 "recipe"
             )
     try:
-        settings = _read_config(folder / CONFIG, config)
+        settings = _read_config(folder / CONFIG, get_type_hints(kind.__init__)["config"])
         with torch.device("meta"):
             _check_tensors(folder / WEIGHTS, kind(settings))
         module = kind(settings)

@@ -129,32 +129,28 @@ def _check_eagle(config: FalconConfig) -> None:
 
 def _fused(head: FalconHead) -> Tensor:
     """fc for inputs that have not been divided by their scales, [H, 2H]."""
-    config, weight = head.config, head.fuse.weight.detach().double()
-    embed, feature = weight.chunk(2, 1)
+    config = head.config
+    embed, feature = head.fuse.weight.double().chunk(2, 1)
     return torch.cat((embed * (config.feature_scale / config.embed_scale), feature), 1)
 
 
 def _llama_layer(layer: DecoderLayer, config: FalconConfig) -> dict[str, Tensor]:
     """A decoder layer by Llama's names, in the residual stream times `feature_scale`."""
     scale, normed = config.feature_scale, layer.attention_norm is not None
-    dim = config.hidden_size // config.heads
-    sizes = [dim * count for count in (config.heads, config.kv_heads, config.kv_heads)]
-    query, key, value = (
-        part.double() / (1.0 if normed else scale)
-        for part in layer.qkv.weight.detach().split(sizes)
-    )
-    gate, up = layer.gate_up.weight.detach().chunk(2)
+    qkv = layer.qkv.weight.double() / (1.0 if normed else scale)
+    query, key, value = qkv.split([layer.dim * count for count in layer.heads])
+    gate, up = layer.gate_up.weight.chunk(2)
     tensors = {
         "self_attn.q_proj": query,
         "self_attn.k_proj": key,
         "self_attn.v_proj": value,
-        "self_attn.o_proj": layer.out.weight.detach().double() * scale,
-        "post_attention_layernorm": layer.mlp_norm.detach(),
+        "self_attn.o_proj": layer.out.weight.double() * scale,
+        "post_attention_layernorm": layer.mlp_norm,
         "mlp.gate_proj": gate,
         "mlp.up_proj": up,
-        "mlp.down_proj": layer.down.weight.detach().double() * scale,
+        "mlp.down_proj": layer.down.weight.double() * scale,
     }
-    return tensors | ({"input_layernorm": layer.attention_norm.detach()} if normed else {})
+    return tensors | ({"input_layernorm": layer.attention_norm} if normed else {})
 
 
 def _eagle_config(

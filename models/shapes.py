@@ -6,15 +6,15 @@ from transformers import AutoConfig, PretrainedConfig
 
 from specdraft.models.falcon import FalconConfig
 from specdraft.models.medusa import MedusaConfig
-from specdraft.models.student import check_heads, check_layers
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import RecipeError, TargetError, in_a_line
-from specdraft.recipes.schema import Recipe
+from specdraft.recipes.schema import Recipe, StudentSection
 from specdraft.recipes.sections.target import BUNDLED
 
 BYTES = {"float32": 4, "bfloat16": 2}
 # Float32 weights, gradients, two moments of AdamW, and DDP's copy of the gradients.
 BYTES_PER_PARAMETER = 4 + 4 + 8 + 4
+OTHER_STUDENTS = "take a student of the target's family, or student.layers or student.keep_layers"
 LOGITS_BYTES = 4 * 4 * (1 << 25)  # the loss's chunk on a GPU: p, p^, their logarithms
 
 
@@ -83,9 +83,7 @@ KNOWN = {
     "meta-llama/Llama-2-13b-chat-hf": TargetShape(5120, 40, 40, 40, 13824, 32000),
     "meta-llama/Llama-2-70b-chat-hf": TargetShape(8192, 80, 64, 8, 28672, 32000),
     "TinyLlama/TinyLlama_v1.1": TargetShape(2048, 22, 32, 4, 5632, 32000),
-    "Qwen/Qwen2.5-7B-Instruct": TargetShape(
-        3584, 28, 28, 4, 18944, 152064, rope_theta=1e6, norm_eps=1e-6
-    ),
+    "Qwen/Qwen2.5-7B-Instruct": TargetShape(3584, 28, 28, 4, 18944, 152064, 1e6, 1e-6),
 }
 
 
@@ -131,25 +129,47 @@ def student_shape(recipe: Recipe, target: TargetShape) -> TargetShape:
         return replace(target, layers=len(student.keep_layers))
     if student.model is not None:
         shape, _ = model_shape("student.model", student.model, student.revision)
-        if shape.vocab_size != target.vocab_size:
-            raise TargetError(
-                f"the student {student.model} and the target {recipe.target.model} have "
-                f"vocabularies of {shape.vocab_size} and {target.vocab_size}; take a student of "
-                "the target's family, or student.layers or student.keep_layers"
-            )
+        check_vocabulary(student.model, shape.vocab_size, recipe.target.model, target.vocab_size)
         return shape
-    hidden, heads = student.hidden or target.hidden_size, student.heads or target.heads
-    kv_heads = student.kv_heads or (student.heads or target.kv_heads)
-    check_heads(hidden, heads, kv_heads)
+    return own_shape(student, target)
+
+
+def own_shape(section: StudentSection, target: TargetShape) -> TargetShape:
+    """Return the shape of a student of its own; what the section leaves open is the target's.
+
+    Raises RecipeError where attention heads do not fit the width.
+    """
+    hidden, heads = section.hidden or target.hidden_size, section.heads or target.heads
+    kv_heads = section.kv_heads or section.heads or target.kv_heads
+    if hidden % heads or heads % kv_heads or hidden // heads % 2:
+        raise RecipeError(
+            f"student.heads = {heads}, student.kv_heads = {kv_heads}: heads must divide "
+            f"student.hidden ({hidden}) into even parts and be a multiple of kv_heads"
+        )
     return replace(
         target,
         hidden_size=hidden,
-        layers=student.layers,
+        layers=section.layers,
         heads=heads,
         kv_heads=kv_heads,
-        intermediate_size=student.intermediate or target.intermediate_size,
+        intermediate_size=section.intermediate or target.intermediate_size,
         tied=False,
     )
+
+
+def check_layers(keep: tuple[int, ...], count: int, name: str) -> None:
+    """Raise RecipeError for layers beyond the target's `count`."""
+    if max(keep) >= count:
+        raise RecipeError(f"student.keep_layers = {list(keep)}: {name} has layers 0 to {count - 1}")
+
+
+def check_vocabulary(student: str, size: int, target: str, target_size: int) -> None:
+    """Raise TargetError where a student has more tokens than its target, or fewer."""
+    if size != target_size:
+        raise TargetError(
+            f"the student {student} and the target {target} have vocabularies of {size} and "
+            f"{target_size}; {OTHER_STUDENTS}"
+        )
 
 
 def head_config(
@@ -173,7 +193,7 @@ def head_config(
             fusion=head.fusion,
             layers=head.layers,
             heads=head.heads or shape.heads,
-            kv_heads=head.kv_heads or (head.heads or shape.kv_heads),
+            kv_heads=head.kv_heads or head.heads or shape.kv_heads,
             intermediate_size=head.intermediate or shape.intermediate_size,
             rope_theta=shape.rope_theta,
             norm_eps=shape.norm_eps,
@@ -190,12 +210,5 @@ def medusa_config(
     recipe: Recipe, shape: TargetShape, *, identity: dict | None = None
 ) -> MedusaConfig:
     """Return the config of the recipe's Medusa heads."""
-    medusa = recipe.medusa
-    return MedusaConfig(
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        heads=medusa.heads,
-        layers=medusa.layers,
-        lm_heads=medusa.lm_heads,
-        target=identity or {},
-    )
+    medusa, sizes = recipe.medusa, (shape.hidden_size, shape.vocab_size)
+    return MedusaConfig(*sizes, medusa.heads, medusa.layers, medusa.lm_heads, identity or {})

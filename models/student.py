@@ -23,6 +23,13 @@ from transformers import (
 )
 
 from specdraft.models.placement import is_kept_elsewhere
+from specdraft.models.shapes import (
+    OTHER_STUDENTS,
+    TargetShape,
+    check_layers,
+    check_vocabulary,
+    own_shape,
+)
 from specdraft.models.target import Target
 from specdraft.models.target_files import model_folder
 from specdraft.models.tokenizer import load_tokenizer
@@ -80,7 +87,9 @@ class Student(nn.Module):
 
     def merged(self) -> PreTrainedModel:
         """Return the model with its adapters, where it has some, merged into a copy."""
-        adapted = [name for name, part in self.model.named_modules() if _is_adapted(part)]
+        # A layer of peft stands around one of the model's own.
+        parts = self.model.named_modules()
+        adapted = [name for name, part in parts if hasattr(part, "get_base_layer")]
         if not adapted:
             return self.model
         model = copy.deepcopy(self.model)
@@ -116,37 +125,20 @@ def make_student(section: StudentSection, target: Target, seed: int = 0) -> Stud
 
 def own_config(section: StudentSection, target: Target) -> LlamaConfig:
     """Return the config of a Llama of the section's sizes; what it leaves open is the target's."""
-    config = target.config
-    heads = section.heads or config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if section.heads:
-        kv_heads = section.heads
-    hidden, kv_heads = section.hidden or config.hidden_size, section.kv_heads or kv_heads
-    check_heads(hidden, heads, kv_heads)
-    rope = getattr(config, "rope_parameters", None) or {}
+    shape = own_shape(section, TargetShape.of(target.config))
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
     return LlamaConfig(
         vocab_size=target.vocab_size,
-        hidden_size=hidden,
-        num_hidden_layers=section.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=section.intermediate or config.intermediate_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate_size,
         max_position_embeddings=target.context or 2048,
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
-        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
-        **{
-            name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        },
+        rms_norm_eps=shape.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        **{name: getattr(target.config, name) for name in special},
     )
-
-
-def check_heads(hidden: int, heads: int, kv_heads: int) -> None:
-    """Raise RecipeError where attention heads do not fit the width."""
-    if hidden % heads or heads % kv_heads or hidden // heads % 2:
-        raise RecipeError(
-            f"student.heads = {heads}, student.kv_heads = {kv_heads}: heads must divide "
-            f"student.hidden ({hidden}) into even parts and be a multiple of kv_heads"
-        )
 
 
 def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedModel:
@@ -182,12 +174,6 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
         if getattr(config, "tie_word_embeddings", False):
             lm_head.weight = embedding.weight
     return model
-
-
-def check_layers(keep: tuple[int, ...], count: int, name: str) -> None:
-    """Raise RecipeError for layers beyond the target's `count`."""
-    if max(keep) >= count:
-        raise RecipeError(f"student.keep_layers = {list(keep)}: {name} has layers 0 to {count - 1}")
 
 
 def load_student(
@@ -230,12 +216,8 @@ def finished_student(section: StudentSection, folder: Path, target: Target) -> T
 
 def check_tokens(student: Target, target: Target) -> None:
     """Raise TargetError unless every token id means the same to both, naming what differs."""
+    check_vocabulary(student.name, student.vocab_size, target.name, target.vocab_size)
     names = f"the student {student.name} and the target {target.name}"
-    advice = "take a student of the target's family, or student.layers or student.keep_layers"
-    if student.vocab_size != target.vocab_size:
-        raise TargetError(
-            f"{names} have vocabularies of {student.vocab_size} and {target.vocab_size}; {advice}"
-        )
     if student.tokenizer is None or target.tokenizer is None:
         return
     ours, theirs = student.tokenizer.get_vocab(), target.tokenizer.get_vocab()
@@ -243,14 +225,14 @@ def check_tokens(student: Target, target: Target) -> None:
         token = min(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
         raise TargetError(
             f"{names} have different tokenizers: {token!r} is {ours.get(token)} and "
-            f"{theirs.get(token)}; {advice}"
+            f"{theirs.get(token)}; {OTHER_STUDENTS}"
         )
     for special in SPECIAL:
-        pair = (getattr(student.tokenizer, special), getattr(target.tokenizer, special))
-        if pair[0] != pair[1]:
+        our, their = getattr(student.tokenizer, special), getattr(target.tokenizer, special)
+        if our != their:
             raise TargetError(
-                f"{names} have different special tokens: {special} is {pair[0]!r} and "
-                f"{pair[1]!r}; {advice}"
+                f"{names} have different special tokens: {special} is {our!r} and {their!r}; "
+                f"{OTHER_STUDENTS}"
             )
 
 
@@ -273,17 +255,9 @@ def adapted(model: PreTrainedModel, section: StudentSection) -> PreTrainedModel:
                 f"student.lora_targets: no linear layer is called {name!r}; "
                 f"the student has {', '.join(known)}"
             )
-    config = LoraConfig(
-        r=section.lora_rank,
-        lora_alpha=section.lora_alpha,
-        target_modules=list(section.lora_targets),
-    )
+    sizes = {"r": section.lora_rank, "lora_alpha": section.lora_alpha}
+    config = LoraConfig(target_modules=list(section.lora_targets), **sizes)
     return inject_adapter_in_model(config, model.requires_grad_(False))
-
-
-def _is_adapted(part: nn.Module) -> bool:
-    """Whether a module is a layer of peft around one of the model's own."""
-    return hasattr(part, "get_base_layer") and hasattr(part, "merge")
 
 
 def _layers(model: nn.Module, count: int) -> nn.ModuleList:

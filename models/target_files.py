@@ -103,19 +103,6 @@ def hash_weights(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def check_trained_for(own: dict, identity: dict) -> None:
-    """Raise TargetError when a head was trained for another target than this one, naming both.
-
-    own: the identity saved with the head; an empty one fits every target.
-    """
-    if own and own["weights"] != identity["weights"]:
-        raise TargetError(
-            f"this head was trained for {own['name']} (weights {own['weights'][:12]}), "
-            f"not for {identity['name']} (weights {identity['weights'][:12]}); "
-            "use that target, or train a head for this one"
-        )
-
-
 # -- single tensors of them ------------------------------------------------------------------------
 
 
