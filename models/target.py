@@ -25,12 +25,7 @@ from specdraft.models.embeddings import (
     model_without_weights,
 )
 from specdraft.models.placement import is_kept_elsewhere, loading_options, runs_on, shared
-from specdraft.models.target_files import (
-    folder_here,
-    hash_weights,
-    identity_of,
-    model_folder,
-)
+from specdraft.models.target_files import folder_here, hash_weights, identity_of, model_folder
 from specdraft.models.tokenizer import load_tokenizer, read_chat_template
 from specdraft.recipes.errors import TargetError, in_a_line
 from specdraft.recipes.sections.target import TargetSection

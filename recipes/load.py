@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 
@@ -62,7 +62,7 @@ def from_dict(tree: dict[str, Any], check: Check = lambda _: []) -> Recipe:
 
     Raises: InvalidRecipeError with every problem of every section.
     """
-    sections = _sections()
+    sections = Recipe.sections()
     problems = _unknown([str(key) for key in tree if key != "name" and key not in sections])
     built: dict[str, Section] = {}
     for section, kind in sections.items():
@@ -92,20 +92,14 @@ def _build(section: str, kind: type[Section], values: Any) -> Section:
     """Build one section; a key it does not know does not hide what else is wrong with it."""
     values = {} if values is None else values
     if not isinstance(values, dict):
-        raise InvalidRecipeError(
-            [f"{section} = {shown(values)}: must be a mapping of keys to values ({_keys_of(kind)})"]
-        )
+        allowed = f"must be a mapping of keys to values ({', '.join(_keys_of(kind))})"
+        raise InvalidRecipeError([f"{section} = {shown(values)}: {allowed}"])
     fields = {item.name: item for item in dataclasses.fields(kind)}
     problems = _unknown([f"{section}.{key}" for key in values if key not in fields])
-    missing = [
-        name
-        for name, item in fields.items()
-        if name not in values and item.default is dataclasses.MISSING
-    ]
-    problems += [f"{section}.{name} is missing" for name in missing]
-    if missing:
-        raise InvalidRecipeError(problems)
+    needed = {name for name, item in fields.items() if item.default is dataclasses.MISSING}
     try:
+        if missing := needed - values.keys():
+            raise InvalidRecipeError(f"{section}.{name} is missing" for name in sorted(missing))
         built = kind(**{key: value for key, value in values.items() if key in fields})
     except InvalidRecipeError as error:
         problems += error.problems
@@ -126,11 +120,11 @@ def _override(tree: dict, override: str) -> list[str]:
         value = read_value(text)
     except yaml.YAMLError as error:
         return [f"override {shown(override)}: {explain(error)}"]
+    there = tree.get(section) or {}
     if not dot:
         tree[section] = value
-        return []
-    if isinstance(tree.get(section) or {}, dict):
-        tree[section] = {**(tree.get(section) or {}), leaf: value}
+    elif isinstance(there, dict):
+        tree[section] = {**there, leaf: value}
     return []
 
 
@@ -141,10 +135,9 @@ def _merge(tree: dict, path: Path) -> list[str]:
     except RecipeError as error:
         return [str(error)]
     for section, values in part.items():
-        if isinstance(values, dict) and isinstance(tree.get(section) or {}, dict):
-            tree[section] = {**(tree.get(section) or {}), **values}
-        else:
-            tree[section] = values
+        there = tree.get(section) or {}
+        both = isinstance(values, dict) and isinstance(there, dict)
+        tree[section] = {**there, **values} if both else values
     return []
 
 
@@ -155,30 +148,23 @@ def _unknown(keys: list[str]) -> list[str]:
 
 def _guess(key: str) -> str:
     """Say which known key an unknown one is nearest to, in its own section where it has one."""
-    sections = _sections()
+    sections = Recipe.sections()
     section, _, leaf = key.rpartition(".")
-    everywhere = [
-        kind.label(item.name) for kind in sections.values() for item in dataclasses.fields(kind)
-    ]
     # A right key in the wrong section: the likeliest mistake, and one that spelling cannot find.
-    elsewhere = [known for known in everywhere if known.partition(".")[2] == leaf]
+    elsewhere = [name for name, kind in sections.items() if leaf in _keys_of(kind)]
     if elsewhere:
-        return f"{key} is an unknown key; nearest is {elsewhere[0]}"
-    if section in sections:
-        kind = sections[section]
-        names = [item.name for item in dataclasses.fields(kind)]
-        guess = f"{section}.{nearest(leaf, names)}"
-        return f"{key} is an unknown key; nearest is {guess} ({section} has {_keys_of(kind)})"
-    guess = nearest(key.partition(".")[0], ["name", *sections])
-    return f"{key} is an unknown key; nearest is {guess} (a recipe has name, {', '.join(sections)})"
+        guess = f"{elsewhere[0]}.{leaf}"
+    elif section in sections:
+        keys = _keys_of(sections[section])
+        guess = f"{section}.{nearest(leaf, keys)} ({section} has {', '.join(keys)})"
+    else:
+        names = ["name", *sections]
+        guess = f"{nearest(key.partition('.')[0], names)} (a recipe has {', '.join(names)})"
+    return f"{key} is an unknown key; nearest is {guess}"
 
 
-def _sections() -> dict[str, type[Section]]:
-    return {name: kind for name, kind in get_type_hints(Recipe).items() if name != "name"}
-
-
-def _keys_of(kind: type[Section]) -> str:
-    return ", ".join(item.name for item in dataclasses.fields(kind))
+def _keys_of(kind: type[Section]) -> list[str]:
+    return [item.name for item in dataclasses.fields(kind)]
 
 
 def _neighbours(path: Path) -> str:

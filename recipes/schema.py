@@ -8,16 +8,14 @@ problem of the section is in one `InvalidRecipeError`, each with key, value and 
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from inspect import signature
+from typing import Any, get_type_hints
 
-from specdraft.recipes.fields import InvalidRecipeError, plain, shown
-from specdraft.recipes.sections.cascade import CascadeSection
+from specdraft.recipes.fields import InvalidRecipeError, Section, plain, shown
 from specdraft.recipes.sections.data import DataSection
-from specdraft.recipes.sections.drafting import DraftingSection
+from specdraft.recipes.sections.drafting import CascadeSection, DraftingSection, MaxgramSection
 from specdraft.recipes.sections.evaluation import EvalSection
-from specdraft.recipes.sections.head import HeadSection
-from specdraft.recipes.sections.maxgram import MaxgramSection
-from specdraft.recipes.sections.medusa import MedusaSection
+from specdraft.recipes.sections.heads import HeadSection, MedusaSection
 from specdraft.recipes.sections.objectives import DistillSection, GlanceSection, LossSection
 from specdraft.recipes.sections.output import HubSection, OutputSection
 from specdraft.recipes.sections.student import StudentSection
@@ -53,6 +51,11 @@ class Recipe:
         if self.output.dir is None:
             object.__setattr__(self, "output", OutputSection(dir=f"runs/{self.name}"))
 
+    @classmethod
+    def sections(cls) -> dict[str, type[Section]]:
+        """Return the class of each section, by its name."""
+        return {name: kind for name, kind in get_type_hints(cls).items() if name != "name"}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as plain dicts, lists and scalars, ready for YAML and JSON."""
         return plain(dataclasses.asdict(self))
@@ -64,47 +67,36 @@ def conflicts(parts: Mapping[str, Any]) -> Iterator[str]:
     parts: of a recipe, by their names. Nothing more is said about a section that is left out.
     """
     name = parts.get("name")
-    if not (isinstance(name, str) and _names_a_folder(name)):
+    fits = isinstance(name, str) and name.isprintable() and len(name.encode()) < 200
+    if not (fits and name.strip() and "/" not in name and name[0] != "."):
         yield f"name = {shown(name)}: must be text that can name a folder, e.g. tiny"
-    for check, sections in _CHECKS.items():
-        if all(section in parts for section in sections):
+    for check in _CHECKS:
+        sections = signature(check).parameters
+        if parts.keys() >= sections.keys():
             yield from check(*(parts[section] for section in sections))
-
-
-def _names_a_folder(name: str) -> bool:
-    fits = name.isprintable() and len(name.encode()) < 200
-    return fits and bool(name.strip()) and "/" not in name and name[0] != "."
 
 
 def _of_stream(data: DataSection, maxgram: MaxgramSection) -> Iterator[str]:
     """A stream is read once and kept nowhere: it has no last rows, and nobody answers it."""
-    if maxgram.corpus != "stream":
-        return
-    if data.holdout:
+    stream = "maxgram.corpus=stream"
+    if maxgram.corpus == "stream" and data.holdout:
         way_out = "set it to 0, or maxgram.corpus=tokens"
-        yield data.complaint(
-            "holdout", f"maxgram.corpus=stream cannot know the last rows; {way_out}"
-        )
-    if data.answers == "target":
-        yield data.complaint(
-            "answers",
-            "maxgram.corpus=stream counts texts as they are; set data.answers=dataset, or "
-            "maxgram.corpus=tokens",
-        )
+        yield data.complaint("holdout", f"{stream} cannot know the last rows; {way_out}")
+    if maxgram.corpus == "stream" and data.answers == "target":
+        way_out = "set data.answers=dataset, or maxgram.corpus=tokens"
+        yield data.complaint("answers", f"{stream} counts texts as they are; {way_out}")
 
 
-def _of_holdout(data: DataSection, evaluation: EvalSection) -> Iterator[str]:
+def _of_holdout(data: DataSection, eval: EvalSection) -> Iterator[str]:
     """Prompts that the data can give."""
-    if evaluation.prompts != "holdout":
+    if eval.prompts != "holdout":
         return
     if data.holdout == 0:
         needed = "needs rows that training never sees; set data.holdout, e.g. 100"
-        yield evaluation.complaint("prompts", needed)
-    if data.format == "text" and evaluation.prompt_tokens is None and data.prompt_tokens is None:
-        yield evaluation.complaint(
-            "prompt_tokens",
-            "a text has no prompt of its own; say how many tokens are the prompt, e.g. 16",
-        )
+        yield eval.complaint("prompts", needed)
+    if data.format == "text" and eval.prompt_tokens is None and data.prompt_tokens is None:
+        needed = "a text has no prompt of its own; say how many tokens are the prompt, e.g. 16"
+        yield eval.complaint("prompt_tokens", needed)
 
 
 def _of_length(train: TrainSection, student: StudentSection) -> Iterator[str]:
@@ -114,10 +106,8 @@ def _of_length(train: TrainSection, student: StudentSection) -> Iterator[str]:
 
 def _of_on_policy(data: DataSection, distill: DistillSection) -> Iterator[str]:
     if distill.on_policy and data.format == "text" and not data.prompt_tokens:
-        needed = "set data.prompt_tokens, e.g. 16"
-        yield distill.complaint(
-            "on_policy", f"a text has no prompt that the student could continue; {needed}"
-        )
+        lacks = "a text has no prompt that the student could continue"
+        yield distill.complaint("on_policy", f"{lacks}; set data.prompt_tokens, e.g. 16")
 
 
 def _of_medusa(student: StudentSection, medusa: MedusaSection) -> Iterator[str]:
@@ -126,11 +116,5 @@ def _of_medusa(student: StudentSection, medusa: MedusaSection) -> Iterator[str]:
         yield medusa.complaint("heads", "the recipe has a student, too; set one to null")
 
 
-# Each check, and the sections that it is about.
-_CHECKS: dict[Any, tuple[str, ...]] = {
-    _of_stream: ("data", "maxgram"),
-    _of_holdout: ("data", "eval"),
-    _of_length: ("train", "student"),
-    _of_on_policy: ("data", "distill"),
-    _of_medusa: ("student", "medusa"),
-}
+# Each is about the sections that its parameters name.
+_CHECKS = (_of_stream, _of_holdout, _of_length, _of_on_policy, _of_medusa)
