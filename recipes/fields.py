@@ -86,7 +86,9 @@ def coerce(value: Any, annotation: Any) -> Any:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner, interval = arguments
-        return _within(coerce(value, inner), interval)
+        if (number := coerce(value, inner)) not in interval:
+            raise MismatchError(f"must be {interval}")
+        return number
     if origin in (Union, types.UnionType):
         return _union(value, arguments)
     if origin is Literal:
@@ -202,13 +204,8 @@ def _sequence(value: Any, arguments: tuple) -> tuple:
         annotations = arguments
     else:
         raise MismatchError(f"must have {len(arguments)} entries, not {len(value)}")
-    items = []
-    for place, (item, annotation) in enumerate(zip(value, annotations, strict=True)):
-        try:
-            items.append(coerce(item, annotation))
-        except MismatchError as mismatch:
-            raise MismatchError(f"entry {place} ({shown(item)}) {mismatch}") from None
-    return tuple(items)
+    parts = enumerate(zip(value, annotations, strict=True))
+    return tuple(_entry(place, item, item, annotation) for place, (item, annotation) in parts)
 
 
 def _mapping(value: Any, arguments: tuple) -> dict:
@@ -217,12 +214,18 @@ def _mapping(value: Any, arguments: tuple) -> dict:
     entries = {}
     for key, item in value.items():
         # JSON has no other keys than text, and a recipe must come back from it as it was.
-        name = str(key) if type(key) is int else key
-        try:
-            entries[coerce(name, arguments[0])] = coerce(item, arguments[1])
-        except MismatchError as mismatch:
-            raise MismatchError(f"entry {shown(key)} ({shown(item)}) {mismatch}") from None
+        text = str(key) if type(key) is int else key
+        name = _entry(key, item, text, arguments[0])
+        entries[name] = _entry(key, item, item, arguments[1])
     return entries
+
+
+def _entry(place: Any, item: Any, part: Any, annotation: Any) -> Any:
+    """Coerce a part of an entry, its key or its item; a mismatch names the entry."""
+    try:
+        return coerce(part, annotation)
+    except MismatchError as mismatch:
+        raise MismatchError(f"entry {shown(place)} ({shown(item)}) {mismatch}") from None
 
 
 def _printable(text: str) -> str:
@@ -242,12 +245,6 @@ def _number(value: Any) -> float:
     if not math.isfinite(number):
         raise MismatchError("must be a finite number")
     return number
-
-
-def _within(value: float, interval: Interval) -> float:
-    if value not in interval:
-        raise MismatchError(f"must be {interval}")
-    return value
 
 
 def _hint(value: Any, annotation: Any) -> str:
@@ -278,13 +275,12 @@ def _yaml_float(text: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
     return _noun(type(value))
 
 
 def _noun(kind: type) -> str:
     nouns = {
+        types.NoneType: "null",
         bool: "true or false",
         int: "a whole number",
         float: "a number with a fraction",

@@ -47,7 +47,10 @@ def load_recipe(
     tree = read_mapping(path)
     problems = []
     for override in overrides or []:
-        problems += _override(tree, override)
+        try:
+            _override(tree, override)
+        except RecipeError as error:
+            problems.append(str(error))
     try:
         recipe = from_dict({"name": path.stem, **tree}, check)
     except InvalidRecipeError as error:
@@ -63,7 +66,8 @@ def from_dict(tree: dict[str, Any], check: Check = lambda _: []) -> Recipe:
     Raises: InvalidRecipeError with every problem of every section.
     """
     sections = Recipe.sections()
-    problems = _unknown([str(key) for key in tree if key != "name" and key not in sections])
+    unknown = [str(key) for key in tree if key != "name" and key not in sections]
+    problems = [*map(_unknown, unknown[:MOST_LINES])]
     built: dict[str, Section] = {}
     for section, kind in sections.items():
         try:
@@ -95,7 +99,8 @@ def _build(section: str, kind: type[Section], values: Any) -> Section:
         allowed = f"must be a mapping of keys to values ({', '.join(_keys_of(kind))})"
         raise InvalidRecipeError([f"{section} = {shown(values)}: {allowed}"])
     fields = {item.name: item for item in dataclasses.fields(kind)}
-    problems = _unknown([f"{section}.{key}" for key in values if key not in fields])
+    unknown = [f"{section}.{key}" for key in values if key not in fields]
+    problems = [*map(_unknown, unknown[:MOST_LINES])]
     needed = {name for name, item in fields.items() if item.default is dataclasses.MISSING}
     try:
         if missing := needed - values.keys():
@@ -108,47 +113,33 @@ def _build(section: str, kind: type[Section], values: Any) -> Section:
     return built
 
 
-def _override(tree: dict, override: str) -> list[str]:
-    """Write one `section.key=value` into the tree; return what is wrong with it."""
+def _override(tree: dict, override: str) -> None:
+    """Write one `section.key=value`, or a part of a recipe, into the tree. Raises RecipeError."""
     if override.endswith(".yaml") and "=" not in override:
-        return _merge(tree, Path(override))
+        for section, values in read_mapping(Path(override)).items():
+            there = tree.get(section) or {}
+            both = isinstance(values, dict) and isinstance(there, dict)
+            tree[section] = {**there, **values} if both else values
+        return
     key, equals, text = override.partition("=")
     section, dot, leaf = key.strip().partition(".")
     if not equals:
-        return [f"override {shown(override)}: write it as key=value, e.g. optim.lr=1.0e-4"]
+        example = "write it as key=value, e.g. optim.lr=1.0e-4"
+        raise RecipeError(f"override {shown(override)}: {example}")
     try:
         value = read_value(text)
     except yaml.YAMLError as error:
-        return [f"override {shown(override)}: {explain(error)}"]
+        raise RecipeError(f"override {shown(override)}: {explain(error)}") from None
     there = tree.get(section) or {}
     if not dot:
         tree[section] = value
     elif isinstance(there, dict):
         tree[section] = {**there, leaf: value}
-    return []
 
 
-def _merge(tree: dict, path: Path) -> list[str]:
-    """Write the values of a part of a recipe into the tree; return what is wrong with it."""
-    try:
-        part = read_mapping(path)
-    except RecipeError as error:
-        return [str(error)]
-    for section, values in part.items():
-        there = tree.get(section) or {}
-        both = isinstance(values, dict) and isinstance(there, dict)
-        tree[section] = {**there, **values} if both else values
-    return []
-
-
-def _unknown(keys: list[str]) -> list[str]:
-    """Say of unknown keys which known ones they are nearest to; of so many as are shown."""
-    return [_guess(shortened(key, LONGEST_VALUE)) for key in keys[:MOST_LINES]]
-
-
-def _guess(key: str) -> str:
+def _unknown(key: str) -> str:
     """Say which known key an unknown one is nearest to, in its own section where it has one."""
-    sections = Recipe.sections()
+    key, sections = shortened(key, LONGEST_VALUE), Recipe.sections()
     section, _, leaf = key.rpartition(".")
     # A right key in the wrong section: the likeliest mistake, and one that spelling cannot find.
     elsewhere = [name for name, kind in sections.items() if leaf in _keys_of(kind)]

@@ -12,11 +12,12 @@ from specdraft.recipes.yaml_file import read_mapping
 
 DEEPEST_TREE = 64  # tokens of a path
 KEYS = ("name", "block_size", "source", "paths")
+TREES = Path(__file__).parent / "trees"  # the bundled ones
 
 
 def known_trees() -> list[str]:
     """Return the names of the bundled trees."""
-    return sorted(path.stem for path in _folder().glob("*.yaml"))
+    return sorted(path.stem for path in TREES.glob("*.yaml"))
 
 
 def load_tree_paths(name: str) -> list[tuple[int, ...]]:
@@ -36,13 +37,14 @@ def load_tree_paths(name: str) -> list[tuple[int, ...]]:
         if key not in KEYS
     ]
     paths = content.get("paths")
-    if not _is_list_of_paths(paths):
-        problems.append("paths must be a list of nodes, each a list of ranks: [[0], [1], [0, 0]]")
+    if isinstance(paths, list) and paths and all(map(_is_path, paths)):
+        paths = [tuple(ranks) for ranks in paths]
+        problems += tree_problems(paths)
     else:
-        problems += tree_problems([tuple(ranks) for ranks in paths])
+        problems.append("paths must be a list of nodes, each a list of ranks: [[0], [1], [0, 0]]")
     if problems:
         raise InvalidRecipeError([f"{path.name}: {problem}" for problem in problems], "tree")
-    return [tuple(ranks) for ranks in paths]
+    return paths
 
 
 def tree_problems(paths: list[tuple[int, ...]]) -> list[str]:
@@ -75,22 +77,12 @@ def _locate(name: str) -> Path:
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         return path
-    if name not in known_trees():
-        known = known_trees()
-        raise InvalidRecipeError(
-            [f"unknown tree; nearest is {nearest(name, known)} of {', '.join(known)}"], "tree"
-        )
-    return _folder() / f"{name}.yaml"
+    if name not in (known := known_trees()):
+        guess = f"nearest is {nearest(name, known)} of {', '.join(known)}"
+        raise InvalidRecipeError([f"unknown tree; {guess}"], "tree")
+    return TREES / f"{name}.yaml"
 
 
-def _folder() -> Path:
-    return Path(__file__).parent / "trees"
-
-
-def _is_list_of_paths(paths: object) -> bool:
-    return (
-        isinstance(paths, list)
-        and bool(paths)
-        and all(isinstance(ranks, list) and ranks for ranks in paths)
-        and all(type(rank) is int and rank >= 0 for ranks in paths for rank in ranks)
-    )
+def _is_path(ranks: object) -> bool:
+    whole = isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
+    return whole and min(ranks, default=-1) >= 0

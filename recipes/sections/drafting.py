@@ -93,9 +93,8 @@ class CascadeSection(Section):
         k, side = self.k, self.size + 1
         below = [(i, j) for i in range(len(k)) for j in range(min(i, len(k[i]))) if k[i][j]]
         if not self.size:
-            yield self.complaint(
-                "students", "name at least one student, or null for the recipe's own"
-            )
+            needed = "name at least one student, or null for the recipe's own"
+            yield self.complaint("students", needed)
         elif [len(row) for row in k] != [side] * side:
             yield self.complaint(
                 "k",

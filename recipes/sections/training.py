@@ -60,6 +60,5 @@ class TrainSection(Section):
             both = f"{self.setting('steps')} and {self.setting('epochs')}"
             yield f"{both}: set exactly one, the other to null"
         if self.batch_size % self.accumulation:
-            yield self.complaint(
-                "accumulation", f"must divide train.batch_size ({self.batch_size})"
-            )
+            divided = f"must divide train.batch_size ({self.batch_size})"
+            yield self.complaint("accumulation", divided)

@@ -13,7 +13,7 @@ from specdraft.eval.engine.request import Request
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.fusion import FUSIONS, LSTM, LinearFusion
 from specdraft.recipes.errors import TargetError
-from specdraft.recipes.sections.heads import HeadSection
+from specdraft.recipes.sections.drafters import HeadSection
 
 
 @pytest.fixture(scope="module")
