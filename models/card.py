@@ -35,6 +35,20 @@ COLUMNS = {
     "speedup_over_generate": ("x generate", ".2f"),
 }
 
+USAGE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specdraft.eval.custom_generate import {imports}
+
+name = {source}
+model = AutoModelForCausalLM.from_pretrained(name{pin}, dtype="{dtype}")
+tokenizer = AutoTokenizer.from_pretrained(name{pin})
+fast = Speculative({drafter})
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+output = model.generate(**inputs, custom_generate=fast, max_new_tokens=64)
+print(tokenizer.decode(output[0]))
+"""
+
 
 def model_card(
     recipe: Recipe,
@@ -96,26 +110,15 @@ def usage(recipe: Recipe, card: Card) -> str:
     target = recipe.target
     revision = f', revision="{recipe.hub.revision}"' if recipe.hub.revision else ""
     call = card.call.format(repo=recipe.hub.repo_id, tree=tree_name(recipe))
-    maker = call.partition("(")[0]
     bundled = target.model == BUNDLED
     source = "bundled_target_dir()" if bundled else repr(target.model).replace("'", '"')
     pin = f', revision="{target.revision}"' if target.revision else ""
-    return "\n".join(
-        [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f"from specdraft.eval.custom_generate import Speculative, {maker}",
-            *(["from specdraft.models.target_files import bundled_target_dir"] if bundled else []),
-            "",
-            f"name = {source}",
-            f'model = AutoModelForCausalLM.from_pretrained(name{pin}, dtype="{target.dtype}")',
-            f"tokenizer = AutoTokenizer.from_pretrained(name{pin})",
-            f"fast = Speculative({call}{revision}))",
-            'inputs = tokenizer("Once upon a time", return_tensors="pt")',
-            "output = model.generate(**inputs, custom_generate=fast, max_new_tokens=64)",
-            "print(tokenizer.decode(output[0]))",
-            "",
-        ]
+    imports = f"Speculative, {call.partition('(')[0]}"
+    if bundled:
+        imports += "\nfrom specdraft.models.target_files import bundled_target_dir"
+    drafter = f"{call}{revision})"
+    return USAGE.format(
+        imports=imports, source=source, pin=pin, dtype=target.dtype, drafter=drafter
     )
 
 

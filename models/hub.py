@@ -8,7 +8,6 @@ Credentials are huggingface_hub's own affair (`hf auth login`, HF_TOKEN), and so
 """
 
 from collections.abc import Mapping
-from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import (
@@ -18,6 +17,7 @@ from huggingface_hub import (
     get_token,
     snapshot_download,
 )
+from huggingface_hub.utils import filter_repo_objects
 
 from specdraft.recipes.errors import HubError, in_a_line
 from specdraft.recipes.schema import HubSection
@@ -82,20 +82,16 @@ def push(
         if revision:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         there = api.list_repo_files(repo_id, revision=revision)
-        stale = [name for name in there if _is_weight(name) and name not in files]
+        weights = filter_repo_objects(there, allow_patterns=[*WEIGHTS])
         # Not upload_folder: it may take several commits, and show a repository half-way.
         operations = [CommitOperationAdd(name, content) for name, content in files.items()]
-        operations += [CommitOperationDelete(name) for name in stale]
+        operations += [CommitOperationDelete(name) for name in weights if name not in files]
         commit = api.create_commit(repo_id, operations, commit_message=message, revision=revision)
     except HubError:
         raise
     except Exception as error:
         raise HubError(f"the Hub did not take {repo_id} ({_reason(error)})") from error
     return str(commit.commit_url)
-
-
-def _is_weight(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in WEIGHTS)
 
 
 def _reason(error: BaseException) -> str:

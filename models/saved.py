@@ -17,7 +17,7 @@ from torch import nn
 
 from specdraft.models.hub import fetch
 from specdraft.recipes.errors import HeadError, TargetError, in_a_line
-from specdraft.recipes.fields import Interval, MismatchError, coerce, shown
+from specdraft.recipes.fields import Interval, coerce_fields, shown
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 Vocabulary = Annotated[int, Interval(1, 10**7)]
@@ -29,13 +29,9 @@ class SavedConfig:
     """A dataclass that checks every field against its annotation, as a recipe's sections do."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self), include_extras=True)
-        for item in fields(self):
-            value = getattr(self, item.name)
-            try:
-                coerce(value, hints[item.name])
-            except MismatchError as mismatch:
-                raise ValueError(f"{item.name} = {shown(value)}: {mismatch}") from None
+        _, mismatches = coerce_fields(self)
+        for key, mismatch in mismatches.items():
+            raise ValueError(f"{key} = {shown(getattr(self, key))}: {mismatch}")
         identity = getattr(self, "target", None)
         if identity and not all(isinstance(identity.get(k), str) for k in ("name", "weights")):
             raise ValueError(
@@ -95,7 +91,9 @@ def load_saved(
             _check_tensors(folder / WEIGHTS, kind(settings))
         module = kind(settings)
         module.load_state_dict(load_file(folder / WEIGHTS))
-        _check_values(folder / WEIGHTS, module)
+        for name, tensor in module.state_dict().items():
+            if not torch.isfinite(tensor).all():
+                raise HeadError(f"{WEIGHTS}: {name} has values that are no finite numbers")
     except HeadError as error:
         whole = noun.removeprefix("trained ")
         raise HeadError(f"{folder} holds no whole {whole}: {error}") from error
@@ -142,9 +140,3 @@ def _check_tensors(path: Path, expected: nn.Module) -> None:
                 f"{'real' if wanted[name].is_floating_point() else 'whole'} numbers {size}, as "
                 f"{CONFIG} has it"
             )
-
-
-def _check_values(path: Path, module: nn.Module) -> None:
-    for name, tensor in module.state_dict().items():
-        if not torch.isfinite(tensor).all():
-            raise HeadError(f"{path.name}: {name} has values that are no finite numbers")

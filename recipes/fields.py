@@ -4,7 +4,6 @@ A section's annotations are the whole specification (`Count`, `Fraction | None`,
 `tuple[str, ...]`), so the checks here are generic and no section repeats them.
 """
 
-import dataclasses
 import difflib
 import math
 import re
@@ -106,19 +105,25 @@ def coerce(value: Any, annotation: Any) -> Any:
     )
 
 
+def coerce_fields(instance: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a dataclass's values as annotated, and what is wrong with the others; by field."""
+    values, mismatches = {}, {}
+    for key, annotation in get_type_hints(type(instance), include_extras=True).items():
+        try:
+            values[key] = coerce(getattr(instance, key), annotation)
+        except MismatchError as mismatch:
+            mismatches[key] = str(mismatch)
+    return values, mismatches
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """One part of a recipe: checks every field against its annotation, then all together."""
 
     def __post_init__(self) -> None:
-        problems = []
-        hints = get_type_hints(type(self), include_extras=True)
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            try:
-                object.__setattr__(self, item.name, coerce(value, hints[item.name]))
-            except MismatchError as mismatch:
-                problems.append(self.complaint(item.name, str(mismatch)))
+        values, mismatches = coerce_fields(self)
+        vars(self).update(values)  # a frozen dataclass takes no assignments
+        problems = [self.complaint(key, mismatch) for key, mismatch in mismatches.items()]
         # Conflicts compare fields, so they mean something only when each field is sound.
         problems = problems or list(self.conflicts())
         if problems:

@@ -13,9 +13,9 @@ from typing import Any, get_type_hints
 
 from specdraft.recipes.fields import InvalidRecipeError, Section, plain, shown
 from specdraft.recipes.sections.data import DataSection
+from specdraft.recipes.sections.drafters import HeadSection, MedusaSection, StudentSection
 from specdraft.recipes.sections.drafting import CascadeSection, DraftingSection, MaxgramSection
 from specdraft.recipes.sections.evaluation import EvalSection
-from specdraft.recipes.sections.drafters import HeadSection, MedusaSection, StudentSection
 from specdraft.recipes.sections.objectives import DistillSection, GlanceSection, LossSection
 from specdraft.recipes.sections.output import HubSection, OutputSection
 from specdraft.recipes.sections.target import TargetSection
