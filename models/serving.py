@@ -64,14 +64,18 @@ def serve_eagle(
     positions: the target's context, if it has an end. Raises HeadError for a head that the layout
     cannot hold, with the reason.
     """
-    _check_eagle(head.config)
-    config, tensors = head.config, {"fc.weight": _fused(head)}
+    config = head.config
+    _check_eagle(config)
+    # fc for inputs that have not been divided by their scales, [H, 2H].
+    embed, feature = head.fuse.weight.double().chunk(2, 1)
+    fused = torch.cat((embed * (config.feature_scale / config.embed_scale), feature), 1)
+    tensors = {"fc.weight": fused}
     for number, layer in enumerate(head.layers):
         for name, tensor in _llama_layer(layer, config).items():
             tensors[f"layers.{number}.{name}.weight"] = tensor
     if engine == "sglang":  # its `fc` has a bias, which would stay as it was initialised
         tensors["fc.bias"] = torch.zeros(config.hidden_size)
-    return Served(_eagle_config(config, engine, positions, dtype), _cast(tensors, dtype))
+    return _served(_eagle_config(config, engine, positions), tensors, dtype)
 
 
 def serve_medusa(
@@ -108,9 +112,8 @@ def serve_medusa(
         "num_hidden_layers": config.layers,
         "medusa_fc_bias": True,
         "original_lm_head": not own,  # one lm_head for all
-        "torch_dtype": _name(dtype),
     }
-    return Served(content, _cast(tensors, dtype))
+    return _served(content, tensors, dtype)
 
 
 def _check_eagle(config: FalconConfig) -> None:
@@ -125,13 +128,6 @@ def _check_eagle(config: FalconConfig) -> None:
     else:
         return
     raise HeadError(f"this head has no serving format: {reason}")
-
-
-def _fused(head: FalconHead) -> Tensor:
-    """fc for inputs that have not been divided by their scales, [H, 2H]."""
-    config = head.config
-    embed, feature = head.fuse.weight.double().chunk(2, 1)
-    return torch.cat((embed * (config.feature_scale / config.embed_scale), feature), 1)
 
 
 def _llama_layer(layer: DecoderLayer, config: FalconConfig) -> dict[str, Tensor]:
@@ -153,9 +149,7 @@ def _llama_layer(layer: DecoderLayer, config: FalconConfig) -> dict[str, Tensor]
     return tensors | ({"input_layernorm": layer.attention_norm} if normed else {})
 
 
-def _eagle_config(
-    config: FalconConfig, engine: str, positions: int | None, dtype: torch.dtype
-) -> dict:
+def _eagle_config(config: FalconConfig, engine: str, positions: int | None) -> dict:
     return {
         "architectures": [EAGLE_ARCHITECTURES[engine]],
         "model_type": "llama",
@@ -173,13 +167,9 @@ def _eagle_config(
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "torch_dtype": _name(dtype),
     }
 
 
-def _cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: t.detach().to("cpu", dtype).contiguous().clone() for name, t in tensors.items()}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _served(config: dict, tensors: dict[str, Tensor], dtype: torch.dtype) -> Served:
+    cast = {name: t.detach().to("cpu", dtype).contiguous().clone() for name, t in tensors.items()}
+    return Served(config | {"torch_dtype": str(dtype).removeprefix("torch.")}, cast)

@@ -173,16 +173,12 @@ def check_vocabulary(student: str, size: int, target: str, target_size: int) -> 
 
 
 def head_config(
-    recipe: Recipe,
-    shape: TargetShape,
-    *,
-    embed_scale: float = 1.0,
-    feature_scale: float = 1.0,
-    identity: dict | None = None,
+    recipe: Recipe, shape: TargetShape, *, identity: dict | None = None, **scales: float
 ) -> FalconConfig:
     """Return the config of the recipe's head: what it leaves open is as in the target.
 
-    Raises RecipeError when the head's attention heads do not fit the target's width.
+    scales: the config's embed_scale and feature_scale, where they are known. Raises RecipeError
+    when the head's attention heads do not fit the target's width.
     """
     head = recipe.head
     try:
@@ -198,9 +194,8 @@ def head_config(
             rope_theta=shape.rope_theta,
             norm_eps=shape.norm_eps,
             input_norm=head.input_norm,
-            embed_scale=embed_scale,
-            feature_scale=feature_scale,
             target=identity or {},
+            **scales,
         )
     except ValueError as error:
         raise RecipeError(f"head.{error}") from error

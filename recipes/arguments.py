@@ -33,9 +33,7 @@ def comma_separated(option: str, text: str) -> list[str]:
 def whole_numbers(option: str, text: str, least: int = 0, most: int = 2**31 - 1) -> list[int]:
     """Parse an option's 0,1,2. RecipeError for anything else, or for numbers out of bounds."""
     parts = comma_separated(option, text)
-    if not all(part.isdecimal() and len(part) < 20 for part in parts) or not all(
-        least <= int(part) <= most for part in parts
-    ):
+    if not all(n.isdecimal() and len(n) < 20 and least <= int(n) <= most for n in parts):
         example = ",".join(str(least + n) for n in range(3))
         raise RecipeError(
             f"{option} {text:.100}: give whole numbers of at least {least} and at most {most}, "

@@ -129,11 +129,6 @@ class Section:
         if problems:
             raise InvalidRecipeError(problems)
 
-    @classmethod
-    def label(cls, key: str) -> str:
-        """Return the dotted key a user writes, e.g. `optim.lr` for `OptimSection`."""
-        return f"{cls.__name__.removesuffix('Section').lower()}.{key}"
-
     def conflicts(self) -> Iterator[str]:
         """Yield what is wrong with values that are each allowed, but not together."""
         yield from ()
@@ -144,13 +139,13 @@ class Section:
             what = f"makes {nodes} nodes, at most {LARGEST_TREE}; {way_out}"
             yield self.complaint(key, what)
 
-    def setting(self, key: str) -> str:
-        """Return a key with its value, as a user writes them: `optim.betas = [0.9, 0.95]`."""
-        return f"{self.label(key)} = {shown(getattr(self, key))}"
-
-    def complaint(self, key: str, what: str) -> str:
-        """Return what is wrong with the value of a key."""
-        return f"{self.setting(key)}: {what}"
+    def complaint(self, keys: str | Iterable[str], what: str) -> str:
+        """Return what is wrong with the values of keys, named as a user writes them:
+        `optim.betas = [0.9, 0.95]: ..`."""
+        name = type(self).__name__.removesuffix("Section").lower()
+        keys = [keys] if isinstance(keys, str) else keys
+        settings = [f"{name}.{key} = {shown(getattr(self, key))}" for key in keys]
+        return f"{' and '.join(settings)}: {what}"
 
 
 def plain(value: Any) -> Any:

@@ -37,10 +37,10 @@ class _Loader(yaml.SafeLoader):
                 raise _problem(event, f"*{event.anchor} holds itself")
             self.length += self.lengths[node]
         else:
-            scalar = isinstance(node, yaml.ScalarNode)
-            if scalar and len(node.value) > LONGEST_SCALAR:
+            size = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+            if size > LONGEST_SCALAR:
                 raise _problem(event, f"a value of more than {LONGEST_SCALAR} characters")
-            self.length += 1 + (len(node.value) if scalar else 0)
+            self.length += 1 + size
             self.lengths[node] = self.length - before
         if self.length > LONGEST_EXPANDED:
             raise _problem(event, "the anchors stand for too many values; write fewer of them")

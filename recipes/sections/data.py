@@ -80,19 +80,15 @@ class DataSection(Section):
             way_out = "set data.temperature above 0, e.g. 1.0"
             yield self.complaint("samples", f"all would be the same greedy answer; {way_out}")
         if self.format == "text" and self.prompt_tokens is None:
-            needed = "say how many tokens of each text are the prompt, e.g. 16"
-            yield self.complaint(
-                "prompt_tokens", f"data.answers=target continues a prompt; {needed}"
-            )
+            what = "data.answers=target continues a prompt; say how many tokens of each text are "
+            yield self.complaint("prompt_tokens", f"{what}the prompt, e.g. 16")
 
     def _serving(self) -> Iterator[str]:
         if self.server is None:
             if self.server_model is not None:
                 yield self.complaint("server_model", "needs data.server")
         elif self.drafter != "plain":
-            yield (
-                f"{self.setting('drafter')} and {self.setting('server')}: a server drafts as it "
-                "was started; set one of the two to null or plain"
-            )
+            what = "a server drafts as it was started; set one of the two to null or plain"
+            yield self.complaint(("drafter", "server"), what)
         elif not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.server):
             yield self.complaint("server", "must be a URL, e.g. http://127.0.0.1:8000/v1")

@@ -77,9 +77,9 @@ class StudentSection(Section):
     def conflicts(self) -> Iterator[str]:
         """One origin, and only settings that this origin has."""
         origins = ("model", "keep_layers", "layers")
-        given = [self.setting(key) for key in origins if getattr(self, key) is not None]
+        given = [key for key in origins if getattr(self, key) is not None]
         if len(given) > 1:
-            yield f"{' and '.join(given)}: set exactly one, the others to null"
+            yield self.complaint(given, "set exactly one, the others to null")
             return
         keep = self.keep_layers
         if keep is not None and (not keep or list(keep) != sorted(set(keep))):

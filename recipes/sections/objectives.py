@@ -30,8 +30,8 @@ class LossSection(Section):
     def conflicts(self) -> Iterator[str]:
         """Something is left to minimise."""
         if self.feature_weight == self.distill_weight == 0:
-            both = f"{self.setting('feature_weight')} and {self.setting('distill_weight')}"
-            yield f"{both}: nothing to train on; one must be above 0"
+            both = ("feature_weight", "distill_weight")
+            yield self.complaint(both, "nothing to train on; one must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

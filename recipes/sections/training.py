@@ -57,8 +57,7 @@ class TrainSection(Section):
     def conflicts(self) -> Iterator[str]:
         """One length of training, and forwards of equal size."""
         if self.steps is not None and self.epochs is not None:
-            both = f"{self.setting('steps')} and {self.setting('epochs')}"
-            yield f"{both}: set exactly one, the other to null"
+            yield self.complaint(("steps", "epochs"), "set exactly one, the other to null")
         if self.batch_size % self.accumulation:
             divided = f"must divide train.batch_size ({self.batch_size})"
             yield self.complaint("accumulation", divided)
