@@ -4,15 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from specdraft.recipes.fields import (
-    Draft,
-    Few,
-    Fraction,
-    Natural,
-    Positive,
-    Section,
-    Width,
-)
+from specdraft.recipes.fields import Draft, Few, Fraction, Natural, Positive, Section, Width
 
 
 @dataclass(frozen=True, kw_only=True)
