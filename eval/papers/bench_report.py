@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from specdraft.eval.papers.jobs import PLACES, ROOT
 from specdraft.eval.papers.plots import acceptance_by_position
@@ -22,16 +22,6 @@ from specdraft.recipes.yaml_file import read_value
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = {
-    "tokens/step": "tokens_per_step",
-    "acceptance": "acceptance_rate",
-    "nodes/step": "drafted_per_step",
-    "x plain": "speedup",
-    "x generate": "speedup_over_generate",
-    "draft ms": "draft_ms_per_step",
-    "verify ms": "verify_ms_per_step",
-    "rest ms": "overhead_ms_per_step",
-}
 VARIED = {"prompt_set": "{}", "temperature": "T = {:g}", "batch_size": "batch {}"}
 
 
@@ -39,15 +29,45 @@ VARIED = {"prompt_set": "{}", "temperature": "T = {:g}", "batch_size": "batch {}
 class ReportTable(Table):
     """Methods as rows."""
 
-    name, source = "report", "a benchmark's report, with acceptance by position"
-    seeds: ClassVar[tuple[int, ...]] = ()
     report: str = "runs/tiny/report.json"
     methods: tuple[str, ...] = ()  # none: all
 
     def make(self, plan: Plan, seeds: Sequence[int], at_once: int) -> dict:
         """Read the report. Raises: DataError for a file that is none, or a method it lacks."""
         report = read_report(Path(self.report))
-        return keep(report | {"runs": chosen(report["runs"], self.methods)})
+        return self.kept(report | {"runs": chosen(report["runs"], self.methods)})
+
+    def kept(self, report: dict) -> dict:
+        """A report with overrides instead of the resolved recipe, without replays and nodes."""
+        runs, name = report["runs"], report["recipe"].get("name")
+        path = f"recipes/{name}.yaml"
+        overrides = changes(report["recipe"], path)
+        sizes = list(dict.fromkeys(str(run["batch_size"]) for run in runs))
+        words = ["python", "eval/bench.py", path, *overrides]
+        words += ["--batch-sizes", ",".join(sizes)] if len(sizes) > 1 else []
+        return {
+            "source": f"{name}: {runs[0]['prompt_set']}, {runs[0]['outputs']} prompts",
+            "command": shlex.join(words),
+            "recipe": path,
+            "overrides": overrides,
+            "seeds": [],
+            "environment": report.get("environment"),
+            **written(self.by_method(runs), {}),
+            "runs": [compact(run) for run in runs],
+        }
+
+    def by_method(self, runs: Sequence[dict]) -> dict[str, Row]:
+        """The figures of a method's run, or its speedup by what the runs differ in."""
+        varied = [key for key in VARIED if len({run.get(key) for run in runs}) > 1]
+        found: dict[str, Row] = {}
+        for run in runs:
+            column = ", ".join(VARIED[key].format(run[key]) for key in varied)
+            wanted = {column: "speedup"} if varied else self.columns
+            some = {title: run[key] for title, key in wanted.items() if run.get(key) is not None}
+            cells = {title: {"mean": value} for title, value in some.items()}
+            before = found.get(run["method"], Row({}))
+            found[run["method"]] = Row(before.figures | cells, [*before.runs, run])
+        return found
 
     def pictures(self, made: dict) -> "dict[str, Figure]":
         """Acceptance by position, where anything was drafted."""
@@ -77,27 +97,13 @@ def chosen(runs: list[dict], methods: Sequence[str]) -> list[dict]:
     return [run for run in runs if not methods or run["method"] in methods]
 
 
-def keep(report: dict) -> dict:
-    """A report as it is kept: overrides instead of the resolved recipe, no replays, no nodes."""
-    runs, name = report["runs"], report["recipe"].get("name")
-    path, overrides = f"recipes/{name}.yaml", []
-    if (ROOT / path).is_file():
-        here = json.loads(json.dumps(load_recipe(ROOT / path).to_dict()))
-        changed = differences(report["recipe"], here, PLACES).items()
-        overrides = [f"{key}={yaml_text(value)}" for key, (value, _) in changed]
-    sizes = list(dict.fromkeys(str(run["batch_size"]) for run in runs))
-    words = ["python", "eval/bench.py", path, *overrides]
-    words += ["--batch-sizes", ",".join(sizes)] if len(sizes) > 1 else []
-    return {
-        "source": f"{name}: {runs[0]['prompt_set']}, {runs[0]['outputs']} prompts",
-        "command": shlex.join(words),
-        "recipe": path,
-        "overrides": overrides,
-        "seeds": [],
-        "environment": report.get("environment"),
-        **written(rows_of(runs), {}),
-        "runs": [compact(run) for run in runs],
-    }
+def changes(recipe: dict, path: str) -> list[str]:
+    """Overrides that make a resolved recipe of a recipe that comes with the package."""
+    if not (ROOT / path).is_file():
+        return []
+    here = json.loads(json.dumps(load_recipe(ROOT / path).to_dict()))
+    found = differences(recipe, here, PLACES)
+    return [f"{key}={yaml_text(value)}" for key, (value, _) in found.items()]
 
 
 def yaml_text(value: object) -> str:
@@ -105,18 +111,3 @@ def yaml_text(value: object) -> str:
     exact = json.dumps(value)
     bare = exact.replace('"', "").replace(", ", ",")
     return bare if read_value(bare) == value else exact
-
-
-def rows_of(runs: Sequence[dict]) -> dict[str, Row]:
-    """By method: the figures of its run, or its speedup by what the runs differ in."""
-    varied = [key for key in VARIED if len({run.get(key) for run in runs}) > 1]
-    figures: dict[str, dict] = {}
-    measured: dict[str, list[dict]] = {}
-    for run in runs:
-        column = ", ".join(VARIED[key].format(run[key]) for key in varied)
-        wanted = {column: "speedup"} if varied else COLUMNS
-        some = {title: run[key] for title, key in wanted.items() if run.get(key) is not None}
-        cells = {title: {"mean": value} for title, value in some.items()}
-        figures.setdefault(run["method"], {}).update(cells)
-        measured.setdefault(run["method"], []).append(run)
-    return {method: Row(cells, measured[method]) for method, cells in figures.items()}

@@ -8,13 +8,13 @@ on; then all take turns on the measured prompts (eval/measure/rounds.py).
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from specdraft.data.prompts import Prompt
+from specdraft.data.prompts import Prompt, load_prompts
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.measurement import REFERENCE, Measurement
 from specdraft.eval.measure.methods import make_method
-from specdraft.eval.measure.questions import make_requests
-from specdraft.eval.measure.rounds import Outcomes, capacity_for, take_turns
+from specdraft.eval.measure.questions import expand_turns, make_requests
+from specdraft.eval.measure.rounds import capacity_for, take_turns
 from specdraft.eval.measure.tuning import (
     FIRST,
     Scorer,
@@ -53,10 +53,15 @@ def contenders(recipe: Recipe, trained: Trained) -> list[Contender]:
         lone = Trained(table=table, cascade=(one,))
         rows.append(Contender(f"{n} + MaG", "cascade", alone(recipe, n - 1), lone))
     if len(students) > 1:
-        name = " + ".join([*(str(n) for n, _ in numbered), "MaG"])
-        everyone = Trained(table=table, cascade=students)
-        rows.append(Contender(name, "cascade", recipe, everyone))
+        name = "".join(f"{n} + " for n, _ in numbered) + "MaG"
+        rows.append(Contender(name, "cascade", recipe, Trained(table=table, cascade=students)))
     return rows
+
+
+def asked(recipe: Recipe, target: Target) -> list[Prompt]:
+    """The recipe's prompts, one per turn."""
+    with cpu_threads(recipe.eval.threads):
+        return expand_turns(recipe, target, load_prompts(recipe, target.tokenizer))
 
 
 def alone(recipe: Recipe, place: int) -> Recipe:
@@ -99,20 +104,20 @@ def measured(
             for row in rows
         }
         outcomes = take_turns(runners, requests, section, progress)
-    plain = outcomes[rows[0].name]
-    return [
-        {"row": row.name, "score": row.score, "setting": recipe_part(row.recipe, row.setting)}
-        | _report(row, target, prompts, {REFERENCE: plain, row.method: outcomes[row.name]})
-        for row in rows
-    ]
+    reports = []
+    for row in rows:
+        of_row = {REFERENCE: outcomes[rows[0].name], row.method: outcomes[row.name]}
+        done = Measurement(row.recipe, target, row.trained, prompts, of_row)
+        tuning = {"score": row.score, "setting": recipe_part(row.recipe, row.setting)}
+        reports.append({"row": row.name} | tuning | _by_category(done))
+    return reports
 
 
-def _report(row: Contender, target: Target, prompts: Sequence[Prompt], outcomes: Outcomes) -> dict:
-    """A row of figures, in which every category has also the figures of its prompts alone."""
-    done = Measurement(row.recipe, target, row.trained, prompts, outcomes)
+def _by_category(done: Measurement) -> dict:
+    """The last method's figures, in which every category has also those of its prompts alone."""
     whole = done.rows()[-1]
-    for category in whole["categories"]:
-        own = [n for n, prompt in enumerate(prompts) if prompt.category == category["category"]]
-        figures = done.of([*outcomes], own).rows()[-1]
-        category |= {key: figures[key] for key in OF_A_CATEGORY}
+    for part in whole["categories"]:
+        own = [n for n, prompt in enumerate(done.prompts) if prompt.category == part["category"]]
+        figures = done.of([*done.outcomes], own).rows()[-1]
+        part |= {key: figures[key] for key in OF_A_CATEGORY}
     return whole

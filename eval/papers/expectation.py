@@ -33,7 +33,6 @@ CASES, LENGTH = 100, 3
 class ExpectationTable(SeededTable):
     """The formula beside coins, which a seed throws."""
 
-    name, source = "ewif", "CS Drafting, Theorems 4.1 and 4.4: EWIF, and coins"
     alpha: Fraction = 0.8  # of the larger drafter
     cost: NonNegative = 0.1  # share of a target forward
     small_alpha: Fraction = 0.4

@@ -11,9 +11,8 @@ Shapes: N paths, T tokens of the longest, V vocabulary.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,43 +29,13 @@ from specdraft.eval.measure.methods import Engine
 from specdraft.eval.measure.metrics import Costs, counts
 from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.papers.jobs import Job
-from specdraft.eval.papers.students import (
-    DISTILLED,
-    MEASURED,
-    OverStudents,
-    drafting_with,
-    student,
-)
-from specdraft.eval.papers.table import Found, Paper, Plan, Row, Table
+from specdraft.eval.papers.students import OverStudents
+from specdraft.eval.papers.table import Found, Plan, Row, Table
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
 from specdraft.recipes.fields import Natural
 from specdraft.recipes.schema import Recipe
 
-DROP = "drafting.sibling_pruning=drop"  # a weak sibling is no leaf: the published code
-WIDER = ("drafting.theta_prob=0.15", "drafting.theta_sib=0.35")
-GRAPHS: dict[str, tuple[str, ...]] = {  # rows: a method and how it drafts
-    "SSD, 10 tokens": ("ssd", "drafting.gamma=10", "drafting.theta_prob=0"),
-    "TSD, siblings not pruned": ("tsd", "drafting.theta_sib=0"),
-    "TSD": ("tsd",),
-    "GSD": ("gsd",),
-    "GSD, theta_prob 0.1": ("gsd", "drafting.theta_prob=0.1"),
-    "GSD, theta_prob 0.4": ("gsd", "drafting.theta_prob=0.4"),
-    "TSD, dropped below 0.3": ("tsd", DROP),
-    "GSD, dropped below 0.1": ("gsd", DROP, "drafting.theta_sib=0.1"),
-    "GSD, dropped below 0.3": ("gsd", DROP),
-    "GSD, dropped below 0.5": ("gsd", DROP, "drafting.theta_sib=0.5"),
-    "TSD, 0.15 and 0.35": ("tsd", *WIDER),
-    "GSD, 0.15 and 0.35, dropped": ("gsd", *WIDER, DROP),
-    "GSD, 0.15 and 0.35, dropped, tau 1": ("gsd", *WIDER, DROP, "drafting.tau=1"),
-}
-DRAFTED = {
-    "drafted/step": "drafted_per_step",
-    "verified/step": "verified_per_step",
-    "tokens/step": "tokens_per_step",
-    "student passes/step": "drafter_forwards_per_step",
-    "graph success": "graph_success",
-}
 MERGED, KL = "merged/step", "KL"
 
 
@@ -74,9 +43,6 @@ MERGED, KL = "merged/step", "KL"
 class TauTable(Table):
     """What merging costs and gains by tau, with the student of the recipe's run."""
 
-    name, source = "tau", "GSD, Appendix C: how many tokens must agree for a merge"
-    recipe: ClassVar[str] = DISTILLED
-    seeds: ClassVar[tuple[int, ...]] = ()
     taus: tuple[Natural, ...] = (0, 1, 2, 3, 4)
 
     def find(self, plan: Plan, seeds: Sequence[int]) -> Found:
@@ -85,57 +51,36 @@ class TauTable(Table):
         target = Target.of_recipe(recipe.target)
         student = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
         with cpu_threads(recipe.eval.threads):
-            return Found(sweep(recipe, target, student, self.taus), environment(target))
+            rows = sweep(recipe, target, student, self.taus, self.columns)
+            return Found(rows, environment(target))
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphTable(OverStudents):
-    """Chains, trees and token graphs by what prunes them, and graphs by tau.
-
-    GSD's text for Figure 5 is not at hand. What is swept here are the parameters of its drafts:
-    both pruning thresholds (theta_sib where weak siblings are dropped, for as leaves they are
-    verified all the same), and how many tokens must agree for a merge. The paper's figures are
-    those of its main table: LLaMA-2-70B with 7B, GSM8K.
-    """
-
-    name, source = "gsd", "GSD, Figure 5: pruning and merging"
-    drafts: dict[str, tuple[str, ...]] = field(default_factory=lambda: GRAPHS)
-    inner = TauTable
-    taus: tuple[Natural, ...] = TauTable.taus
-    paper: ClassVar[Paper] = {
-        "SSD, 10 tokens": {"acceptance": 0.795, "x plain": 1.85},
-        "TSD, siblings not pruned": {"acceptance": 0.894, "x plain": 1.81},
-        "GSD": {"acceptance": 0.917, "x plain": 1.96, "graph success": 0.277},
-    }
+class GraphTable(OverStudents, TauTable):
+    """Chains, trees and token graphs by what prunes them, and graphs by tau."""
 
     def bench(self, plan: Plan, row: str, seed: int) -> Job:
         """The measurement of one draft."""
-        method, *drafting = self.drafts[row]
-        chosen = (f"eval.methods=[plain,{method}]", *drafting)
-        settings = (*MEASURED, *plan.overrides, *chosen, *drafting_with(student(plan, seed)))
-        folder = plan.runs / "gsd" / f"{row.replace(', ', '_').replace(' ', '_')}-seed{seed}"
-        return Job("eval/bench.py", plan.recipe or self.recipe, settings, folder)
-
-    def settings(self, plan: Plan, seed: int) -> tuple[str, ...]:
-        """The sweep of tau with the student of a seed."""
-        return (*super().settings(plan, seed), f"table.taus={list(self.taus)}")
+        method, *drafting = self.variants[row]
+        folder = f"gsd/{row.replace(', ', '_').replace(' ', '_')}-seed{seed}"
+        chosen = (f"eval.methods=[plain,{method}]", *drafting, *self.drafting(plan, seed))
+        return self.job(plan, "eval/bench.py", folder, *chosen)
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:
         """The student, then all drafts."""
         trained, swept = super().stages(plan, seed)
-        return [trained, [*(self.bench(plan, row, seed) for row in self.drafts), *swept]]
+        return [trained, [*(self.bench(plan, row, seed) for row in self.variants), *swept]]
 
     def rows(self, plan: Plan, seed: int) -> dict[str, Row]:
         """Every draft, then every tau."""
-        columns = {"acceptance": "matchness", **DRAFTED, "x plain": "speedup"}
-        found = {}
-        for name in self.drafts:
-            run = self.bench(plan, name, seed).report()["runs"][-1]
-            found[name] = Row({title: run[key] for title, key in columns.items()}, [run])
+        reports = {name: self.bench(plan, name, seed).report() for name in self.variants}
+        found = {name: self.row(report["runs"][-1]) for name, report in reports.items()}
         return found | {f"GSD, {tau}": row for tau, row in super().rows(plan, seed).items()}
 
 
-def sweep(recipe: Recipe, target: Target, student: Target, taus: Sequence[int]) -> dict[str, Row]:
+def sweep(
+    recipe: Recipe, target: Target, student: Target, taus: Sequence[int], columns: dict[str, str]
+) -> dict[str, Row]:
     """Decode the recipe's prompts with every tau."""
     requests = make_requests(recipe.eval, load_prompts(recipe, target.tokenizer))
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
@@ -145,7 +90,7 @@ def sweep(recipe: Recipe, target: Target, student: Target, taus: Sequence[int]) 
         drafter = ComparingGSD(*setup.student, tau, setup.drafting.max_copies, **setup.pruned)
         decoder = Decoder(target, drafter, size, capacity + drafter.max_nodes)
         figures = counts([Engine(decoder)(requests)], Costs(0.0, None))
-        drafted = {title: {"mean": figures[key]} for title, key in DRAFTED.items()}
+        drafted = {title: {"mean": figures[key]} for title, key in columns.items()}
         rows[f"tau {tau}"] = Row(drafted | merges(drafter.divergences, figures["steps"]))
     return rows
 

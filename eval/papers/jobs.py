@@ -21,12 +21,6 @@ from specdraft.recipes.load import load_recipe
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("name", "output.dir", "data.cache_dir")  # say where, not what
-SHORT = (  # runs that are compared by tokens per step
-    "train.eval_every=null",
-    "train.save_every=null",
-    "eval.limit=20",
-    "eval.max_new_tokens=64",
-)
 TABLE = "table."  # overrides that begin so are settings of a table, not of a recipe
 
 

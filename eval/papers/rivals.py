@@ -7,31 +7,22 @@ The last two columns are Falcon's tree over a row. The paper's are of its sectio
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
 
-from specdraft.data.prompts import load_prompts
-from specdraft.eval.drafters.registry import METHODS, load_trained, problems
+from specdraft.eval.drafters.registry import METHODS, load_drafters, problems
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import REFERENCE
-from specdraft.eval.measure.questions import expand_turns
-from specdraft.eval.papers.contenders import Contender, measured
+from specdraft.eval.papers.contenders import Contender, asked, measured
 from specdraft.eval.papers.jobs import Job
-from specdraft.eval.papers.table import Found, Paper, Plan, Row, Table, over_seeds
+from specdraft.eval.papers.table import Found, Plan, Row, Table, over_seeds
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 
 TREE, CHAIN = "falcon_tree", "falcon_chain"
-FIGURES = {
-    "tokens/step": "tokens_per_step",
-    "x plain": "speedup",
-    "nodes/step": "drafted_per_step",
-    "passes/step": "drafter_forwards_per_step",
-    "drafting, ms/step": "draft_ms_per_step",
-}
 OVER = {"ours over it: tokens/step": "tokens_per_step", "ours over it: time": "speedup"}
 
 
@@ -57,35 +48,28 @@ class Rival:
         script = METHODS[self.method].trainer
         return Job(script, self.path, overrides, plan.runs / "rivals" / f"{name}-seed{seed}")
 
+    def contender(self, plan: Plan, seed: int, target: Target) -> Contender:
+        """The head of a seed."""
+        folder = self.job(plan, seed).folder
+        head = load_drafters([self.method], self.recipe, target, folder)
+        return Contender(f"{self.name}, seed {seed}", self.method, self.recipe, head)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RivalTable(Table):
     """The heads as rows."""
 
-    name, source = "rivals", "Falcon, section 5: Falcon, EAGLE-1 and Medusa"
     against: tuple[str, ...] = ("recipes/tiny_eagle.yaml", "recipes/tiny_medusa.yaml")
-    paper: ClassVar[Paper] = {
-        name: {"ours over it: time": ratio}
-        for name, ratio in {
-            "falcon, chain": 1.12,
-            "falcon without CSGD": 1.10,
-            "eagle": 1.10,
-            "medusa": 1.50,
-        }.items()
-    }
 
     def line_up(self, plan: Plan) -> list[Rival]:
         """Falcon's rows, then the others'; RecipeError where the comparison would not be fair."""
-        path, common = plan.recipe or self.recipe, ("train.steps=800", *plan.overrides)
+        path, common = plan.recipe or self.recipe, (*self.overrides, *plan.overrides)
         ours = Rival("falcon", path, common, TREE)
-        with_glance = ours.recipe.glance.enabled
-        other = f"falcon {'without' if with_glance else 'with'} CSGD"
-        glance = f"glance.enabled={'false' if with_glance else 'true'}"
-        rivals = [
-            ours,
-            Rival("falcon, chain", path, common, CHAIN),
-            Rival(other, path, (*common, glance), TREE),
-        ]
+        other, glance = "falcon with CSGD", "glance.enabled=true"
+        if ours.recipe.glance.enabled:
+            other, glance = "falcon without CSGD", "glance.enabled=false"
+        rivals = [ours, Rival("falcon, chain", path, common, CHAIN)]
+        rivals.append(Rival(other, path, (*common, glance), TREE))
         for rival_path in self.against:
             recipe = load_recipe(rival_path, list(common), check=problems)
             method = "medusa_tree" if recipe.medusa.given else "eagle_tree"
@@ -102,45 +86,28 @@ class RivalTable(Table):
         rivals = self.line_up(plan)
         recipe = rivals[0].recipe
         target = Target.of_recipe(recipe.target)
-        with cpu_threads(recipe.eval.threads):
-            prompts = expand_turns(recipe, target, load_prompts(recipe, target.tokenizer))
-            where = environment(target)
         rows = [Contender(REFERENCE, REFERENCE, recipe, Trained())]
-        rows += [_trained(rival, plan, seed, target) for rival in rivals for seed in seeds]
-        runs = measured(rows, target, prompts)
-        by_name = {run["row"]: run for run in runs}
-        found = {r.name: [by_name[_of(r.name, seed)] for seed in seeds] for r in rivals}
+        rows += [rival.contender(plan, seed, target) for rival in rivals for seed in seeds]
+        runs = measured(rows, target, asked(recipe, target))
+        trained = islice(runs, 1, None)
+        found = {rival.name: [*islice(trained, len(seeds))] for rival in rivals}
         ours = found[rivals[0].name]
-        return Found({name: over(own, ours) for name, own in found.items()}, where, runs)
+        return Found({name: self.over(own, ours) for name, own in found.items()}, runs=runs)
+
+    def over(self, runs: Sequence[dict], ours: Sequence[dict]) -> Row:
+        """A rival's figures over seeds, and ours over its, seed by seed."""
+        cells = {t: over_seeds([run[key] for run in runs]) for t, key in self.columns.items()}
+        for title, key in OVER.items():
+            cells[title] = over_seeds([a[key] / b[key] for a, b in zip(ours, runs, strict=True)])
+        return Row(cells, runs)
 
 
 def check_fair(ours: Recipe, theirs: Recipe) -> None:
     """RecipeError where two heads would not learn from the same data for the same steps."""
     for key in ("target.model", "data", "train.steps", "train.batch_size", "train.rollout"):
-        section, _, name = key.partition(".")
-        mine, other = (getattr(recipe, section) for recipe in (ours, theirs))
-        if name:
-            mine, other = getattr(mine, name), getattr(other, name)
-        if mine != other and not (theirs.medusa.given and name == "rollout"):
+        mine, other = (attrgetter(key)(recipe) for recipe in (ours, theirs))
+        if mine != other and not (theirs.medusa.given and key == "train.rollout"):
             raise RecipeError(
                 f"{key} of {ours.name} and {theirs.name} differ ({mine} and {other}): "
                 "set it for both, on the command line"
             )
-
-
-def _of(name: str, seed: int) -> str:
-    return f"{name}, seed {seed}"
-
-
-def _trained(rival: Rival, plan: Plan, seed: int, target: Target) -> Contender:
-    own = rival.recipe
-    own = replace(own, output=replace(own.output, dir=str(rival.job(plan, seed).folder)))
-    return Contender(_of(rival.name, seed), rival.method, own, load_trained(own, target))
-
-
-def over(runs: Sequence[dict], ours: Sequence[dict]) -> Row:
-    """A rival's figures over seeds, and ours over its, seed by seed."""
-    cells = {title: over_seeds([run[key] for run in runs]) for title, key in FIGURES.items()}
-    for title, key in OVER.items():
-        cells[title] = over_seeds([a[key] / b[key] for a, b in zip(ours, runs, strict=True)])
-    return Row(cells, runs)

@@ -3,21 +3,20 @@
 A budget is the number of drafted tokens that the target reads per step. At a length L, four paths
 are drafted: K = 4 chains, branching factors whose product is 4, beams of width 4. At a budget,
 every shape whose nodes add up to it stands for its method. A cell is the best shape that a method
-has there, by tokens per step. SD is one chain, accepted token-wise. None of the paper's figures is
-at hand as a number.
+has there, by tokens per step. SD is one chain, accepted token-wise.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from specdraft.data.prompts import Prompt, load_prompts
+from specdraft.data.prompts import load_prompts
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import Measurement, measure
 from specdraft.eval.measure.outcome import Outcome
-from specdraft.eval.papers.students import DISTILLED, OverStudents
+from specdraft.eval.papers.students import OverStudents
 from specdraft.eval.papers.table import Found, Plan, Row, Table
 from specdraft.models.student import finished_student
 from specdraft.models.target import Target
@@ -60,14 +59,12 @@ class BudgetTable(Table):
     """Tokens per step with the student of the recipe's run. Every prompt is decoded with every
     seed; errors are standard errors over all of these, of a ratio of sums."""
 
-    name, source = "budgets", "RSD, Tables 2 and 3, with the student of a recipe's run"
-    recipe: ClassVar[str] = DISTILLED
     lengths: tuple[Size, ...] = (2, 3, 4, 5)
     budgets: tuple[Size, ...] = (6, 10, 14, 21, 30)
 
     def find(self, plan: Plan, seeds: Sequence[int]) -> Found:
         """The best shapes; all that were measured are among the runs."""
-        recipe = self.loaded(replace(plan, overrides=("eval.temperature=1", *plan.overrides)))
+        recipe = self.loaded(plan)
         target = Target.of_recipe(recipe.target)
         shapes = {f"length {n}": at_length(n) for n in self.lengths}
         shapes |= {f"budget {n}": at_budget(n) for n in self.budgets}
@@ -77,18 +74,8 @@ class BudgetTable(Table):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeededBudgetTable(OverStudents):
+class SeededBudgetTable(OverStudents, BudgetTable):
     """The same with a student of every seed, which also draws with it."""
-
-    name, source = "rsd_budgets", "RSD, Tables 2 and 3: drawn drafts by length and by budget"
-    inner = BudgetTable
-    lengths: tuple[Size, ...] = BudgetTable.lengths
-    budgets: tuple[Size, ...] = BudgetTable.budgets
-
-    def settings(self, plan: Plan, seed: int) -> tuple[str, ...]:
-        """The student of a seed, many rows at once (they do not change each other), the sizes."""
-        sizes = (f"table.lengths={list(self.lengths)}", f"table.budgets={list(self.budgets)}")
-        return (*super().settings(plan, seed), "eval.batch_size=20", *sizes)
 
 
 def at_length(length: int) -> list[Shape]:
@@ -106,11 +93,14 @@ def at_budget(nodes: int) -> list[Shape]:
 def _shapes(
     sizes: list[tuple[int, int]], factors: list[tuple[int, ...]], alone: int
 ) -> list[Shape]:
-    shapes = [Shape("ssd", length=alone)]
-    shapes += [Shape("spectr", width=width, length=length) for width, length in sizes]
-    shapes += [Shape("specinfer", branching) for branching in factors]
-    shapes += [Shape("rsd_c", branching) for branching in factors]
-    return shapes + [Shape("rsd_s", width=width, length=length) for width, length in sizes]
+    def beams(method: str) -> list[Shape]:
+        return [Shape(method, width=width, length=length) for width, length in sizes]
+
+    def trees(method: str) -> list[Shape]:
+        return [Shape(method, branching) for branching in factors]
+
+    drawn = [*beams("spectr"), *trees("specinfer"), *trees("rsd_c"), *beams("rsd_s")]
+    return [Shape("ssd", length=alone), *drawn]
 
 
 def factorings(nodes: int, level: int = 1) -> list[tuple[int, ...]]:
@@ -134,43 +124,29 @@ def compare(
     """Decode the recipe's prompts by every shape of every comparison; one run each."""
     prompts = load_prompts(recipe, target.tokenizer)
     student = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
+    every, trained = [prompt for _ in seeds for prompt in prompts], Trained(student=student)
+    # SD as the papers have it: with noise shared between drafter and target it would accept more.
+    recipe = replace(recipe, eval=replace(recipe.eval, acceptance="recursive"))
     for name, some in shapes.items():
         for shape in some:
-            run = measure_shape(recipe, target, student, prompts, shape, seeds)
-            yield {"comparison": name, "shape": str(shape)} | run
-
-
-def measure_shape(
-    recipe: Recipe,
-    target: Target,
-    student: Target,
-    prompts: Sequence[Prompt],
-    shape: Shape,
-    seeds: Sequence[int],
-) -> dict:
-    """The figures of one shape, over all prompts and seeds."""
-    # SD as the papers have it: with noise shared between drafter and target it would accept more.
-    settings = replace(recipe.eval, methods=[shape.method], acceptance="recursive")
-    recipe = replace(recipe, eval=settings, drafting=shape.section(recipe.drafting))
-    trained, outcomes = Trained(student=student), []
-    for seed in seeds:
-        seeded = replace(recipe, eval=replace(settings, seed=APART * seed))
-        done = measure(seeded, target, trained, prompts, [shape.method], progress=False)
-        outcomes += done.outcomes[shape.method]
-    every = [prompt for _ in seeds for prompt in prompts]
-    (row,) = Measurement(recipe, target, trained, every, {shape.method: outcomes}).rows()
-    return {"standard_error": standard_error(outcomes)} | row
+            own = replace(recipe, drafting=shape.section(recipe.drafting))
+            outcomes = {shape.method: []}
+            for seed in seeds:
+                seeded = replace(own, eval=replace(own.eval, seed=APART * seed))
+                done = measure(seeded, target, trained, prompts, [*outcomes], progress=False)
+                outcomes[shape.method] += done.outcomes[shape.method]
+            (row,) = Measurement(own, target, trained, every, outcomes).rows()
+            error = standard_error(outcomes[shape.method])
+            yield {"comparison": name, "shape": str(shape), "standard_error": error} | row
 
 
 def best_of(runs: Sequence[dict]) -> dict[str, Row]:
     """By method and comparison, the shape with the most tokens per step."""
     cells: dict[str, dict[str, dict]] = {method: {} for method in METHODS.values()}
     for run in runs:
-        own, column = cells[run["method"]], run["comparison"]
-        if run["tokens_per_step"] > own.get(column, {"mean": 0.0})["mean"]:
-            error = run["standard_error"]
-            cell = {"mean": run["tokens_per_step"], "standard_error": error}
-            own[column] = cell | {"shape": run["shape"]}
+        own, column, mean = cells[run["method"]], run["comparison"], run["tokens_per_step"]
+        if column not in own or mean > own[column]["mean"]:
+            own[column] = {"mean": mean} | {key: run[key] for key in ("standard_error", "shape")}
     return {name: Row(cells[method]) for name, method in METHODS.items()}
 
 

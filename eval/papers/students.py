@@ -1,55 +1,49 @@
 """Students that tables draft with: distilled from every seed, for equal steps."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from specdraft.eval.papers.jobs import SHORT, Job
-from specdraft.eval.papers.table import Plan, Row, SeededTable, Table
+from specdraft.eval.papers.jobs import Job
+from specdraft.eval.papers.table import Plan, Row, SeededTable, described
+from specdraft.recipes.fields import plain
 
-MEASURED = SHORT[2:]  # where nothing is trained
-EQUAL = ("train.steps=300", *SHORT, "eval.methods=[plain,ssd]")
-DISTILLED = "recipes/tiny_distill.yaml"
-
-
-def student(plan: Plan, seed: int, name: str = "student", *overrides: str) -> Job:
-    """The training of a student, the recipe's or one that overrides make of it, from a seed."""
-    settings = (*EQUAL, *plan.overrides, *overrides, f"train.seed={seed}")
-    folder = plan.runs / "students" / f"{name}-seed{seed}"
-    return Job("train/distill.py", plan.recipe or DISTILLED, settings, folder)
-
-
-def weights_of(job: Job) -> str:
-    """Where a student's training leaves it."""
-    return str(job.folder / "student")
-
-
-def drafting_with(job: Job) -> tuple[str, ...]:
-    """Overrides with which a recipe drafts with a student that a job trained, as it is."""
-    return ("student.keep_layers=null", f"student.model={weights_of(job)}", "student.training=none")
+EQUAL = (
+    "train.steps=300",
+    "train.eval_every=null",
+    "train.save_every=null",
+    "eval.limit=20",
+    "eval.max_new_tokens=64",
+    "eval.methods=[plain,ssd]",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverStudents(SeededTable):
     """A table of what a recipe's runs have trained, made with a student of every seed instead."""
 
-    inner: ClassVar[type[Table]]
-    recipe: ClassVar[str] = DISTILLED
-    columns: ClassVar[tuple[str, ...]] = ()  # of the inner table; none: all
+    def student(self, plan: Plan, seed: int, name: str = "student", *overrides: str) -> Job:
+        """The training of a student, the recipe's or one that overrides make of it."""
+        settings = (*EQUAL, *plan.overrides, *overrides, f"train.seed={seed}")
+        folder = plan.runs / "students" / f"{name}-seed{seed}"
+        return Job("train/distill.py", plan.recipe or self.recipe, settings, folder)
 
     def drafters(self, plan: Plan, seed: int) -> list[Job]:
         """What is trained for it."""
-        return [student(plan, seed)]
+        return [self.student(plan, seed)]
 
-    def settings(self, plan: Plan, seed: int) -> tuple[str, ...]:
-        """Overrides with which the inner table uses that."""
-        return drafting_with(student(plan, seed))
+    def drafting(self, plan: Plan, seed: int) -> tuple[str, ...]:
+        """Overrides with which a recipe drafts with that, as it is."""
+        model = f"student.model={self.student(plan, seed).folder / 'student'}"
+        return ("student.keep_layers=null", model, "student.training=none")
 
     def comparison(self, plan: Plan, seed: int) -> Job:
-        """The inner table, of one seed."""
-        recipe, seeds = plan.recipe or self.inner.recipe, (seed,) if self.inner.seeds else ()
-        settings = (*MEASURED, *self.settings(plan, seed), *plan.overrides)
+        """The inner table of one seed, with what this one sets of it."""
+        inner = described()[self.inner]
+        own = (f"table.{key}={plain(value)}" for key, value in self.settings().items())
+        settings = (*self.overrides, *self.drafting(plan, seed), *own, *plan.overrides)
         folder = plan.runs / self.name / f"table-seed{seed}"
-        return Job("eval/paper.py", recipe, settings, folder, self.inner.name, seeds)
+        seeds = () if inner.get("seeds") == [] else (seed,)
+        recipe = plan.recipe or inner["recipe"]
+        return Job("eval/paper.py", recipe, settings, folder, self.inner, seeds)
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:
         """All drafters, then the comparison."""
@@ -59,7 +53,6 @@ class OverStudents(SeededTable):
         """The rows of the inner table."""
         found = {}
         for row in self.comparison(plan, seed).report()["rows"]:
-            ours = {title: cell["mean"] for title, cell in row["ours"].items()}
-            shown = {title: ours[title] for title in self.columns or ours}
-            found[row["row"]] = Row(shown, [row])
+            figures = {title: cell["mean"] for title, cell in row["ours"].items()}
+            found[row["row"]] = Row(figures, [row])
         return found

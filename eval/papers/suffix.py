@@ -28,7 +28,6 @@ Size = Annotated[int, Interval(1, 10_000_000)]
 class SuffixTable(SeededTable):
     """Strings and kinds of continuation as rows, contexts as columns."""
 
-    name, source = "suffix", "microseconds per token of the suffix automaton, by context"
     contexts: tuple[Size, ...] = (1024, 8192, 65536)
     count: Size = 10  # tokens proposed
 

@@ -2,17 +2,17 @@
 
 A table has rows and columns; a cell is one figure with its error, beside the paper's where that is
 known. The runs of a seed come in stages: first what trains, then what measures it. Tables share
-folders, so that two tables with the same run make it once. What a user may change of a table are
-its fields: `table.taus=[0,1]`.
+folders, so that two tables with the same run make it once. tables.yaml describes each; what a user
+may change are the fields that its kind adds: `table.taus=[0,1]`.
 """
 
-import dataclasses
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -22,14 +22,18 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import InvalidRecipeError, Section
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
-from specdraft.recipes.yaml_file import explain, read_value
+from specdraft.recipes.yaml_file import explain, read_mapping, read_value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COUNTS = ("identical", "near_ties", "outputs")
-FIXED = ("name", "source", "heads", "drafts", "paper")  # of a table, for whoever runs it
-Paper = Mapping[str, Mapping[str, float]]  # figures by row and column; only what is at hand
+
+
+@cache
+def described() -> dict[str, dict]:
+    """What tables.yaml says of every table, by name."""
+    return read_mapping(Path(__file__).with_name("tables.yaml"))
 
 
 @dataclass(frozen=True)
@@ -62,17 +66,35 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Section):
-    """What a table says of itself; eval/papers/tables.py has them all."""
+    """What tables.yaml says of a table. The fields that a kind of table adds are the user's."""
 
-    name: ClassVar[str]
-    source: ClassVar[str]  # where the paper has it
-    recipe: ClassVar[str] = "recipes/tiny.yaml"  # what is trained or measured
-    paper: ClassVar[Paper] = {}
-    seeds: ClassVar[tuple[int, ...]] = (0, 1, 2)  # unless others are asked for; none: not drawn
+    name: str
+    source: str  # where the paper has it
+    recipe: str = "recipes/tiny.yaml"  # what is trained or measured
+    inner: str = ""  # the table that is made with the drafters of every seed
+    seeds: tuple[int, ...] = (0, 1, 2)  # unless others are asked for; none: not drawn
+    overrides: tuple[str, ...] = ()  # of every run, before the user's
+    columns: dict[str, str] = field(default_factory=dict)  # titles, and the figures of a run
+    variants: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what rows differ in
+    paper: dict[str, dict[str, float]] = field(default_factory=dict)  # by row and column
 
     @classmethod
     def label(cls, key: str) -> str:
         return f"{TABLE}{key}"
+
+    def settings(self) -> dict[str, Any]:
+        """What a user may set of it."""
+        own = [item.name for item in fields(self) if item not in fields(Table)]
+        return {name: getattr(self, name) for name in own}
+
+    def job(self, plan: Plan, script: str, folder: str, *overrides: str) -> Job:
+        """A run of the table's recipe."""
+        given = (*self.overrides, *plan.overrides, *overrides)
+        return Job(script, plan.recipe or self.recipe, given, plan.runs / folder)
+
+    def row(self, run: dict) -> Row:
+        """The columns' figures of a run."""
+        return Row({title: run[key] for title, key in self.columns.items()}, [run])
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:
         """The runs of a seed; those of a stage need the stages before, and not each other."""
@@ -88,7 +110,7 @@ class Table(Section):
 
     def loaded(self, plan: Plan, *overrides: str) -> Recipe:
         """The recipe that is measured in this process."""
-        given = [*plan.overrides, *overrides]
+        given = [*self.overrides, *plan.overrides, *overrides]
         return load_recipe(plan.recipe or self.recipe, given, check=problems)
 
     def make(self, plan: Plan, seeds: Sequence[int], at_once: int) -> dict:
@@ -96,30 +118,28 @@ class Table(Section):
 
         Raises: RecipeError for a run that fails, or that a folder has with other settings.
         """
-        by_seed = [self.stages(plan, seed) for seed in seeds]
-        for number, stage in enumerate(zip(*by_seed, strict=True), start=1):
+        stages = [*zip(*(self.stages(plan, seed) for seed in seeds), strict=True)]
+        done: dict[Path, Job] = {}
+        for number, stage in enumerate(stages, start=1):
             jobs = {job.folder: job for some in stage for job in some}
-            run_all([*jobs.values()], at_once, f"stage {number} of {len(by_seed[0])}")
+            run_all([*jobs.values()], at_once, f"stage {number} of {len(stages)}")
+            done |= jobs
         found = self.find(plan, seeds)
-        first = by_seed[0] if by_seed else []
-        where = first[0][0].report()["environment"] if first else found.environment
+        first = next(iter(done.values()), None)
         overrides = [*plan.settings, *plan.overrides]
-        return {
-            "source": self.source,
-            "command": self._command(plan, overrides, seeds),
-            "recipe": plan.recipe or self.recipe,
-            "overrides": overrides,
-            "seeds": list(seeds),
-            "environment": where,
-            **written(found.rows, self.paper),
-            "runs": [compact(run) for run in found.runs],
-        }
-
-    def _command(self, plan: Plan, overrides: Sequence[str], seeds: Sequence[int]) -> str:
         words = ["python", "eval/paper.py", self.name, *overrides]
         words += ["--recipe", plan.recipe] if plan.recipe else []
         words += ["--seeds", ",".join(map(str, seeds))] if tuple(seeds) != self.seeds else []
-        return shlex.join(words)
+        return {
+            "source": self.source,
+            "command": shlex.join(words),
+            "recipe": plan.recipe or self.recipe,
+            "overrides": overrides,
+            "seeds": list(seeds),
+            "environment": first.report()["environment"] if first else found.environment,
+            **written(found.rows, self.paper),
+            "runs": [compact(run) for run in found.runs],
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +168,7 @@ def over_seeds(values: Sequence[float]) -> dict:
     return {"values": list(values), "mean": statistics.mean(values), "standard_error": error}
 
 
-def written(rows: Mapping[str, Row], paper: Paper) -> dict:
+def written(rows: Mapping[str, Row], paper: Mapping[str, dict]) -> dict:
     """The columns, and the rows as they stand in a file."""
     columns = dict.fromkeys(column for row in rows.values() for column in row.figures)
     made = []
@@ -168,18 +188,17 @@ def compact(run: dict) -> dict:
 
 def with_settings(table: Table, settings: Sequence[str]) -> Table:
     """Return a table with `table.key=value` applied; RecipeError for a key or value it lacks."""
-    known = [item.name for item in dataclasses.fields(table) if item.name not in FIXED]
-    changed = {}
+    known, changed = ", ".join(table.settings()), {}
     for setting in settings:
         key, _, text = setting.removeprefix(TABLE).partition("=")
-        if key not in known:
-            told = f"it has {', '.join(known)}" if known else "it has none"
-            raise RecipeError(f"{TABLE}{key}: no setting of the table {table.name}; {told}")
+        if key not in table.settings():
+            has = f"it has {known or 'none'}"
+            raise RecipeError(f"{TABLE}{key}: no setting of the table {table.name}; {has}")
         try:
             changed[key] = read_value(text)
         except yaml.YAMLError as error:
             raise RecipeError(f"{setting}: {explain(error)}") from None
     try:
-        return dataclasses.replace(table, **changed)
+        return replace(table, **changed)
     except InvalidRecipeError as error:
         raise InvalidRecipeError(error.problems, table.name) from None

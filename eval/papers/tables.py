@@ -1,35 +1,35 @@
-"""The tables that eval/paper.py makes, by name."""
+"""The tables that eval/paper.py makes, by name: what tables.yaml describes, of the right kind."""
 
 from specdraft.eval.papers.bench_report import ReportTable
 from specdraft.eval.papers.cs_drafting import CascadeTable, TunedCascades
 from specdraft.eval.papers.ems import PaddingTable
 from specdraft.eval.papers.expectation import ExpectationTable
-from specdraft.eval.papers.falcon import ablations
+from specdraft.eval.papers.falcon import FalconTable
 from specdraft.eval.papers.gsd import GraphTable, TauTable
 from specdraft.eval.papers.rivals import RivalTable
 from specdraft.eval.papers.rsd import BudgetTable, SeededBudgetTable
 from specdraft.eval.papers.suffix import SuffixTable
-from specdraft.eval.papers.table import Table
+from specdraft.eval.papers.table import Table, described
 from specdraft.recipes.errors import RecipeError
+
+KINDS = {
+    "rivals": RivalTable,
+    "gsd": GraphTable,
+    "tau": TauTable,
+    "cascades": CascadeTable,
+    "tuned_cascades": TunedCascades,
+    "rsd_budgets": SeededBudgetTable,
+    "budgets": BudgetTable,
+    "ems": PaddingTable,
+    "ewif": ExpectationTable,
+    "suffix": SuffixTable,
+    "report": ReportTable,
+}
 
 
 def all_tables() -> dict[str, Table]:
     """Every table, by its name."""
-    tables = (
-        *ablations(),
-        RivalTable(),
-        GraphTable(),
-        TauTable(),
-        CascadeTable(),
-        TunedCascades(),
-        SeededBudgetTable(),
-        BudgetTable(),
-        PaddingTable(),
-        ExpectationTable(),
-        SuffixTable(),
-        ReportTable(),
-    )
-    return {table.name: table for table in tables}
+    return {name: KINDS.get(name, FalconTable)(name=name, **of) for name, of in described().items()}
 
 
 def table_of(name: str) -> Table:

@@ -1,24 +1,24 @@
 """The papers' tables, made again: what is run for them, run once, and what becomes of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import ROOT, children_here, run_here
 
 from specdraft.data.sources import bundled_file
-from specdraft.eval.papers.ems import WAYS, PaddingTable
-from specdraft.eval.papers.falcon import ablations
-from specdraft.eval.papers.gsd import GraphTable
+from specdraft.eval.papers.ems import WAYS
+from specdraft.eval.papers.falcon import FalconTable
 from specdraft.eval.papers.jobs import resolved
 from specdraft.eval.papers.result import rounded, show
-from specdraft.eval.papers.rsd import SeededBudgetTable
 from specdraft.eval.papers.table import Plan, over_seeds, with_settings
 from specdraft.eval.papers.tables import all_tables
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 
 TABLES = all_tables()
+ABLATIONS = [table for table in TABLES.values() if isinstance(table, FalconTable)]
 # These measure what there is, in their own process.
 READY = {"tau", "tuned_cascades", "budgets", "ewif", "suffix", "report"}
 SMALL = ("data.limit=24", "train.steps=2", "train.batch_size=4", "eval.limit=2")
@@ -61,16 +61,15 @@ def test_tables_share_what_they_train(tmp_path):
     trained = {job.folder: job for job in jobs if job.script.startswith("train/")}
     assert {job for job in jobs if job.script.startswith("train/")} == {*trained.values()}
     falcon = [job for job in trained.values() if job.folder.parent.name == "falcon"]
-    assert len(falcon) == 2 * len(
-        {heads for table in ablations() for heads in table.heads.values()}
-    )
+    heads = {variant for table in ABLATIONS for variant in table.variants.values()}
+    assert len(falcon) == 2 * len(heads)
     others = [job for job in trained.values() if job.folder.parent.name == "students"]
     assert len(others) == 2 * 2 + 1  # two students each, one Max-Gram table
 
 
 def test_seeds_reach_training_and_an_override_reaches_every_run(tmp_path):
     plan = Plan(tmp_path, ("train.batch_size=3",))
-    for table in ablations():
+    for table in ABLATIONS:
         for job in table.stages(plan, 7)[0]:
             recipe = load_recipe(job.recipe, job.settings)
             assert (recipe.train.seed, recipe.train.batch_size) == (7, 3)
@@ -115,7 +114,7 @@ def test_heads_are_trained_once_and_the_table_has_their_figures(plan):
 
 
 def test_students_are_trained_once_for_all_their_tables(plan, capsys):
-    budgets = SeededBudgetTable(lengths=(2,), budgets=(6,)).make(plan, [3], 1)
+    budgets = replace(TABLES["rsd_budgets"], lengths=(2,), budgets=(6,)).make(plan, [3], 1)
     trained = plan.runs / "students/student-seed3/report.json"
     time = trained.stat().st_mtime_ns
     rows = {row["row"]: row["ours"] for row in budgets["rows"]}
@@ -125,7 +124,8 @@ def test_students_are_trained_once_for_all_their_tables(plan, capsys):
     assert len(drawn) > 1
     assert rows["RSD-S"]["budget 6"]["mean"] == max(run["tokens_per_step"] for run in drawn)
 
-    graphs = GraphTable(taus=(0,), drafts={"GSD": ("gsd",)}).make(plan, [3], 1)
+    table = replace(TABLES["gsd"], taus=(0,), variants={"GSD": ("gsd",)})
+    graphs = table.make(plan, [3], 1)
     assert trained.stat().st_mtime_ns == time
     gsd, tau = graphs["rows"]
     assert (gsd["identical"], gsd["paper"]["acceptance"]) == (2, 0.917)
@@ -137,7 +137,7 @@ def test_students_are_trained_once_for_all_their_tables(plan, capsys):
 
 
 def test_a_seed_chooses_the_prompts_of_a_batch(plan):
-    table = PaddingTable(sizes=(2,))
+    table = replace(TABLES["ems"], sizes=(2,))
     made = table.make(plan, [0], 1)
     assert [row["row"] for row in made["rows"]] == [f"2 rows, {way}" for way in WAYS]
     *_, ours = made["rows"]

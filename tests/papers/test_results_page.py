@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from commands import ROOT, run_here
 
-from specdraft.eval.papers.bench_report import keep
 from specdraft.eval.papers.jobs import resolved
 from specdraft.eval.papers.page import check_page, page_of, write_page
 from specdraft.eval.papers.result import one_row_per_line, rounded, write_result
@@ -110,6 +109,7 @@ def test_a_report_is_kept_as_overrides_and_without_replays():
            "outputs": 3, "identical": 3, "near_ties": 0, "tokens_per_step": 1.0, "speedup": None,
            "acceptance_by_node": [{"path": [0]}], "categories": [{"category": "chat"}]}  # fmt: skip
     report = {"recipe": recipe.to_dict(), "runs": [run], "samples": [{"replay": []}]}
+    keep = all_tables()["report"].kept
     made = keep(report)
     assert made["overrides"] == ["eval.limit=3"]
     assert made["command"] == "python eval/bench.py recipes/tiny.yaml eval.limit=3"

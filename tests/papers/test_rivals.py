@@ -9,12 +9,14 @@ from commands import children_here, run_here
 
 from specdraft.eval.papers.jobs import Job, run_all
 from specdraft.eval.papers.result import cell_text
-from specdraft.eval.papers.rivals import RivalTable, check_fair
+from specdraft.eval.papers.rivals import check_fair
 from specdraft.eval.papers.table import Plan, over_seeds
+from specdraft.eval.papers.tables import all_tables
 from specdraft.recipes.arguments import whole_numbers
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 
+TABLE = all_tables()["rivals"]
 SMALL = (
     "data.limit=24",
     "train.batch_size=4",
@@ -27,7 +29,7 @@ SMALL = (
 
 def test_every_head_is_in_it_and_falcon_also_without_its_parts():
     plan = Plan(Path("runs"))
-    rivals = RivalTable().line_up(plan)
+    rivals = TABLE.line_up(plan)
     made = [(rival.name, rival.method, rival.job(plan, 0).script) for rival in rivals]
     assert made == [
         ("falcon", "falcon_tree", "train/falcon.py"),
@@ -45,7 +47,7 @@ def test_every_head_is_in_it_and_falcon_also_without_its_parts():
 
 def test_what_the_recipe_leaves_out_is_added():
     plan = Plan(Path("runs"), ("glance.enabled=false",))
-    glanceless = RivalTable(against=()).line_up(plan)
+    glanceless = replace(TABLE, against=()).line_up(plan)
     assert glanceless[2].name == "falcon with CSGD"
     assert glanceless[2].recipe.glance.enabled
 
@@ -55,7 +57,7 @@ def test_what_the_recipe_leaves_out_is_added():
     [("train", {"steps": 1}), ("train", {"batch_size": 2}), ("data", {"max_length": 99})],
 )
 def test_an_unfair_comparison_is_refused(key, value):
-    ours = RivalTable(against=()).line_up(Plan(Path("runs")))[0].recipe
+    ours = replace(TABLE, against=()).line_up(Plan(Path("runs")))[0].recipe
     theirs = replace(ours, **{key: replace(getattr(ours, key), **value)})
     with pytest.raises(RecipeError, match=f"{key}.* differ"):
         check_fair(ours, theirs)

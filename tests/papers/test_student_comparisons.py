@@ -118,7 +118,7 @@ def test_every_prompt_is_decoded_with_every_seed(recipe, tiny):
 
 def test_tau_decides_how_much_is_merged(recipe, tiny):
     student = finished_student(recipe.student, Path(recipe.output.dir) / "student", tiny)
-    rows = sweep(recipe, tiny, student, [0, 1])
+    rows = sweep(recipe, tiny, student, [0, 1], {"tokens/step": "tokens_per_step"})
     assert list(rows) == ["tau 0", "tau 1"]
     first = rows["tau 0"].figures
     assert first["merged/step"]["mean"] > rows["tau 1"].figures["merged/step"]["mean"]
