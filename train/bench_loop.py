@@ -49,6 +49,7 @@ from specdraft.train.fit.loop import fit
 from specdraft.train.fit.run import Objective
 from specdraft.train.heads import Kind, medusa_heads, sar_head
 
+INTERRUPTIONS = ("epochs", "eval_every", "save_every", "max_minutes")
 GOALS = {"loop": ">= 0.90", "wait": "< 2%", "cold": "< 2%", "CSGD": "<= 1.45", "cache": ">= 0.90"}
 
 
@@ -91,14 +92,7 @@ class Bench:
             recipe,
             data=replace(recipe.data, cache_dir=str(folder / "cache")),
             glance=replace(recipe.glance, end=recipe.glance.start),
-            train=replace(
-                recipe.train,
-                steps=2 * steps,
-                epochs=None,
-                eval_every=None,
-                save_every=None,
-                max_minutes=None,
-            ),
+            train=replace(recipe.train, steps=2 * steps, **dict.fromkeys(INTERRUPTIONS)),
         )
         accelerator = make_accelerator(recipe)
         target = Target.of_recipe(recipe.target, accelerator.device)
@@ -180,21 +174,23 @@ class Bench:
     def _objective(self, recipe: Recipe) -> Objective:
         return self.kind.objective(recipe, self.target.embeddings(), self.head)
 
+    @property
+    def _timed(self) -> range:
+        return range(self.steps, 2 * self.steps)
+
     def _plan(self) -> SamplingPlan:
         train = self.recipe.train
         return SamplingPlan(self.data.lengths, train.batch_size, train.seed)
 
     def _batches(self) -> list[list[Batch]]:
         """The micro-batches of the timed steps, on the device."""
-        collate = self._objective(self.recipe).collate
+        collate, device = self._objective(self.recipe).collate, self.target.device
         loader = Loader(self.data, self._plan(), collate, self.recipe.train.accumulation)
-        steps = range(self.steps, 2 * self.steps)
-        return [[batch.to(self.target.device) for batch in loader.load(step)] for step in steps]
+        return [[batch.to(device) for batch in loader.load(step)] for step in self._timed]
 
     def _tokens(self) -> int:
-        plan, lengths = self._plan(), self.data.lengths
-        timed = range(self.steps, 2 * self.steps)
-        return sum(lengths[row] for step in timed for row in plan.rows(step))
+        plan = self._plan()
+        return sum(self.data.lengths[row] for step in self._timed for row in plan.rows(step))
 
     def _finish(self) -> None:
         """Wait until the device has done what it was told."""

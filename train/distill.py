@@ -8,22 +8,18 @@ an earlier run stopped. A student that is used as it is (student.training=none) 
 """
 
 import logging
-from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
 from transformers.utils import logging as transformers_logging
 
-from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
+from specdraft.data.prompts import load_prompts
 from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.eval.drafters.registry import needs
-from specdraft.eval.drafters.trained import CARDS, KINDS, Trained
+from specdraft.eval.drafters.trained import KINDS, Trained
 from specdraft.eval.generation.answers import build_caches, build_token_cache
-from specdraft.eval.measure.report import evaluate, tokens_per_step, write_report
-from specdraft.eval.measure.table import print_report
 from specdraft.models.hub import check_login
-from specdraft.models.publish import publish
-from specdraft.models.student import Student, finished_student, make_student
+from specdraft.models.student import finished_student, make_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.schema import Recipe
@@ -31,6 +27,7 @@ from specdraft.train.command import LoadTarget, run
 from specdraft.train.fit.batches import Rows
 from specdraft.train.fit.checkpoint import SHARDING
 from specdraft.train.fit.loop import fit
+from specdraft.train.heads import measuring, report
 from specdraft.train.objectives.distillation import Distillation
 from specdraft.train.objectives.on_policy import check_prompts
 
@@ -68,20 +65,21 @@ def train(recipe: Recipe, accelerator: Accelerator, load_target: LoadTarget) -> 
     check_login(recipe.hub)
     target = load_target()
     prompts = load_prompts(recipe, target.tokenizer)
-    validation = validation_prompts(recipe, target.tokenizer)
+    measure = measuring(recipe, target, "ssd", lambda model: Trained(student=model.as_target()))
     if recipe.student.training != "none":
         student = make_student(recipe.student, target, recipe.train.seed)
         if recipe.train.checkpointing:
             student.checkpoint_layers()
         data = rows(recipe, accelerator, target)
-        measuring, objective = None, Distillation(recipe, student, target)
-        if recipe.train.eval_every is not None and validation:
-            measuring = partial(measure, recipe, target, validation)
-        elif isinstance(data, FeatureCache):  # its embeddings are enough: leave the memory
+        objective = Distillation(recipe, student, target)
+        if not measure and isinstance(data, FeatureCache):
+            # Its embeddings are enough: leave the memory.
             objective, target = Distillation(recipe, student, target.embeddings()), None
-        fit(student, data, objective, recipe, accelerator, measuring)
+        fit(student, data, objective, recipe, accelerator, measure)
     if accelerator.is_main_process:
-        report(recipe, target or load_target(alone=True), prompts)
+        target = target or load_target(alone=True)
+        kept = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
+        report(recipe, target, Trained(student=kept), prompts, "student")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -100,24 +98,6 @@ def rows(recipe: Recipe, accelerator: Accelerator, target: Target) -> Rows:
     if distill.on_policy:
         check_prompts(tokens)
     return tokens
-
-
-def measure(
-    recipe: Recipe, target: Target, prompts: list[Prompt], student: Student, step: int
-) -> dict[str, float]:
-    """Decode the prompts with the student: what the best one is chosen by."""
-    trained = Trained(student=student.as_target())
-    return {"tokens_per_step": tokens_per_step(recipe, target, trained, prompts, "ssd")}
-
-
-def report(recipe: Recipe, target: Target, prompts: list[Prompt]) -> None:
-    """Measure the kept student beside the baselines, and push it where the recipe says."""
-    folder = Path(recipe.output.dir) / "student"
-    trained = Trained(student=finished_student(recipe.student, folder, target))
-    outcome = evaluate(recipe, target, trained, prompts, recipe.eval.methods)
-    write_report(outcome, Path(recipe.output.dir))
-    print_report(outcome)
-    publish(recipe, CARDS["student"])
 
 
 if __name__ == "__main__":

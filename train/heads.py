@@ -30,7 +30,7 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import LoadTarget
 from specdraft.train.fit.loop import fit
-from specdraft.train.fit.run import Objective
+from specdraft.train.fit.run import Evaluate, Objective
 from specdraft.train.objectives.ahead import TokensAhead
 from specdraft.train.objectives.csgd import CoupledGlancing
 
@@ -103,36 +103,43 @@ def train_head(
     target = load_target()
     _, data = build_caches(recipe, target, accelerator)
     prompts = load_prompts(recipe, target.tokenizer)
-    validation = validation_prompts(recipe, target.tokenizer)
+    measure = measuring(recipe, target, kind.method, lambda head: Trained(**{kind.field: head}))
     head = kind.make(recipe, target, data)
     objective = kind.objective(recipe, target.embeddings(), head)
-    measuring = None
-    if recipe.train.eval_every is not None and validation:
-        measuring = partial(_measure, kind, recipe, target, validation)
-    elif isinstance(data, FeatureCache):  # its embeddings are enough: leave the memory to the head
-        target = None
-    fit(head, data, objective, recipe, accelerator, measuring)
+    if not measure and isinstance(data, FeatureCache):
+        target = None  # its embeddings are enough: leave the memory to the head
+    fit(head, data, objective, recipe, accelerator, measure)
     if accelerator.is_main_process:
         best = kind.load(Path(recipe.output.dir) / kind.field)
-        _report(kind, recipe, target or load_target(alone=True), best, prompts)
+        trained = Trained(**{kind.field: best})
+        report(recipe, target or load_target(alone=True), trained, prompts, kind.field)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
-def _measure(
-    kind: Kind, recipe: Recipe, target: Target, prompts: list[Prompt], head: nn.Module, step: int
-) -> dict[str, float]:
-    """Decode the prompts with the head's tree: what the best head is chosen by."""
-    trained = Trained(**{kind.field: head})
-    return {"tokens_per_step": tokens_per_step(recipe, target, trained, prompts, kind.method)}
+def measuring(
+    recipe: Recipe, target: Target, method: str, drafting_with: Callable[[nn.Module], Trained]
+) -> Evaluate | None:
+    """What the best drafter is chosen by: how `method` decodes the validation prompts with it.
+
+    None where there are none, or nothing is measured while training.
+    """
+    prompts = validation_prompts(recipe, target.tokenizer)
+    if recipe.train.eval_every is None or not prompts:
+        return None
+
+    def measure(drafter: nn.Module, step: int) -> dict[str, float]:
+        speed = tokens_per_step(recipe, target, drafting_with(drafter), prompts, method)
+        return {"tokens_per_step": speed}
+
+    return measure
 
 
-def _report(
-    kind: Kind, recipe: Recipe, target: Target, head: nn.Module, prompts: list[Prompt]
+def report(
+    recipe: Recipe, target: Target, trained: Trained, prompts: list[Prompt], kind: str
 ) -> None:
-    """Measure the kept head beside the baselines, and push it where the recipe says."""
-    trained = Trained(**{kind.field: head})
+    """Measure the kept drafter beside the baselines, and push it where the recipe says."""
     outcome = evaluate(recipe, target, trained, prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))
     print_report(outcome)
-    publish(recipe, CARDS[kind.field])
+    publish(recipe, CARDS[kind])

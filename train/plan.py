@@ -48,11 +48,15 @@ class Plan:
     tokens: int | None
     exact: bool  # rows and tokens were counted, not bounded
     cache_bytes: int | None
-    cache_flops: float | None
     memory_per_gpu: int
     rows_per_forward: int
     checkpoint_bytes: int
     steps: int | None
+
+    @property
+    def at_most(self) -> str:
+        """What rows, tokens and their costs are, where they were not counted."""
+        return "" if self.exact else "at most "
 
     @property
     def head_layers(self) -> float:
@@ -99,7 +103,6 @@ def make_plan(
         tokens=tokens,
         exact=exact,
         cache_bytes=cache_bytes,
-        cache_flops=None if tokens is None else 2.0 * shape.parameters * tokens,
         memory_per_gpu=memory,
         rows_per_forward=per_forward,
         checkpoint_bytes=(12 * parameters + frozen) * (train.keep + 1),
@@ -129,43 +132,53 @@ def known_sizes(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
 
 def plan_lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[str, str]]:
     """Return the plan as (what, how much); flops: this device's measured speed."""
-    shape, train, at_most = plan.target, recipe.train, "" if plan.exact else "at most "
-    target = f"{recipe.target.model}: {shape.parameters / 1e9:.2f} B parameters"
-    target += f", {shape.layers} layers x {shape.hidden_size}, vocabulary {shape.vocab_size}"
-    head = f"{_kind(recipe)}: {plan.drafter_parameters / 1e6:.1f} M parameters = "
-    head += f"{plan.head_layers:.2f} decoder "
-    head += "layers of the target"
+    shape, train, spread = plan.target, recipe.train, recipe.target.device_map
+    target = f"{recipe.target.model}: {shape.parameters / 1e9:.2f} B parameters, "
+    target += f"{shape.layers} layers x {shape.hidden_size}, vocabulary {shape.vocab_size}"
+    lines = [("target", f"{target} ({plan.target_from})")]
+    if spread:
+        held = format_bytes(shape.parameters * BYTES[recipe.target.dtype])
+        placement = f"target.device_map = {spread}: {held} over the devices of one process"
+        lines.append(("placement", placement))
+    lines += plan.student.lines() if plan.student else [("head", _head_line(plan, recipe))]
+    output = ("output", str(recipe.output.dir))
+    if not plan.drafter_parameters:
+        return [*lines, output]
     data = "counted when the sources are read (set data.limit for a bound)"
     if plan.tokens is not None:
-        data = f"{at_most}{plan.rows:,} rows, {plan.tokens:,} tokens"
-    steps = f"{at_most}{plan.steps:,}" if plan.steps else "known with the rows"
-    if train.steps is not None:
-        steps = f"{train.steps:,}"
-    steps += f" x {train.batch_size} rows = {train.accumulation} x {ranks} x "
-    steps += f"{plan.rows_per_forward} (accumulation x processes x rows per forward)"
-    spread, held = (
-        recipe.target.device_map,
-        format_bytes(shape.parameters * BYTES[recipe.target.dtype]),
-    )
-    placement = f"target.device_map = {spread}: {held} over the devices of one process"
-    whole = [
-        ("target", f"{target} ({plan.target_from})"),
-        *([("placement", placement)] if spread else []),
-        *(plan.student.lines() if plan.student else [("head", head)]),
+        data = f"{plan.at_most}{plan.rows:,} rows, {plan.tokens:,} tokens"
+    return [
+        *lines,
         ("data", data),
         ("feature cache", _cache_line(plan, recipe, ranks, flops)),
-        ("steps", steps),
+        ("steps", _steps_line(plan, recipe, ranks)),
         ("memory", f"about {format_bytes(plan.memory_per_gpu)} per process while training"),
         ("checkpoints", f"{format_bytes(plan.checkpoint_bytes)} at {train.keep} kept"),
-        ("output", str(recipe.output.dir)),
+        output,
     ]
-    if plan.drafter_parameters:
-        return whole
-    return [line for line in whole if line[0] in ("target", "placement", "student", "output")]
+
+
+def _head_line(plan: Plan, recipe: Recipe) -> str:
+    head, medusa = recipe.head, recipe.medusa
+    kind = f"k = {head.block_size}, {head.fusion}"
+    if medusa.given:
+        kind = f"{medusa.heads} Medusa heads, {medusa.lm_heads} lm_heads"
+    size = f"{plan.drafter_parameters / 1e6:.1f} M parameters"
+    return f"{kind}: {size} = {plan.head_layers:.2f} decoder layers of the target"
+
+
+def _steps_line(plan: Plan, recipe: Recipe, ranks: int) -> str:
+    train = recipe.train
+    steps = f"{plan.at_most}{plan.steps:,}" if plan.steps else "known with the rows"
+    if train.steps is not None:
+        steps = f"{train.steps:,}"
+    rows = f"{train.batch_size} rows = {train.accumulation} x {ranks} x {plan.rows_per_forward}"
+    return f"{steps} x {rows} (accumulation x processes x rows per forward)"
 
 
 def _cache_line(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> str:
-    if _runs_target(recipe, plan.student):
+    online = recipe.data.features == "online"
+    if plan.student.runs_target if plan.student else online:
         held = format_bytes(plan.target.parameters * BYTES[recipe.target.dtype])
         where = "over all devices" if recipe.target.device_map else "in every process"
         return f"none: the target runs in training, {held} {where}"
@@ -174,17 +187,13 @@ def _cache_line(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> str:
     cache = f"{Storage.of(recipe.data).token_bytes(plan.target.hidden_size)} bytes per token"
     if plan.tokens is None:
         return cache
-    at_most = "" if plan.exact else "at most "
-    here, there = plan.cache_flops / flops / ranks, plan.cache_flops / GPU_FLOPS / ranks
-    cache = f"{at_most}{format_bytes(plan.cache_bytes)} ({cache}); building it: {at_most}"
+    needed = 2.0 * plan.target.parameters * plan.tokens / ranks
+    here, there = needed / flops, needed / GPU_FLOPS
+    cache = f"{plan.at_most}{format_bytes(plan.cache_bytes)} ({cache}); building it: {plan.at_most}"
     cache += f"{format_seconds(here)} here ({ranks} x {flops / 1e12:.2g} TFLOP/s measured)"
     if not torch.cuda.is_available():
         cache += f", {format_seconds(there)} on {ranks} x A100"
     return cache
-
-
-def _runs_target(recipe: Recipe, student: StudentPlan | None) -> bool:
-    return student.runs_target if student else recipe.data.features == "online"
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, width: int = 1024) -> float:
@@ -217,13 +226,6 @@ def format_seconds(seconds: float) -> str:
 
 def _samples(recipe: Recipe) -> int:
     return recipe.data.samples if recipe.data.answers == "target" else 1
-
-
-def _kind(recipe: Recipe) -> str:
-    head, medusa = recipe.head, recipe.medusa
-    if medusa.given:
-        return f"{medusa.heads} Medusa heads, {medusa.lm_heads} lm_heads"
-    return f"k = {head.block_size}, {head.fusion}"
 
 
 def _head_parameters(recipe: Recipe, shape: TargetShape) -> int:
