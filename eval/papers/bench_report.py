@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from specdraft.eval.papers.jobs import PLACES, ROOT
 from specdraft.eval.papers.plots import acceptance_by_position
@@ -18,9 +18,6 @@ from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.yaml_file import read_value
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 VARIED = {"prompt_set": "{}", "temperature": "T = {:g}", "batch_size": "batch {}"}
 
@@ -69,7 +66,7 @@ class ReportTable(Table):
             found[run["method"]] = Row(before.figures | cells, [*before.runs, run])
         return found
 
-    def pictures(self, made: dict) -> "dict[str, Figure]":
+    def pictures(self, made: dict) -> dict[str, Any]:
         """Acceptance by position, where anything was drafted."""
         drafted = any(run.get("acceptance_by_depth") for run in made["runs"])
         return {"acceptance.png": acceptance_by_position(made["runs"])} if drafted else {}

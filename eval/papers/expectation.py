@@ -5,9 +5,8 @@ cascade of two, and Theorem 4.4 on small cases by trying every assignment and a 
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from specdraft.eval.measure.ewif import (
     Proposer,
@@ -20,9 +19,6 @@ from specdraft.eval.measure.ewif import (
 from specdraft.eval.papers.plots import of_horizontal_cascade, of_one_drafter
 from specdraft.eval.papers.table import Plan, Row, SeededTable
 from specdraft.recipes.fields import Fraction, Interval, NonNegative
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COSTS = (0.01, 0.03, 0.1, 0.3)
 STEPS = 100_000
@@ -46,31 +42,25 @@ class ExpectationTable(SeededTable):
 
     def rows(self, plan: Plan, seed: int) -> dict[str, Row]:
         """Lengths of a draft, the best cascade, and what mixing drafters gains."""
-        found = {}
+        found, (large, small) = {}, self.drafters
         for k in sorted({1, min(5, self.most), self.most}):
             draft = ([self.alpha] * k, k * self.cost)
             thrown = simulate(*draft, STEPS, seed)
             found[f"{k} drafted"] = Row({"EWIF": ewif(*draft), "by coins": thrown})
-        found |= self._best_cascade()
+        best = max((best_assignment(self.drafters, k) for k in range(1, 11)), key=of_assignment)
+        counts = f"{best.count(large)} of the larger, {best.count(small)} of the smaller"
+        found[f"best of up to 10: {counts}"] = Row({"EWIF": of_assignment(best)})
         chance = random.Random(seed)
-        gain = max(mixing_gains(pair, LENGTH) for pair in _pairs(chance))
+        pairs = [
+            [Proposer(chance.random(), chance.random()) for _ in range(2)] for _ in range(CASES)
+        ]
+        gain = max(mixing_gains(pair, LENGTH) for pair in pairs)
         found[f"Theorem 4.4: {CASES} pairs"] = Row({"gain of mixing": gain})
         return found
 
-    def _best_cascade(self) -> dict[str, Row]:
-        team = self.drafters
-        best = max((best_assignment(team, k) for k in range(1, 11)), key=of_assignment)
-        counts = (best.count(team[0]), best.count(team[1]))
-        name = "best of up to 10: {} of the larger, {} of the smaller".format(*counts)
-        return {name: Row({"EWIF": of_assignment(best)})}
-
-    def pictures(self, made: dict) -> "dict[str, Figure]":
+    def pictures(self, made: dict) -> dict[str, Any]:
         """EWIF over lengths, by cost and with tails of the smaller drafter."""
         return {
             "one_drafter.png": of_one_drafter(self.alpha, COSTS, self.most),
             "horizontal.png": of_horizontal_cascade(*self.drafters, self.most),
         }
-
-
-def _pairs(chance: random.Random) -> Sequence[list[Proposer]]:
-    return [[Proposer(chance.random(), chance.random()) for _ in range(2)] for _ in range(CASES)]

@@ -6,11 +6,13 @@ They need matplotlib, which is an extra: pip install 'specdraft[plots]'.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specdraft.data.atomic import write_atomic
 from specdraft.eval.measure.ewif import Proposer, ewif, of_assignment
 from specdraft.recipes.errors import DataError
 
@@ -38,10 +40,10 @@ def save(drawn: Figure, path: Path) -> Path:
     known = drawn.canvas.get_supported_filetypes()
     if kind not in known:
         raise DataError(f"{path}: cannot draw {kind or 'a file without a suffix'}; give {path}.png")
+    content = BytesIO()
+    drawn.savefig(content, format=kind, dpi=150)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    drawn.savefig(partial, format=kind, dpi=150)
-    partial.replace(path)
+    write_atomic(path, content.getvalue())
     return path
 
 
@@ -86,34 +88,30 @@ def _grid(axes: Axes) -> None:
 
 def of_one_drafter(alpha: float, costs: Sequence[float], most: int) -> Figure:
     """Draw EWIF over k for several costs of a drafted token, with the best k of each marked."""
-    drawn = figure()
-    axes = drawn.subplots()
-    lengths = range(most + 1)
+    drawn, axes = _ewif(f"one drafter, alpha = {alpha:g}", "k: tokens drafted")
     for cost in costs:
-        values = [ewif([alpha] * k, k * cost) for k in lengths]
-        (line,) = axes.plot(lengths, values, label=f"c = {cost:g}")
-        best = max(lengths, key=values.__getitem__)
-        axes.plot(best, values[best], "o", color=line.get_color())
-    axes.set(title=f"one drafter, alpha = {alpha:g}", xlabel="k: tokens drafted", ylabel="EWIF")
-    _grid(axes)
+        values = [ewif([alpha] * k, k * cost) for k in range(most + 1)]
+        best = values.index(max(values))
+        axes.plot(values, "o-", markevery=[best], label=f"c = {cost:g}")
     axes.legend()
     return drawn
 
 
 def of_horizontal_cascade(large: Proposer, small: Proposer, most: int) -> Figure:
     """Draw EWIF over k for a larger drafter alone, and with tails of a smaller one behind it."""
-    drawn = figure()
-    axes = drawn.subplots()
-    lengths = range(most + 1)
+    first, second = (f"alpha {one.alpha:g}, c {one.cost:g}" for one in (large, small))
+    drawn, axes = _ewif(f"{first}; behind it {second}", "tokens of the larger drafter")
     for tail in (0, 1, 2, 4, 8):
-        values = [of_assignment([large] * k + [small] * tail) for k in lengths]
-        axes.plot(lengths, values, label=f"{tail} behind" if tail else "alone")
-    axes.set(
-        title=f"alpha {large.alpha:g}, c {large.cost:g}; "
-        f"behind it alpha {small.alpha:g}, c {small.cost:g}",
-        xlabel="tokens of the larger drafter",
-        ylabel="EWIF",
-    )
-    _grid(axes)
+        values = [of_assignment([large] * k + [small] * tail) for k in range(most + 1)]
+        axes.plot(values, label=f"{tail} behind" if tail else "alone")
     axes.legend(title="tokens of the smaller")
     return drawn
+
+
+def _ewif(title: str, what: str) -> tuple[Figure, Axes]:
+    """A figure of EWIF over a number of tokens, without lines."""
+    drawn = figure()
+    axes = drawn.subplots()
+    axes.set(title=title, xlabel=what, ylabel="EWIF")
+    _grid(axes)
+    return drawn, axes

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, islice
 from statistics import median
 from typing import Annotated
 
@@ -60,13 +61,11 @@ def strings(length: int, seed: int) -> dict[str, list[int]]:
 
 def conversations(length: int) -> list[int]:
     """Return the first tokens of the bundled conversations, one behind the other."""
-    tokenizer, ids = load_tokenizer(bundled_target_dir()), []
-    for conversation in read_conversations([BUNDLED]).conversations:
-        for message in conversation.messages:
-            ids += tokenizer(message["content"], verbose=False)["input_ids"]
-        if len(ids) >= length:
-            break
-    return ids[:length]
+    tokenizer = load_tokenizer(bundled_target_dir())
+    read = read_conversations([BUNDLED]).conversations
+    texts = (message["content"] for conversation in read for message in conversation.messages)
+    ids = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
+    return [*islice(chain.from_iterable(ids), length)]
 
 
 def time_per_token(

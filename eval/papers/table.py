@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -23,9 +23,6 @@ from specdraft.recipes.fields import InvalidRecipeError, Section
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.yaml_file import explain, read_mapping, read_value
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COUNTS = ("identical", "near_ties", "outputs")
 
@@ -104,8 +101,8 @@ class Table(Section):
         """All rows, when the runs of all seeds are done."""
         raise NotImplementedError
 
-    def pictures(self, made: dict) -> "dict[str, Figure]":
-        """Figures of the made table by the names of their files."""
+    def pictures(self, made: dict) -> dict[str, Any]:
+        """matplotlib figures of the made table by the names of their files."""
         return {}
 
     def loaded(self, plan: Plan, *overrides: str) -> Recipe:
