@@ -15,8 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdraft.data.prompts import load_prompts
 from specdraft.data.store.feature_cache import FeatureCache
-from specdraft.eval.drafters.registry import needs
-from specdraft.eval.drafters.trained import KINDS, Trained
+from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.generation.answers import build_caches, build_token_cache
 from specdraft.models.hub import check_login
 from specdraft.models.student import finished_student, make_student
@@ -27,7 +26,7 @@ from specdraft.train.command import LoadTarget, run
 from specdraft.train.fit.batches import Rows
 from specdraft.train.fit.checkpoint import SHARDING
 from specdraft.train.fit.loop import fit
-from specdraft.train.heads import measuring, report
+from specdraft.train.heads import check_methods, measuring, report
 from specdraft.train.objectives.distillation import Distillation
 from specdraft.train.objectives.on_policy import check_prompts
 
@@ -52,12 +51,7 @@ def check(recipe: Recipe) -> None:
         raise RecipeError(
             f"hub.repo_id = {recipe.hub.repo_id}: student.training=none makes nothing to push"
         )
-    others = [name for name in recipe.eval.methods if set(needs(name)) - {"student"}]
-    if others:
-        raise RecipeError(
-            f"eval.methods: {others[0]} needs {KINDS[needs(others[0])[0]].remedy}; "
-            "train/distill.py has a student only"
-        )
+    check_methods(recipe, "student", "train/distill.py has a student only")
 
 
 def train(recipe: Recipe, accelerator: Accelerator, load_target: LoadTarget) -> None:

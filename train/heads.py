@@ -47,13 +47,15 @@ class Kind:
 
     def check_methods(self, recipe: Recipe) -> None:
         """Raise RecipeError for a recipe that measures with what this kind is not."""
-        for name in recipe.eval.methods:
-            for need in needs(name):
-                if need != self.field:
-                    raise RecipeError(
-                        f"eval.methods: {name} needs {KINDS[need].remedy}; here is trained what "
-                        f"{self.method} drafts with, and nothing else"
-                    )
+        only = f"here is trained what {self.method} drafts with, and nothing else"
+        check_methods(recipe, self.field, only)
+
+
+def check_methods(recipe: Recipe, kind: str, only: str) -> None:
+    """Raise RecipeError for a recipe that measures with another kind of drafter."""
+    for name in recipe.eval.methods:
+        if others := [need for need in needs(name) if need != kind]:
+            raise RecipeError(f"eval.methods: {name} needs {KINDS[others[0]].remedy}; {only}")
 
 
 def sar_head(method: str) -> Kind:

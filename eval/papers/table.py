@@ -185,11 +185,11 @@ def compact(run: dict) -> dict:
 
 def with_settings(table: Table, settings: Sequence[str]) -> Table:
     """Return a table with `table.key=value` applied; RecipeError for a key or value it lacks."""
-    known, changed = ", ".join(table.settings()), {}
+    changed = {}
     for setting in settings:
         key, _, text = setting.removeprefix(TABLE).partition("=")
-        if key not in table.settings():
-            has = f"it has {known or 'none'}"
+        if key not in (known := table.settings()):
+            has = f"it has {', '.join(known) or 'none'}"
             raise RecipeError(f"{TABLE}{key}: no setting of the table {table.name}; {has}")
         try:
             changed[key] = read_value(text)
