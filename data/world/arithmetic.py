@@ -3,16 +3,20 @@
 import random
 from dataclasses import dataclass
 
-from specdraft.data.world.lexicon import NAMES, TOWNS, WEEKDAYS, Pronouns, pronouns, say, words
+from specdraft.data.world.lexicon import (
+    NAMES,
+    TOWNS,
+    WEEKDAYS,
+    Exchange,
+    pronouns,
+    say,
+    words,
+)
 
-Exchange = tuple[str, str]
-
-THINGS = words(
-    """
+THINGS = words("""
     apples pears nuts coins stamps marbles candles buttons eggs shells books cards beads ribbons
     pencils stones tickets cakes roses bells
-    """
-)
+""")
 PLACES = words("at the market| in the garden| by the river| in the attic| at the fair| in a shop")
 LARGEST = 150  # keeps every sum within reach of a very small model
 
@@ -66,127 +70,101 @@ def apply(amount: int, operator: str, operand: int) -> int:
     return {"+": amount + operand, "-": amount - operand, "*": amount * operand}[operator]
 
 
-def _solve(
-    rng: random.Random, start: int, steps: list[Step], who: Pronouns, name: str, things: str
-) -> str:
+_OPENINGS = {
+    "prose": "[{name} starts with {start} {things}.|At first there are {start} {things}.|"
+    "We begin with {start} {things}.]",
+    "list": "[Let us go step by step|Here are the steps|Step by step], [starting|beginning] with "
+    "{start} {things}:",
+    "terse": "[Starting|Beginning] with {start}:",
+}
+
+
+def _solve(rng: random.Random, start: int, steps: list[Step], slots: dict[str, object]) -> str:
     """Work the problem step by step in one of several layouts; end with the answer."""
     layout = rng.choice(("prose", "prose", "list", "terse"))
     amount, lines = start, []
-    for number, step in enumerate(steps):
+    for number, step in enumerate(steps, 1):
         after = apply(amount, step.operator, step.operand)
         sum_ = f"{amount} {step.operator} {step.operand} = {after}"
         if layout == "list":
-            lines.append(f"{number + 1}. {step.because.capitalize()}: {sum_}")
+            lines.append(f"{number}. {step.because.capitalize()}: {sum_}")
         elif layout == "terse":
-            lines.append(f"{sum_}{'.' if number == len(steps) - 1 else ','}")
+            lines.append(f"{sum_}{'.' if number == len(steps) else ','}")
         else:
-            lines.append(
-                say(
-                    rng,
-                    "[Now|Then|Next,|After that|That is {why}, so] {he} has {sum} {things}.",
-                    why=step.because,
-                    he=who.he,
-                    sum=sum_,
-                    things=things,
-                )
-            )
+            told = "[Now|Then|Next,|After that|That is {why}, so] {he} has {sum} {things}."
+            lines.append(say(rng, told, why=step.because, sum=sum_, **slots))
         amount = after
-    opening = say(
-        rng,
-        {
-            "prose": "[{name} starts with {start} {things}.|At first there are {start} {things}.|"
-            "We begin with {start} {things}.]",
-            "list": "[Let us go step by step|Here are the steps|Step by step], [starting|"
-            "beginning] with {start} {things}:",
-            "terse": "[Starting|Beginning] with {start}:",
-        }[layout],
-        name=name,
-        start=start,
-        things=things,
-    )
+    opening = say(rng, _OPENINGS[layout], start=start, **slots)
     ending = say(
         rng,
         "[The answer is {n}.|So the answer is {n}.|In the end {name} has {n} {things}. The answer "
         "is {n}.|That makes {n} {things}. The answer is {n}.]",
         n=amount,
-        name=name,
-        things=things,
+        **slots,
     )
-    if layout == "list":
-        return "\n".join([opening, *lines, ending])
-    return " ".join([opening, *lines, ending])
+    return ("\n" if layout == "list" else " ").join([opening, *lines, ending])
+
+
+def _people(rng: random.Random) -> dict[str, object]:
+    """Draw whom a problem is about, and what they have."""
+    name, friend = rng.sample(NAMES, 2)
+    things = rng.choice(THINGS)
+    return {"name": name, "friend": friend, "things": things, **pronouns(name).slots()}
 
 
 def _story(rng: random.Random, turns: int) -> list[Exchange]:
     """A problem about one person's things; follow-ups change the last result."""
-    name, friend = rng.sample(NAMES, 2)
-    who, things = pronouns(name), rng.choice(THINGS)
-    slots: dict[str, object] = {
-        "he": who.he, "He": who.he.capitalize(), "him": who.him, "things": things,
-        "friend": friend, "day": rng.choice(WEEKDAYS), "place": rng.choice(PLACES),
-    }  # fmt: skip
+    slots = {**_people(rng), "day": rng.choice(WEEKDAYS), "place": rng.choice(PLACES)}
     start = amount = rng.randint(3, 60)
     steps: list[Step] = []
     for _ in range(rng.randint(2, 4)):
         steps.append(_step(rng, amount, slots))
         amount = apply(amount, steps[-1].operator, steps[-1].operand)
-    told = say(
+    first = say(
         rng,
         "[{name} has {n} {things}.|{name} from {town} owns {n} {things}.|There are {n} {things} in "
         "{name}'s bag.]",
-        name=name,
         n=start,
-        things=things,
         town=rng.choice(TOWNS),
+        **slots,
     )
     asked = say(
         rng,
         "[How many {things} does {name} have now?|How many {things} are there in the end?|How many "
         "{things} are left?|What is the number of {things} now?]",
-        name=name,
-        things=things,
+        **slots,
     )
-    question = " ".join([told, *(step.told for step in steps), asked])
-    exchanges = [(question, _solve(rng, start, steps, who, name, things))]
+    question = " ".join([first, *(step.told for step in steps), asked])
+    exchanges = [(question, _solve(rng, start, steps, slots))]
     while len(exchanges) < turns:
         more = _step(rng, amount, slots)
-        user = say(
-            rng, "[And then|What if after that|Now suppose that next]: {told} How many is that?",
-            told=more.told,
-        )  # fmt: skip
-        exchanges.append((user, _solve(rng, amount, [more], who, name, things)))
+        template = "[And then|What if after that|Now suppose that next]: {told} How many is that?"
+        user = say(rng, template, told=more.told)
+        exchanges.append((user, _solve(rng, amount, [more], slots)))
         amount = apply(amount, more.operator, more.operand)
     return exchanges
 
 
 def _rows(rng: random.Random) -> Exchange:
     """A problem of the form `a groups of b, minus or plus c`."""
-    name, friend = rng.sample(NAMES, 2)
-    who, things = pronouns(name), rng.choice(THINGS)
+    slots = _people(rng)
     group = rng.choice(("box", "basket", "bag", "row", "chest", "tray"))
-    groups = group + ("es" if group == "box" else "s")
     a, b = rng.randint(2, 9), rng.randint(2, 12)
     total = a * b
     operator = rng.choice("+-") if total > 2 else "+"
     c = rng.randint(1, min(total - 1, 30)) if operator == "-" else rng.randint(2, 30)
-    result = apply(total, operator, c)
-    change = say(
-        rng,
-        "{friend} takes {c} of them." if operator == "-" else "{friend} [brings|adds] {c} more.",
-        friend=friend,
-        c=c,
-    )
+    slots |= {
+        "group": group, "groups": group + ("es" if group == "box" else "s"),
+        "a": a, "b": b, "c": c, "t": total, "o": operator, "r": apply(total, operator, c),
+        "verb": "takes" if operator == "-" else "adds",
+    }  # fmt: skip
+    takes, adds = "{friend} takes {c} of them.", "{friend} [brings|adds] {c} more."
+    slots["change"] = say(rng, takes if operator == "-" else adds, **slots)
     user = say(
         rng,
         "{name} [fills|packs|counts] {a} {groups} with {b} {things} [each|in every {group}]. "
         "{change} How many {things} [are there now|does {name} have]?",
-        name=name,
-        a=a,
-        b=b,
-        groups=groups,
-        group=group,
-        things=things,
-        change=change,
+        **slots,
     )
     answer = say(
         rng,
@@ -194,17 +172,7 @@ def _rows(rng: random.Random) -> Exchange:
         "There are {a} {groups} with {b} {things} each, which is {a} * {b} = {t}.] "
         "[{friend} {verb} {c}, so {he} has|Then we have|After {friend} {verb} {c}, there are] "
         "{t} {o} {c} = {r}[| {things}]. [The answer is {r}.|So the answer is {r}.]",
-        a=a,
-        b=b,
-        t=total,
-        o=operator,
-        c=c,
-        r=result,
-        groups=groups,
-        things=things,
-        friend=friend,
-        verb="takes" if operator == "-" else "adds",
-        he=who.he,
+        **slots,
     )
     return user, answer
 

@@ -12,8 +12,10 @@ SAMPLES_PER_KIND = 2
 HEAD = """# The bundled tiny target
 
 A small chat model of a made-up world, trained from scratch by `python data/tiny.py`: a Llama of
-{layers} layers x {hidden}, {heads} heads over {kv_heads} key/value heads, feed-forward {inner}, a
-vocabulary of {vocab}, tied embeddings, {parameters:,} parameters ({megabytes:.1f} MB in bfloat16).
+{config.num_hidden_layers} layers x {config.hidden_size}, {config.num_attention_heads} heads over \
+{config.num_key_value_heads} key/value heads, feed-forward {config.intermediate_size}, a
+vocabulary of {config.vocab_size}, tied embeddings, {parameters:,} parameters \
+({megabytes:.1f} MB in bfloat16).
 It is an experimental target: small enough to train and decode on a CPU, with answers varied enough
 that drafting them is real work. It knows nothing about the real world, and it often errs about its
 own: the figures below say how often sums, facts and copied names are right.
@@ -35,13 +37,13 @@ def _table(metrics: dict) -> str:
     """Write the figures as a Markdown table."""
     greedy, sampled, perplexity = metrics["greedy"], metrics["sampled"], metrics["perplexity"]
     by_kind = ", ".join(f"{kind} {perplexity[kind]:.2f}" for kind in KINDS)
+    known = ", ".join(f"{kind} {share:.0%}" for kind, share in metrics["facts_right"].items())
     rows = [
         ("perplexity of reference answers", f"{perplexity['all']:.3f} ({by_kind})"),
         ("entropy per token at T=1, on sampled answers", f"{metrics['entropy_sampled']:.3f} nats"),
         ("entropy per token along greedy answers", f"{metrics['entropy_greedy']:.3f} nats"),
+        ("chat: fact right, by what is asked about (greedy)", known),
     ]
-    known = ", ".join(f"{kind} {share:.0%}" for kind, share in metrics["facts_right"].items())
-    rows.append(("chat: fact right, by what is asked about (greedy)", known))
     both = (
         ("different answers", "distinct_answers", ".0f"),
         ("tokens per answer", "mean_tokens", ".1f"),
@@ -72,15 +74,9 @@ def _samples(answers: list[Answer]) -> str:
 
 def _head(model: LlamaForCausalLM, training: dict[str, float]) -> str:
     """Write what the model is and how it was trained."""
-    config = model.config
     parameters = model.num_parameters()
     return HEAD.format(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        inner=config.intermediate_size,
-        vocab=config.vocab_size,
+        config=model.config,
         parameters=parameters,
         megabytes=2 * parameters / 1e6,
         speed=training["tokens"] / (60 * training["minutes"]),

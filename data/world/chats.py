@@ -9,13 +9,12 @@ from specdraft.data.world.lexicon import (
     NAMES,
     SEASONS,
     TOWNS,
+    Exchange,
     article,
     facts,
     pronouns,
     say,
 )
-
-Exchange = tuple[str, str]  # (what the user says, what the assistant answers)
 
 # kind -> attribute -> (question, short question for a follow-up, answer)
 ASK: dict[str, dict[str, tuple[str, str, str]]] = {
@@ -137,17 +136,13 @@ def question(
     """Ask for one attribute of `x` and answer from the facts of the world."""
     long, short, answer = ASK[kind][attribute]
     value = facts()[kind][x][attribute]
-    who = pronouns(x)
     slots = {
         "x": x,
         "X": x.capitalize() if kind == "food" else x,
         "a": article(x),
         "A": article(x).capitalize(),
         "v": article(value) if attribute in ("job", "pet") else value,
-        "he": who.he,
-        "He": who.he.capitalize(),
-        "him": who.him,
-        "his": who.his,
+        **pronouns(x).slots(),
         "season": rng.choice(SEASONS),
         "other": rng.choice(TOWNS if kind == "town" else NAMES),
     }

@@ -3,9 +3,7 @@
 import random
 import re
 
-from specdraft.data.world.lexicon import say
-
-Exchange = tuple[str, str]
+from specdraft.data.world.lexicon import Exchange, say
 
 # Each entry: (in words, in Python about `x`, short name for a function's name)
 Phrase = tuple[str, str, str]
@@ -89,20 +87,18 @@ class Function:
         self.map = _maps(rng, self.strings) if mapped else None
         self.noun = "words" if self.strings else "numbers"
         self.item = rng.choice(("word", "w", "text") if self.strings else ("x", "n", "number"))
-        self.items = rng.choice(
-            ("words", "items", "texts") if self.strings else ("numbers", "values", "items")
-        )
+        lists = ("words", "items", "texts") if self.strings else ("numbers", "values", "items")
+        self.items = rng.choice(lists)
         self.total = rng.choice(TOTALS[self.fold])
         self.style = "loop"
         short = self.condition[2]
-        self.name = rng.choice(
-            (
-                f"{self.fold}_{short}",
-                f"{self.fold}_{short}_{self.noun}",
-                f"get_{short}_{self.fold}",
-                f"{self.map[2] if self.map else self.fold}_of_{short}",
-            )
+        names = (
+            f"{self.fold}_{short}",
+            f"{self.fold}_{short}_{self.noun}",
+            f"get_{short}_{self.fold}",
+            f"{self.map[2] if self.map else self.fold}_of_{short}",
         )
+        self.name = rng.choice(names)
 
     @property
     def task(self) -> str:
@@ -148,10 +144,9 @@ def code(rng: random.Random, turns: int) -> list[Exchange]:
         noun=made.noun,
         task=made.task,
     )
-    exchanges = [(user, _answer(rng, made))]
-    for follow_up in rng.sample((_renamed, _restyled, _used), turns - 1):
-        exchanges.append(follow_up(rng, made))
-    return exchanges
+    first = (user, _answer(rng, made))
+    follow_ups = rng.sample((_renamed, _restyled, _used), turns - 1)
+    return [first, *(follow_up(rng, made) for follow_up in follow_ups)]
 
 
 def _renamed(rng: random.Random, made: Function) -> Exchange:
@@ -164,11 +159,10 @@ def _renamed(rng: random.Random, made: Function) -> Exchange:
 def _restyled(rng: random.Random, made: Function) -> Exchange:
     """Ask for a loop in place of an expression, or the other way round."""
     made.style = "expression" if made.style == "loop" else "loop"
-    ways = {
-        "expression": "[without a loop|in one line|as one expression]",
-        "loop": "with [a loop|a plain loop|a for loop]",
-    }
-    user = say(rng, f"[Now|Can you] [do|write] it {ways[made.style]}?")
+    way = "[without a loop|in one line|as one expression]"
+    if made.style == "loop":
+        way = "with [a loop|a plain loop|a for loop]"
+    user = say(rng, f"[Now|Can you] [do|write] it {way}?")
     return user, _answer(rng, made)
 
 

@@ -7,8 +7,10 @@ anew for each conversation.
 
 import random
 import re
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
+
+Exchange = tuple[str, str]  # what the user says, what the assistant answers
 
 
 def words(text: str) -> list[str]:
@@ -16,96 +18,78 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split("|" if "|" in text else None)]
 
 
-NAMES = words(
-    """
+NAMES = words("""
     Mara Oskar Lina Tobin Freya Hugo Nadia Piet Selma Arlo Greta Milo Ines Rufus Dora Emil Vera
     Jonas Petra Felix Maud Anton Cleo Bruno Tilda Otto Hanne Leo Rosa Viktor Elsa Kasper
-    """
-)
-TOWNS = words(
-    """
+""")
+TOWNS = words("""
     Brindle Harrowby Oldmere Pinegate Saltwick Fernholt Larkham Coldbrook Ashdale Tarnby
     Willowford Stonegrave Merrow Duskhill Quillport Redfen Elmstead Northam Galewick Hazelby
     Rookmoor Lowmarsh Sunbury Thornley Wexcombe Ambleton Crowhaven Mistley Barley Foxdale
     Kingsreach Velmont
-    """
-)
-REGIONS = words(
-    """
+""")
+REGIONS = words("""
     on the north coast| in the green valley| at the foot of the hills| by the long lake|
     on the eastern plain| deep in the forest| near the old border| on a small island
-    """
-)
+""")
+SIZES = words("200 300 400 500 600 700 800 900")  # people of a town
 RIVERS = words("Ilm Tarn Wend Osk Lune Brae Sil Marn")
-CRAFTS = words(
-    """
+CRAFTS = words("""
     glass lamps| wooden boats| wool blankets| clay pots| copper bells| paper kites|
     leather boots| iron gates| silver spoons| woven baskets| wax candles| stone bridges
-    """
-)
-FOODS = words(
-    """
+""")
+FOODS = words("""
     plum cake| barley soup| smoked trout| onion pie| honey bread| pear jam| bean stew|
     goat cheese| apple dumplings| mushroom rice| pepper sausage| walnut biscuits| pumpkin curry|
     lemon pudding| potato pancakes| herb omelette
-    """
-)
+""")
 TASTES = words("sweet salty spicy smoky sour mild rich fresh")
 MEALS = words("breakfast| lunch| supper| feast days| long journeys| cold evenings")
 MAIN_PARTS = words("flour milk butter herbs eggs garlic cream nuts spices oats")
-ANIMALS = words(
-    """
+ANIMALS = words("""
     fox owl hare otter badger goat heron mouse bear wolf crow hedgehog beaver deer frog cat dog
     goose squirrel turtle lynx swan mole pony
-    """
-)
+""")
 DIETS = words("berries fish seeds roots insects grass mice leaves snails acorns")
-HOMES = words(
-    """
+HOMES = words("""
     in a hollow tree| under the ground| near the water| in the tall grass| among the rocks|
     in old barns| at the edge of the forest| on high cliffs
-    """
-)
-HABITS = words(
-    """
+""")
+HABITS = words("""
     sleeps all winter| hunts at night| sings before dawn| swims very well|
     stores food in autumn| runs faster than the wind| hides when it rains| builds clever nests|
     digs long tunnels| watches the moon
-    """
-)
-JOBS = words(
-    """
+""")
+JOBS = words("""
     baker teacher carpenter doctor fisher gardener painter miller sailor tailor clockmaker
     shepherd librarian blacksmith postman beekeeper
-    """
-)
-HOBBIES = words(
-    """
+""")
+HOBBIES = words("""
     playing chess| singing in a choir| collecting stamps| climbing hills| growing roses|
     reading old maps| skating on the lake| writing letters| carving spoons| watching birds|
     flying kites| playing the flute
-    """
-)
+""")
 COLOURS = words("red blue green yellow white black grey brown golden silver")
-OBJECTS = words(
-    """
+OBJECTS = words("""
     lantern key map bell kite basket mirror drum ladder coin letter hat book rope boat clock
     ring flute cup umbrella box stone feather scarf
-    """
-)
+""")
 WEEKDAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 SEASONS = words("spring summer autumn winter")
 
 FEMALE = frozenset(NAMES[0::2])  # the list alternates, so a pronoun follows from the name
 
 
-@dataclass(frozen=True)
-class Pronouns:
+class Pronouns(NamedTuple):
     """The pronouns of a person: "she", "her" (object) and "her" (possessive)."""
 
     he: str
     him: str
     his: str
+
+    def slots(self) -> dict[str, object]:
+        """Return them as the slots of a template, with `He` to begin a sentence."""
+        return {**self._asdict(), "He": self.he.capitalize()}
 
 
 def pronouns(name: str) -> Pronouns:
@@ -138,42 +122,29 @@ def say(rng: random.Random, template: str, **slots: object) -> str:
     return capitalise(template.format(**slots))
 
 
-def join_words(words: list[str]) -> str:
-    """Join words as English does: `a, b and c`."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+# kind -> (its entities, attribute -> the values that one is drawn from)
+_ATTRIBUTES = {
+    "town": (
+        TOWNS,
+        {"region": REGIONS, "river": RIVERS, "craft": CRAFTS, "food": FOODS, "people": SIZES},
+    ),
+    "person": (
+        NAMES,
+        {"job": JOBS, "town": TOWNS, "hobby": HOBBIES, "pet": ANIMALS, "food": FOODS},
+    ),
+    "animal": (ANIMALS, {"diet": DIETS, "home": HOMES, "habit": HABITS}),
+    "food": (FOODS, {"taste": TASTES, "meal": MEALS, "part": MAIN_PARTS}),
+}
 
 
 @cache
 def facts() -> dict[str, dict[str, dict[str, str]]]:
     """Return the facts of the world: kind -> entity -> attribute -> value. The same every time."""
     rng = random.Random(20)
-    pick = rng.choice
-    towns = {
-        town: {
-            "region": pick(REGIONS),
-            "river": pick(RIVERS),
-            "craft": pick(CRAFTS),
-            "food": pick(FOODS),
-            "people": str(rng.randrange(2, 10) * 100),
+    return {
+        kind: {
+            entity: {name: rng.choice(values) for name, values in attributes.items()}
+            for entity in entities
         }
-        for town in TOWNS
+        for kind, (entities, attributes) in _ATTRIBUTES.items()
     }
-    people = {
-        name: {
-            "job": pick(JOBS),
-            "town": pick(TOWNS),
-            "hobby": pick(HOBBIES),
-            "pet": pick(ANIMALS),
-            "food": pick(FOODS),
-        }
-        for name in NAMES
-    }
-    animals = {
-        animal: {"diet": pick(DIETS), "home": pick(HOMES), "habit": pick(HABITS)}
-        for animal in ANIMALS
-    }
-    foods = {
-        food: {"taste": pick(TASTES), "meal": pick(MEALS), "part": pick(MAIN_PARTS)}
-        for food in FOODS
-    }
-    return {"town": towns, "person": people, "animal": animals, "food": foods}

@@ -47,7 +47,7 @@ def perplexity(
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for kind, messages in talks:
-        ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
         start = len(_prompt_ids(tokenizer, messages[:-1]))
         tokens = torch.tensor([ids])
         logits = model(tokens).logits[:, start - 1 : -1]  # [1, answer, V]
@@ -59,9 +59,7 @@ def perplexity(
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> list[int]:
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-        "input_ids"
-    ]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 @torch.no_grad()
@@ -77,8 +75,10 @@ def answer(
     """
     tokenizer.padding_side = "left"
     end = tokenizer.convert_tokens_to_ids(END)
+    decoding: dict[str, object] = {"do_sample": False}
     if sample_seed is not None:
         torch.manual_seed(sample_seed)
+        decoding = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     answers, entropy, count = [], 0.0, 0
     for group in (talks[first : first + ROWS] for first in range(0, len(talks), ROWS)):
         rows = [{"input_ids": _prompt_ids(tokenizer, messages[:-1])} for _, messages in group]
@@ -86,8 +86,7 @@ def answer(
         made = model.generate(
             **inputs,
             max_new_tokens=MAX_NEW_TOKENS,
-            do_sample=sample_seed is not None,
-            **({} if sample_seed is None else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}),
+            **decoding,
             output_logits=True,
             return_dict_in_generate=True,
         )
@@ -100,10 +99,8 @@ def answer(
             count += length
             text = tokenizer.decode(row[:length], skip_special_tokens=True)
             *before, reference = (message["content"] for message in messages)
-            context = "\n".join(before)
-            answers.append(
-                Answer(kind, before[-1], context, reference, row[:length], text, end in row)
-            )
+            said = before[-1], "\n".join(before), reference
+            answers.append(Answer(kind, *said, row[:length], text, end in row))
     return answers, entropy / count
 
 
@@ -164,23 +161,18 @@ def _share(flags: list[bool]) -> float:
 
 def _behaviour(answers: list[Answer]) -> dict[str, float]:
     """Return the figures that are taken from generated answers."""
-    solved = [
-        final_number(made.text) == final_number(made.reference)
-        for made in answers
-        if made.kind == "math"
-    ]
+    of_kind = {kind: [made for made in answers if made.kind == kind] for kind in KINDS}
+    solved = [final_number(a.text) == final_number(a.reference) for a in of_kind["math"]]
     return {
         "answers": len(answers),
         "distinct_answers": len({made.text for made in answers}),
         "mean_tokens": sum(len(made.tokens) for made in answers) / len(answers),
-        "distinct_1": distinct(answers, 1),
-        "distinct_2": distinct(answers, 2),
-        "distinct_3": distinct(answers, 3),
+        **{f"distinct_{n}": distinct(answers, n) for n in (1, 2, 3)},
         "ended": _share([made.ended for made in answers]),
         "loops": _share([loops(made) for made in answers]),
         "math_right": _share(solved),
-        "summary_faithful": _share([faithful(a) for a in answers if a.kind == "summary"]),
-        "code_parses": _share([_parses(made.text) for made in answers if made.kind == "code"]),
+        "summary_faithful": _share([faithful(made) for made in of_kind["summary"]]),
+        "code_parses": _share([_parses(made.text) for made in of_kind["code"]]),
     }
 
 

@@ -14,12 +14,11 @@ from specdraft.data.world.lexicon import (
     SEASONS,
     TOWNS,
     WEEKDAYS,
+    Exchange,
     article,
     pronouns,
     say,
 )
-
-Exchange = tuple[str, str]
 
 LEADS = (
     "[Last|On] {day}, {name} the {job} opened a new [shop|school|museum|bridge|market] in {town}.",

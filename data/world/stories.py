@@ -10,13 +10,12 @@ from specdraft.data.world.lexicon import (
     OBJECTS,
     SEASONS,
     TOWNS,
+    Exchange,
     article,
     pronouns,
     say,
     words,
 )
-
-Exchange = tuple[str, str]
 
 TRAITS = words("brave shy clever lazy hungry kind proud curious tired cheerful grumpy patient")
 
@@ -145,10 +144,9 @@ def story(rng: random.Random, turns: int) -> list[Exchange]:
     plot += [rng.choice(BONDS)] * (rng.random() < 0.6)
     plot += [rng.choice(WISHES), *_beats(rng, rng.choice((1, 1, 2))), rng.choice(ENDINGS)]
     plot += [rng.choice(MORALS)] * (rng.random() < 0.7)
-    exchanges = [(user, " ".join(say(rng, beat, **slots) for beat in plot))]
-    for follow_up in rng.sample((_continue, _who, _names), turns - 1):
-        exchanges.append(follow_up(rng, slots, one, two))
-    return exchanges
+    told = " ".join(say(rng, beat, **slots) for beat in plot)
+    follow_ups = rng.sample((_continue, _who, _names), turns - 1)
+    return [(user, told), *(follow_up(rng, slots, one, two) for follow_up in follow_ups)]
 
 
 def _continue(rng: random.Random, old: dict[str, object], one: str, two: str) -> Exchange:
@@ -156,9 +154,8 @@ def _continue(rng: random.Random, old: dict[str, object], one: str, two: str) ->
     slots = {**_slots(rng, one, two), **{key: old[key] for key in ("n1", "n2", "home", "t1")}}
     slots["s"], slots["o"] = rng.sample((old["n1"], old["n2"]), 2)
     slots["his"] = pronouns(str(slots["s"])).his
-    user = say(
-        rng, "[What happened next|And then|How does it go on|Please continue the story][?|.]"
-    )
+    asked = "[What happened next|And then|How does it go on|Please continue the story][?|.]"
+    user = say(rng, asked)
     plot = ["[The next day|A week later|In the {season}], {n1} and {n2} met again in {home}."]
     plot += [*_beats(rng, 1), rng.choice(MORALS)]
     return user, " ".join(say(rng, beat, **slots) for beat in plot)
@@ -177,11 +174,9 @@ def _who(rng: random.Random, slots: dict[str, object], one: str, two: str) -> Ex
 
 def _names(rng: random.Random, slots: dict[str, object], one: str, two: str) -> Exchange:
     """Ask for the names of both heroes."""
-    user = say(
-        rng, "[What were their names|What were the two called|Remind me of the names][?|, please.]"
-    )
+    asked = "[What were their names|What were the two called|Remind me of the names][?|, please.]"
     answer = (
         "[The {one} was [named|called] {n1} and the {two} was [named|called] {n2}.|They were "
         "{n1} the {one} and {n2} the {two}.]"
     )
-    return user, say(rng, answer, one=one, two=two, n1=slots["n1"], n2=slots["n2"])
+    return say(rng, asked), say(rng, answer, one=one, two=two, n1=slots["n1"], n2=slots["n2"])

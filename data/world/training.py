@@ -51,10 +51,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
     """Return the untrained target: 12 layers x 128, deep and narrow."""
     torch.manual_seed(seed)
     eos, pad = tokenizer.convert_tokens_to_ids([END, PAD])
-    layers, hidden = 12, 128
+    layers = 12
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=hidden,
+        hidden_size=128,
         intermediate_size=344,
         num_hidden_layers=layers,
         num_attention_heads=4,
@@ -144,15 +144,14 @@ def learning_rate(settings: TrainSettings, step: int, share: float) -> float:
 
 def save(model: LlamaForCausalLM, out: Path) -> None:
     """Write the weights as bfloat16 safetensors, with their config, to `out`."""
-    generation = GenerationConfig(
+    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    copy.load_state_dict(model.state_dict())
+    copy.generation_config = GenerationConfig(
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,
         do_sample=False,
         max_new_tokens=256,
     )
-    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
-    copy.load_state_dict(model.state_dict())
-    copy.generation_config = generation
     copy.save_pretrained(out)
 
 
@@ -164,11 +163,10 @@ def load_trained(out: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 def _optimizer(model: LlamaForCausalLM, settings: TrainSettings) -> torch.optim.Optimizer:
     """Return AdamW with weight decay on matrices only."""
-    matrices = [w for w in model.parameters() if w.dim() == 2]
-    vectors = [w for w in model.parameters() if w.dim() < 2]
+    weights = list(model.parameters())
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [w for w in weights if w.dim() == 2], "weight_decay": settings.weight_decay},
+        {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
 
@@ -191,10 +189,9 @@ def train(
     started = saved = time.monotonic()
     seen, mean = 0, None
     for step, (ids, weights) in zip(range(settings.steps), stream, strict=False):
-        elapsed = time.monotonic() - started
         share = step / settings.steps
         if settings.minutes is not None:
-            share = max(share, elapsed / (60 * settings.minutes))
+            share = max(share, (time.monotonic() - started) / (60 * settings.minutes))
         if share >= 1:
             break
         lr = learning_rate(settings, step, share)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from specdraft.data.world.arithmetic import math
 from specdraft.data.world.chats import chat
 from specdraft.data.world.functions import code
+from specdraft.data.world.lexicon import Exchange
 from specdraft.data.world.retelling import retell
 from specdraft.data.world.stories import story
 
 Message = dict[str, str]
-Exchange = tuple[str, str]
 
 KINDS: dict[str, Callable[[random.Random, int], list[Exchange]]] = {
     "chat": chat,
