@@ -105,11 +105,7 @@ def read_features(
 
 def pad(items: list[dict[str, Tensor]]) -> Tensor:
     """Return the ids of rows, padded on the right: [B, T]."""
-    width = max(len(item["input_ids"]) for item in items)
-    padded = torch.zeros(len(items), width, dtype=torch.long)
-    for line, item in zip(padded, items, strict=True):
-        line[: len(item["input_ids"])] = item["input_ids"]
-    return padded
+    return torch.nn.utils.rnn.pad_sequence([i["input_ids"] for i in items], batch_first=True)
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdraft.models.falcon import block_index, block_offsets
 from specdraft.recipes.errors import DataError, RecipeError
@@ -72,20 +72,28 @@ class SamplingPlan:
         return batches[torch.randperm(self.steps_per_epoch, generator=generator)]
 
 
-class Batch(Protocol):
+@dataclass(frozen=True)
+class Batch:
     """One micro-batch, right-padded, as a trainer's `collate` makes it."""
 
     lengths: list[int]  # tokens of each row
+    keys: list[Key]
 
     def to(self, device: torch.device) -> Self:
         """Return a copy on another device."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Self:
-        """Return a copy whose large tensors a GPU can fetch while it computes."""
+        """Return a copy that a GPU can fetch while it computes."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True)
-class HeadBatch:
+class HeadBatch(Batch):
     """A micro-batch of a head. Position i reads (t_(i+1), f_i) and answers f_(i+k)."""
 
     tokens: Tensor  # [B, T] int64
@@ -94,20 +102,7 @@ class HeadBatch:
     offsets: Tensor  # [B, L] int64, its place within that block, 0..k-1
     valid: Tensor  # [B, L] bool
     supervised: Tensor  # [B, L] bool, position i has an answer that counts
-    lengths: list[int]  # tokens of each row
-    keys: list[Key]
     block_size: int
-
-    def to(self, device: torch.device) -> Self:
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens", "features", "blocks", "offsets", "valid", "supervised")
-        }
-        return replace(self, **moved)
-
-    def pinned(self) -> Self:
-        pinned = {"tokens": self.tokens.pin_memory(), "features": self.features.pin_memory()}
-        return replace(self, **pinned)
 
     def generators(self, purpose: str, device: torch.device | str = "cpu") -> Iterator:
         """Yield one generator per row, keyed by the row's place in training."""
@@ -129,34 +124,29 @@ def collate(rows: list[dict], keys: list[Key], block_size: int) -> HeadBatch:
     The size of each row's first block is drawn from 1..k: drafting meets every alignment.
     """
     lengths = [len(row["input_ids"]) for row in rows]
-    time, count = max(max(lengths), 2), len(rows)
-    features = rows[0]["features"]
-    tokens = torch.zeros(count, time, dtype=torch.long)
-    padded = features.new_zeros(count, time, features.shape[-1])
-    valid = torch.zeros(count, time - 1, dtype=torch.bool)
-    supervised, blocks = torch.zeros_like(valid), []
-    for number, (row, length, key) in enumerate(zip(rows, lengths, keys, strict=True)):
-        tokens[number, :length] = row["input_ids"]
-        padded[number, :length] = row["features"]
-        valid[number, : length - 1] = True
-        # Position i drafts t_(i+k+1), so its mask is the mask of that token.
-        answered = row["loss_mask"][block_size + 1 :].bool()
-        supervised[number, : len(answered)] = answered
+    width, blocks = max(lengths) - 1, []
+    for key in keys:
         generator = keyed_generator(*key, "phase")
         phase = int(torch.randint(1, block_size + 1, (), generator=generator))
-        blocks.append(block_index(time - 1, block_size, phase))
-    offsets = torch.stack([block_offsets(b) for b in blocks])
+        blocks.append(block_index(width, block_size, phase))
+    # Position i drafts t_(i+k+1), so its mask is the mask of that token.
+    answered = nn.functional.pad(padded(rows, "loss_mask"), (0, block_size))[:, block_size + 1 :]
     return HeadBatch(
-        tokens=tokens,
-        features=padded,
+        lengths,
+        keys,
+        tokens=padded(rows, "input_ids"),
+        features=padded(rows, "features"),
         blocks=torch.stack(blocks),
-        offsets=offsets,
-        valid=valid,
-        supervised=supervised,
-        lengths=lengths,
-        keys=keys,
+        offsets=torch.stack([block_offsets(b) for b in blocks]),
+        valid=torch.arange(width) < torch.tensor(lengths)[:, None] - 1,
+        supervised=answered.bool(),
         block_size=block_size,
     )
+
+
+def padded(rows: list[dict], name: str) -> Tensor:
+    """Return what rows call `name`, padded with zeros on the right: [B, T, ..]."""
+    return nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True)
 
 
 class Loader:

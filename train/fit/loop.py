@@ -34,7 +34,7 @@ def fit(
     on Ctrl-C or SIGTERM; RecipeError when a checkpoint belongs to another recipe or the loss is no
     number any more.
     """
-    run = Run.prepare(drafter, data, objective, recipe, accelerator, evaluate)
+    run = Run(drafter, data, objective, recipe, accelerator, evaluate)
     train, state = recipe.train, run.state
     with StopRequest(deferred=True) as stop, run.journal() as journal:
         if state.step:

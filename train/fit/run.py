@@ -10,15 +10,14 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
+from specdraft.data.ranks import Ranks
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import dump
 from specdraft.recipes.schema import Recipe
@@ -55,73 +54,57 @@ class Objective(Protocol):
         """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""
 
 
-@dataclass
 class Run:
-    """Everything that one call of `fit` holds together."""
+    """Everything that one call of `fit` holds together.
 
-    model: nn.Module  # as accelerate wrapped it
-    drafter: nn.Module  # the same without wrapper
-    optimizer: torch.optim.Optimizer
-    objective: Objective
-    loader: Loader
-    checkpoints: Checkpoints
-    state: TrainState
-    recipe: Recipe
-    accelerator: Accelerator
-    evaluate: Evaluate | None
-    steps: int
-    out: Path
-    whole: nn.Module | None  # where the launcher shards the drafter: what its weights go into
+    Making one builds optimiser, loader and checkpoints, and loads the newest checkpoint.
+    """
 
-    @classmethod
-    def prepare(cls, drafter, data, objective, recipe, accelerator, evaluate) -> "Run":
-        """Build optimiser, loader and checkpoints, and load the newest checkpoint."""
-        optim, train, out = recipe.optim, recipe.train, Path(recipe.output.dir)
-        plan = SamplingPlan(_lengths(data), train.batch_size, train.seed)
-        loader = Loader(
+    def __init__(
+        self,
+        drafter: nn.Module,
+        data: Rows,
+        objective: Objective,
+        recipe: Recipe,
+        accelerator: Accelerator,
+        evaluate: Evaluate | None,
+    ):
+        self.objective, self.recipe, self.evaluate = objective, recipe, evaluate
+        self.accelerator, self.ranks = accelerator, Ranks.of(accelerator)
+        self.out, self.steps = Path(recipe.output.dir), total_steps(recipe, len(data))
+        optim, train, on_gpu = recipe.optim, recipe.train, accelerator.device.type == "cuda"
+        self.loader = Loader(
             data,
-            plan,
+            SamplingPlan(_lengths(data), train.batch_size, train.seed),
             objective.collate,
             accumulation=train.accumulation,
-            rank=accelerator.process_index,
-            ranks=accelerator.num_processes,
-            pin=accelerator.device.type == "cuda",
+            rank=self.ranks.rank,
+            ranks=self.ranks.world,
+            pin=on_gpu,
         )
-        trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(
-            trained,
+            [parameter for parameter in drafter.parameters() if parameter.requires_grad],
             lr=optim.lr,
             betas=optim.betas,
             weight_decay=optim.weight_decay,
-            fused=accelerator.device.type == "cuda",
+            fused=on_gpu,
         )
-        sharding = accelerator.distributed_type in SHARDING and accelerator.is_main_process
-        whole = copy.deepcopy(drafter) if sharding else None
-        model, optimizer = accelerator.prepare(drafter.train(), optimizer)
-        checkpoints = Checkpoints(out, recipe.to_dict(), len(data), accelerator, train.keep)
-        state = checkpoints.resume() or TrainState()
-        if accelerator.is_main_process:  # only now: another recipe's run keeps its own
-            dump(recipe, out / "recipe.yaml")
-        return cls(
-            model=model,
-            drafter=accelerator.unwrap_model(model),
-            optimizer=optimizer,
-            objective=objective,
-            loader=loader,
-            checkpoints=checkpoints,
-            state=state,
-            recipe=recipe,
-            accelerator=accelerator,
-            evaluate=evaluate,
-            steps=total_steps(recipe, len(data)),
-            out=out,
-            whole=whole,
+        sharding = accelerator.distributed_type in SHARDING and self.is_main
+        # Where the launcher shards the drafter: what its weights are gathered into.
+        self.whole = copy.deepcopy(drafter) if sharding else None
+        self.model, self.optimizer = accelerator.prepare(drafter.train(), optimizer)
+        self.drafter = accelerator.unwrap_model(self.model)
+        self.checkpoints = Checkpoints(
+            self.out, recipe.to_dict(), len(data), accelerator, train.keep
         )
+        self.state = self.checkpoints.resume() or TrainState()
+        if self.is_main:  # only now: another recipe's run keeps its own
+            dump(recipe, self.out / "recipe.yaml")
 
     @property
     def is_main(self) -> bool:
         """Whether this is the process that evaluates, writes and speaks for all."""
-        return self.accelerator.is_main_process
+        return self.ranks.is_first
 
     def journal(self) -> Journal:
         """Open the journal where this run stands."""
@@ -145,10 +128,8 @@ class Run:
         rate = learning_rate(number, self.steps, optim.lr, optim.warmup, optim.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        plans = [
-            self.objective.plan(self.model, batch.to(device), number / self.steps)
-            for batch in batches
-        ]
+        progress = number / self.steps
+        plans = [self.objective.plan(self.model, b.to(device), progress) for b in batches]
         count, tokens, asks, over = self._reduced(
             sum(counted.sum() for _, counted in plans),
             sum(sum(batch.lengths) for batch in batches),
@@ -171,9 +152,9 @@ class Run:
 
     def _reduced(self, *values: float | Tensor) -> list[float]:
         # Stop requests travel with the count: all ranks must agree on the step they stop at.
-        packed = torch.stack([torch.as_tensor(v, device=self.accelerator.device).float()
-                              for v in values])  # fmt: skip
-        return self.accelerator.reduce(packed, "sum").tolist()
+        device = self.accelerator.device
+        packed = [torch.as_tensor(value, device=device).float() for value in values]
+        return self.accelerator.reduce(torch.stack(packed), "sum").tolist()
 
     def _clip(self) -> float:
         norm = self.accelerator.clip_grad_norm_(
@@ -205,11 +186,11 @@ class Run:
         state = self.state
         if not due or self.evaluate is None or state.evaluated == state.step:
             return
-        drafter, outcome = self.whole_drafter(), [None]
+        drafter, metrics = self.whole_drafter(), None
         if self.is_main:
-            outcome = [self.evaluate(drafter.eval(), state.step)]
+            metrics = self.evaluate(drafter.eval(), state.step)
             drafter.train()
-        (metrics,) = broadcast_object_list(outcome)
+        metrics = self.ranks.share(metrics)
         state.evaluated = state.step
         if metrics["tokens_per_step"] > state.best.get("tokens_per_step", 0.0):
             state.best, state.best_step = metrics, state.step
@@ -217,7 +198,7 @@ class Run:
                 save_drafter(drafter, self.out / self.objective.folder)
         journal.log("eval", state.step, metrics)
         journal.evaluated(metrics, state.best)
-        self.accelerator.wait_for_everyone()
+        self.ranks.wait()
 
     def whole_drafter(self) -> nn.Module:
         """Return the drafter unwrapped, gathered to rank 0 where the launcher shards it."""
@@ -241,9 +222,6 @@ class Run:
 
 
 def _lengths(data: Rows) -> list[int]:
-    lengths = getattr(data, "lengths", None)
-    return (
-        list(lengths)
-        if lengths is not None
-        else [len(data[n]["input_ids"]) for n in range(len(data))]
-    )
+    if hasattr(data, "lengths"):
+        return data.lengths
+    return [len(data[n]["input_ids"]) for n in range(len(data))]
