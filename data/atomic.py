@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,19 @@ def damage(directory: Path, entry: dict[str, Any], checksum: bool) -> str | None
         if found != entry["sha256"]:
             return f"has the sha256 {found[:12]}.. and should have {entry['sha256'][:12]}.."
     return None
+
+
+def first_damage(
+    directory: Path, entries: Collection[dict[str, Any]], verify: bool | None = None
+) -> tuple[str, str] | None:
+    """Return the first file that is damaged and what is wrong with it; None where all are whole.
+
+    verify: compare checksums; unasked (None) up to 2 GiB.
+    """
+    if verify is None:
+        verify = sum(entry["bytes"] for entry in entries) <= HASHED_AT_OPEN
+    problems = ((entry, damage(directory, entry, verify)) for entry in entries)
+    return next(((str(directory / e["file"]), problem) for e, problem in problems if problem), None)
 
 
 def cut_torn_line(path: Path) -> None:

@@ -12,7 +12,7 @@ an error.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,6 @@ from specdraft.data.sources import Row, Source
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import DataSection
 
-FORMATS = ("sharegpt", "messages", "alpaca", "text")
 BROKEN_SHARE, USELESS_SHARE = 0.01, 0.10
 LONGEST_TURN = 1_000_000  # characters; what is longer is a file somebody pasted
 _KEYS = {  # the keys that tell a format
@@ -29,6 +28,7 @@ _KEYS = {  # the keys that tell a format
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
+FORMATS = tuple(_KEYS)
 _ROLES = {
     "user": ("human", "user", "prompter"),
     "assistant": ("gpt", "assistant", "chatgpt", "bard", "bing", "claude", "model", "bot"),
@@ -76,8 +76,8 @@ class Reject:
 class Corpus:
     """Conversations in the order of the sources, and the rows that are not among them."""
 
-    conversations: list[Conversation] = field(default_factory=list)
-    rejects: list[Reject] = field(default_factory=list)
+    conversations: list[Conversation]
+    rejects: list[Reject]
 
 
 def read_conversations(
@@ -87,25 +87,31 @@ def read_conversations(
 
     Raises: DataError for a missing source, an unknown format, or too many rejected rows.
     """
-    corpus = Corpus()
-    for item in iterate(sources, format):
-        if isinstance(item, Reject):
-            corpus.rejects.append(item)
-        else:
-            corpus.conversations.append(item)
-            if len(corpus.conversations) == limit:
-                break
-    check_rejects(len(corpus.conversations), corpus.rejects, sources)
-    return corpus
+    rejects: list[Reject] = []
+    return Corpus(list(iterate(sources, format, limit, rejects)), rejects)
 
 
 def iterate(
-    sources: Sequence[str], format: str = "auto", streaming: bool = False
-) -> Iterator[Conversation | Reject]:
-    """Yield what becomes of every row of the sources, in order; nothing is kept.
+    sources: Sequence[str],
+    format: str,
+    limit: int | None,
+    rejects: list[Reject],
+    streaming: bool = False,
+) -> Iterator[Conversation]:
+    """Yield what `read_conversations` returns one by one, keeping only the rejects."""
+    found = 0
+    for item in _rows(sources, format, streaming):
+        if isinstance(item, Reject):
+            rejects.append(item)
+            continue
+        found += 1
+        yield item
+        if found == limit:
+            break
+    _check_rejects(found, rejects, sources)
 
-    Raises: DataError for a missing source or an unknown format.
-    """
+
+def _rows(sources: Sequence[str], format: str, streaming: bool) -> Iterator[Conversation | Reject]:
     for name in sources:
         kind, rows = format, Source(name, streaming).rows()
         if format == "auto":
@@ -187,7 +193,7 @@ def _read(row: Row, kind: str) -> Conversation | Reject:
     return Conversation(messages, f"{row.source}:{row.line}", text)
 
 
-def check_rejects(conversations: int, rejects: Sequence[Reject], sources: Sequence[str]) -> None:
+def _check_rejects(conversations: int, rejects: Sequence[Reject], sources: Sequence[str]) -> None:
     """Refuse sources without a conversation or with too many rejected rows. Raises DataError."""
     rows = conversations + len(rejects)
     if not rows:

@@ -37,12 +37,7 @@ class PromptSet:
     turns: Callable[[Mapping], Turns]  # raises KeyError, TypeError for a row of another format
     format: str  # of a row, as it is published
     hub: tuple[str, str | None, str] | None
-    ids: tuple[str, ...] = ("id",)  # keys of the id; else the line
     category: Callable[[Mapping], str] | None = None
-
-
-def _mt_bench(row: Mapping) -> Turns:
-    return row["turns"] if "turns" in row else row["prompt"]
 
 
 def _alpaca(row: Mapping) -> Turns:
@@ -54,24 +49,22 @@ def _spec_bench_task(row: Mapping) -> str:
     return "mt_bench" if row["category"] in MT_BENCH_CATEGORIES else row["category"]
 
 
-MT_BENCH_CATEGORIES = (
-    *("writing", "roleplay", "reasoning", "math"),
-    *("coding", "extraction", "stem", "humanities"),
+MT_BENCH_CATEGORIES = frozenset(
+    ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
 )
+_IDS = ("id", "question_id", "prompt_id", "task_id")  # keys of a row's id; else it is the line
 _TURNS = '{"question_id": .., "category": "..", "turns": ["..", ..]}'
 SETS = {
     "mt_bench": PromptSet(
-        _mt_bench,
+        lambda row: row["turns"] if "turns" in row else row["prompt"],
         _TURNS,
         ("HuggingFaceH4/mt_bench_prompts", None, "train"),
-        ("question_id", "prompt_id"),
         lambda row: row["category"],
     ),
     "humaneval": PromptSet(
         lambda row: [row["prompt"]],
         '{"task_id": "..", "prompt": ".."}',
         ("openai/openai_humaneval", None, "test"),
-        ("task_id",),
     ),
     "gsm8k": PromptSet(
         lambda row: [row["question"]],
@@ -98,9 +91,7 @@ SETS = {
         '{"translation": {"en": "..", "de": ".."}}',
         ("wmt/wmt14", "de-en", "test"),
     ),
-    "spec_bench": PromptSet(
-        lambda row: row["turns"], _TURNS, None, ("question_id",), _spec_bench_task
-    ),
+    "spec_bench": PromptSet(lambda row: row["turns"], _TURNS, None, _spec_bench_task),
 }
 
 
@@ -139,7 +130,7 @@ def _question(name: str, chosen: PromptSet, place: str, row: Row) -> Question:
         raise BrokenRowError("no turns")
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise BrokenRowError("an empty question, or one that is no text")
-    identifier = next((row.value[key] for key in chosen.ids if key in row.value), row.line)
+    identifier = next((row.value[key] for key in _IDS if key in row.value), row.line)
     category = chosen.category(row.value) if chosen.category else name
     return Question(place, str(identifier), category, turns)
 

@@ -67,14 +67,12 @@ class Source:
 
     def rows(self) -> Iterator[Row]:
         """Yield every row in order; a line that does not parse becomes a Row with a problem."""
-        if self._dataset is not None:
-            for line, value in enumerate(self._dataset, 1):
-                yield Row(self.name, line, value)
-        elif _is_array(self._path):
-            for line, value in enumerate(self._array(), 1):
-                yield Row(self.name, line, value)
-        else:
+        if self._dataset is None and not _is_array(self._path):
             yield from self._lines()
+            return
+        values = self._array() if self._dataset is None else self._dataset
+        for line, value in enumerate(values, 1):
+            yield Row(self.name, line, value)
 
     def _array(self) -> list:
         try:

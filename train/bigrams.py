@@ -113,7 +113,8 @@ class StreamedTexts:
 
     def shards(self) -> Iterator[Shard]:
         number, characters, texts = 0, 0, []
-        for conversation in self._conversations():
+        found = chat.iterate(self.data.sources, self.data.format, self.data.limit, [], True)
+        for conversation in found:
             texts.append(conversation)
             characters += len(conversation.text or "")
             characters += sum(len(message["content"]) for message in conversation.messages)
@@ -122,18 +123,6 @@ class StreamedTexts:
                 number, characters, texts = number + 1, 0, []
         if texts:
             yield number, lambda: self._read(texts)
-
-    def _conversations(self) -> Iterator[chat.Conversation]:
-        found, rejects = 0, []
-        for item in chat.iterate(self.data.sources, self.data.format, streaming=True):
-            if isinstance(item, chat.Reject):
-                rejects.append(item)
-                continue
-            found += 1
-            yield item
-            if found == self.data.limit:
-                break
-        chat.check_rejects(found, rejects, self.data.sources)
 
     def _read(self, conversations: list[chat.Conversation]) -> Rows:
         before = len(self.renderer.rejects)

@@ -21,6 +21,7 @@ Shapes: T tokens of a row, N tokens of a shard, M of them with a stored feature,
 import math
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,7 @@ class FeatureCache:
 
     @classmethod
     def open(
-        cls,
-        directory: str | Path,
-        expect: dict[str, Any] | None = None,
-        verify: bool | None = None,
+        cls, directory: str | Path, expect: dict[str, Any] | None = None, verify: bool | None = None
     ) -> "FeatureCache":
         """Open a finished cache and check it.
 
@@ -93,15 +91,10 @@ class FeatureCache:
                 f"the feature cache at {directory} is not finished ({len(manifest['shards'])} "
                 "shards so far); go on with: accelerate launch data/cache.py RECIPE"
             )
-        entries = manifest["shards"].values()
-        if verify is None:
-            verify = sum(entry["bytes"] for entry in entries) <= atomic.HASHED_AT_OPEN
-        for entry in entries:
-            if problem := atomic.damage(directory, entry, verify):
-                raise CacheError(
-                    f"the shard {directory / entry['file']} {problem}; "
-                    "delete that file and run again: only it is made anew"
-                )
+        if found := atomic.first_damage(directory, manifest["shards"].values(), verify):
+            raise CacheError(
+                f"the shard {' '.join(found)}; delete that file and run again: only it is made anew"
+            )
         return cls(directory, manifest)
 
     @property
@@ -199,26 +192,22 @@ def build_features(
         with building_lock(directory, ranks):
             # Another run may have built it meanwhile.
             if ranks.share(not _is_finished(directory, settings, plan)):
-                builder = _Builder(directory, settings, plan, tokens, target, ranks)
+                builder = _Builder(directory, settings, plan, tokens, target, ranks, stored)
                 builder.build(kept, announce, batch_tokens)
     return FeatureCache.open(directory, settings)
 
 
+@dataclass(frozen=True)
 class _Builder:
     """Makes the shards of a cache that are missing; every rank has one."""
 
-    def __init__(
-        self,
-        directory: Path,
-        settings: dict[str, Any],
-        plan: Plan,
-        tokens: TokenCache,
-        target: Target,
-        ranks: Ranks,
-    ):
-        self.directory, self.settings, self.plan = directory, settings, plan
-        self.tokens, self.target, self.ranks = tokens, target, ranks
-        self.storage = storage.Storage.of_settings(settings)
+    directory: Path
+    settings: dict[str, Any]
+    plan: Plan
+    tokens: TokenCache
+    target: Target
+    ranks: Ranks
+    storage: storage.Storage
 
     def build(self, kept: list[int], announce: Announce | None, batch_tokens: int) -> None:
         """Make this rank's share; the first one announces, and completes the manifest.

@@ -163,11 +163,7 @@ def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> dict[
     """Write one shard and return its manifest entry: file, bytes, sha256."""
     content = safetensors.torch.save(tensors)
     write_atomic(directory / name, content)
-    return {
-        "file": name,
-        "bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+    return {"file": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any], name: str = MANIFEST) -> None:

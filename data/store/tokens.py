@@ -11,7 +11,6 @@ whole, so a folder that exists is complete.
 
 import dataclasses
 import json
-import os
 import shutil
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from specdraft.data import atomic, fingerprint
-from specdraft.data.chat import Conversation, Reject, split_holdout
+from specdraft.data.chat import Reject, split_holdout
 from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.regenerate import Generate, Rewriter
@@ -50,8 +49,11 @@ class TokenCache:
     """Rows of token ids and loss mask, memory-mapped."""
 
     def __init__(self, directory: Path, dataset: datasets.Dataset, meta: dict[str, Any]):
-        self.directory, self.meta = directory, meta
-        self.dataset = dataset
+        self.directory, self.dataset, self.meta = directory, dataset, meta
+        self.key: str = meta["key"]  # the hash that names this cache
+        self.lengths: list[int] = meta["lengths"]  # tokens of every row
+        # Counts of what was read, kept and dropped, and the seconds it took.
+        self.stats: dict[str, int | float] = meta["stats"]
         self._tensors = dataset.with_format("torch", columns=["input_ids", "loss_mask"])
 
     @classmethod
@@ -65,7 +67,9 @@ class TokenCache:
             )
         try:
             meta = json.loads((directory / "meta.json").read_text())
-            _check_files(directory, meta.get("files", []))  # earlier versions list none
+            files = meta.get("files", [])  # earlier versions list none
+            if found := atomic.first_damage(directory, files):
+                raise CacheError(f"{' '.join(found)}; delete {directory} and run again")
             dataset = datasets.load_from_disk(str(directory))
         except CacheError:
             raise
@@ -79,21 +83,6 @@ class TokenCache:
                 f"{meta['stats']['rows']}; delete it and run again"
             )
         return cls(directory, dataset, meta)
-
-    @property
-    def stats(self) -> dict[str, int | float]:
-        """Counts of what was read, kept and dropped, and the seconds it took."""
-        return self.meta["stats"]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of every row."""
-        return self.meta["lengths"]
-
-    @property
-    def key(self) -> str:
-        """The hash that names this cache."""
-        return self.meta["key"]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -113,16 +102,6 @@ class TokenCache:
     def origin(self, index: int) -> str:
         """Return source:line of a row."""
         return self.dataset[index]["origin"]
-
-
-def _check_files(directory: Path, files: list[dict[str, Any]]) -> None:
-    """Compare the rows on disk with what was written. Raises CacheError that names the file."""
-    verify = sum(file["bytes"] for file in files) <= atomic.HASHED_AT_OPEN
-    for file in files:
-        if problem := atomic.damage(directory, file, verify):
-            raise CacheError(
-                f"{directory / file['file']} {problem}; delete {directory} and run again"
-            )
 
 
 def token_settings(
@@ -181,9 +160,8 @@ def _build(
     generate: Generate | None,
     ranks: Ranks,
 ) -> None:
-    started = time.monotonic()
+    started, rewriter = time.monotonic(), None
     partial = directory.with_name(f"{directory.name}.partial")
-    rewriter = None
     renderer = Renderer(tokenizer, recipe.data)
     rewrite = recipe.data.answers == "target"
     corpus = split_holdout(recipe.data)[0] if ranks.is_first or rewrite else None
@@ -193,7 +171,10 @@ def _build(
         ranks.wait()
     if ranks.is_first:
         conversations = corpus.conversations
-        examples = rewriter.examples() if rewriter else _rendered(renderer, conversations)
+        if rewriter:
+            examples = rewriter.examples()
+        else:
+            examples = renderer.examples(tqdm(conversations, "tokens", unit="conversation"))
         counts = Counter()
         rows = _learnable(examples, recipe.data.max_length, settings["min_tokens"], counts)
         partial.mkdir(parents=True, exist_ok=True)
@@ -209,10 +190,6 @@ def _build(
         }
         _finish(partial, directory, meta, rejects)
     ranks.wait()
-
-
-def _rendered(renderer: Renderer, conversations: list[Conversation]) -> Iterable[Example]:
-    yield from renderer.examples(tqdm(conversations, "tokens", unit="conversation"))
 
 
 def _learnable(
@@ -239,9 +216,8 @@ def _check_mask(counts: Counter, rejects: list[Reject], what: str) -> None:
 
     Raises: DataError.
     """
-    check_rendered(
-        counts["rows"] + counts["dropped_short"] + counts["dropped_unsupervised"], rejects
-    )
+    rendered = counts["rows"] + counts["dropped_short"] + counts["dropped_unsupervised"]
+    check_rendered(rendered, rejects)
     if not counts["rows"]:
         raise DataError(
             f"0% of the tokens are supervised with {what}: {counts['dropped_unsupervised']} rows "
@@ -265,9 +241,8 @@ def _write_arrow(examples: Iterable[Example], partial: Path) -> list[int]:
     with ArrowWriter(path=str(raw / "rows.arrow"), features=_ROW) as writer:
         for example in examples:
             lengths.append(len(example.ids))
-            writer.write(
-                {"input_ids": example.ids, "loss_mask": example.mask, "origin": example.origin}
-            )
+            row = {"input_ids": example.ids, "loss_mask": example.mask, "origin": example.origin}
+            writer.write(row)
         writer.finalize()
     if lengths:
         datasets.Dataset.from_file(str(raw / "rows.arrow")).save_to_disk(str(partial))
@@ -292,8 +267,5 @@ def _finish(partial: Path, directory: Path, meta: dict[str, Any], rejects: list[
     with (partial / "rejects.jsonl").open("w", encoding="utf-8") as file:
         for reject in rejects:
             file.write(json.dumps(dataclasses.asdict(reject), ensure_ascii=False) + "\n")
-    with (partial / "meta.json").open("w", encoding="utf-8") as file:
-        json.dump(meta, file)
-        file.flush()
-        os.fsync(file.fileno())
+    atomic.write_atomic(partial / "meta.json", json.dumps(meta).encode())
     partial.rename(directory)
