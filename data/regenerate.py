@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,19 +107,18 @@ class Rewriter:
                     self.renderer.reject(conversation, f"no answer: {failure}", False)
                     continue
                 turn = max(answered - 1, 0)
-                answer = self.answers.get((number, sample, turn))
                 try:
                     ids, mask = self._prompt(number, sample, turn)
                 except UnrenderableError as error:
                     self.renderer.reject(conversation, str(error))
                     break
+                answer = self.answers.get((number, sample, turn))
                 if answer is None:
-                    self.renderer.reject(
-                        conversation, f"no room for an answer behind {len(ids)} tokens", False
-                    )
+                    reason = f"no room for an answer behind {len(ids)} tokens"
+                    self.renderer.reject(conversation, reason, False)
                     break
-                said = answer.tokens
-                yield Example(ids + said, mask + [True] * len(said), conversation.origin)
+                mask = mask + [True] * len(answer.tokens)
+                yield Example(ids + answer.tokens, mask, conversation.origin)
 
     def _level(self, slots: list[Slot], generate: Generate, file: TextIO, bar: tqdm) -> None:
         """Make one answer of each slot, skipping those made before and those never reached."""
@@ -186,9 +184,8 @@ class Rewriter:
     def _turns(self, number: int) -> int:
         """Return how many answers a conversation asks for."""
         conversation = self.conversations[number]
-        if conversation.text is not None:
-            return 1
-        return Counter(message["role"] for message in conversation.messages)["assistant"]
+        answers = sum(message["role"] == "assistant" for message in conversation.messages)
+        return answers if conversation.text is None else 1
 
     def _keep(self, slot: Slot, answer: Answer) -> None:
         if answer.failure is None:

@@ -18,6 +18,7 @@ end of the turn), or with the turn where the template has no such token.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -210,12 +211,10 @@ def check_rendered(rendered: int, rejects: list[Reject]) -> None:
 
 def preview(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:
     """Return the tokens as text: supervised ones green, the others dim."""
-    text, start = Text(), 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or bool(mask[end]) != bool(mask[start]):
-            style = "bold green" if mask[start] else "dim"
-            text.append(tokenizer.decode(ids[start:end], skip_special_tokens=False), style)
-            start = end
+    text = Text()
+    for supervised, run in groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1])):
+        tokens = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+        text.append(tokens, "bold green" if supervised else "dim")
     return text
 
 

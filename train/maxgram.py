@@ -84,13 +84,8 @@ def open_corpus(recipe: Recipe, target: Target, accelerator: Accelerator) -> Cor
 def describe(recipe: Recipe) -> dict:
     """Say what a table was counted on."""
     data, section = recipe.data, recipe.maxgram
-    return {
-        "sources": list(data.sources),
-        "format": data.format,
-        "answers": data.answers,
-        "corpus": section.corpus,
-        "pairs": section.pairs,
-    }
+    described = {"sources": list(data.sources), "format": data.format, "answers": data.answers}
+    return described | {"corpus": section.corpus, "pairs": section.pairs}
 
 
 def report(recipe: Recipe, target: Target, table: MaxGramTable) -> None:
@@ -113,19 +108,16 @@ def show_plan(recipe: Recipe) -> None:
     shape, origin = target_shape(recipe)
     what = "counted while they are streamed"
     if recipe.maxgram.corpus == "tokens":
-        rows, tokens, _ = known_sizes(recipe)
-        what = "counted when the sources are read" if rows is None else f"at most {rows:,} rows"
-        what = what if tokens is None else f"{rows:,} rows, {tokens:,} tokens"
-    table = f"{format_bytes(20 * shape.vocab_size)} at {recipe.output.dir}/table"
-    print_plan(
-        recipe,
-        [
-            ("target", f"{recipe.target.model}: vocabulary {shape.vocab_size} ({origin})"),
-            ("data", what),
-            ("processes", str(PartialState().num_processes)),
-            ("table", table),
-        ],
-    )
+        count, tokens, _ = known_sizes(recipe)
+        what = "counted when the sources are read" if count is None else f"at most {count:,} rows"
+        what = what if tokens is None else f"{count:,} rows, {tokens:,} tokens"
+    rows = [
+        ("target", f"{recipe.target.model}: vocabulary {shape.vocab_size} ({origin})"),
+        ("data", what),
+        ("processes", str(PartialState().num_processes)),
+        ("table", f"{format_bytes(20 * shape.vocab_size)} at {recipe.output.dir}/table"),
+    ]
+    print_plan(recipe, rows)
 
 
 if __name__ == "__main__":

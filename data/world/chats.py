@@ -2,19 +2,8 @@
 
 import random
 
-from specdraft.data.world.lexicon import (
-    ANIMALS,
-    FOODS,
-    HOBBIES,
-    NAMES,
-    SEASONS,
-    TOWNS,
-    Exchange,
-    article,
-    facts,
-    pronouns,
-    say,
-)
+from specdraft.data.world import lexicon
+from specdraft.data.world.lexicon import Exchange, article, facts, pronouns, say
 
 # kind -> attribute -> (question, short question for a follow-up, answer)
 ASK: dict[str, dict[str, tuple[str, str, str]]] = {
@@ -143,8 +132,8 @@ def question(
         "A": article(x).capitalize(),
         "v": article(value) if attribute in ("job", "pet") else value,
         **pronouns(x).slots(),
-        "season": rng.choice(SEASONS),
-        "other": rng.choice(TOWNS if kind == "town" else NAMES),
+        "season": rng.choice(lexicon.SEASONS),
+        "other": rng.choice(lexicon.TOWNS if kind == "town" else lexicon.NAMES),
     }
     asked = say(rng, short if follow_up else long, **slots)
     return asked, say(rng, answer, **slots)
@@ -160,7 +149,7 @@ def about_entity(rng: random.Random, turns: int) -> list[Exchange]:
 
 def introduce(rng: random.Random) -> Exchange:
     """Greet, with the user's name, town and reason; the answer takes them up."""
-    name, town = rng.choice(NAMES), rng.choice(TOWNS)
+    name, town = rng.choice(lexicon.NAMES), rng.choice(lexicon.TOWNS)
     about, slots = facts()["town"][town], {"name": name, "town": town}
     user = say(
         rng,
@@ -203,23 +192,23 @@ OPINIONS = (
     (
         "[Do you prefer|Which is better,|What would you cook for guests,|Help me choose:] {a} or "
         "{b}?",
-        FOODS,
+        lexicon.FOODS,
         "it [keeps you warm|is easy to make|smells wonderful|reminds me of a feast|never fails].",
     ),
     (
         "[Would you rather meet|Which animal do you like more,|Who is more clever,] {a} or {b}?",
-        [article(animal) for animal in ANIMALS],
+        [article(animal) for animal in lexicon.ANIMALS],
         "it is [quick and clever|good company|hard to fool|gentle with children|a patient friend].",
     ),
     (
         "[Which hobby is better,|I have a free day. Should I try|What do you enjoy more,] {a} or "
         "{b}?",
-        HOBBIES,
+        lexicon.HOBBIES,
         "it [clears the head|costs nothing|can be done with friends|makes the evening short].",
     ),
     (
         "[Should I travel to|Which town is nicer,|Where should I spend the summer,] {a} or {b}?",
-        TOWNS,
+        lexicon.TOWNS,
         "the [people are kind|streets are quiet|market is lively|inn is cheap|view is lovely] "
         "there.",
     ),

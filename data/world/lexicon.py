@@ -102,11 +102,6 @@ def article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def capitalise(text: str) -> str:
-    """Return `text` with its first letter in upper case and the rest untouched."""
-    return text[:1].upper() + text[1:]
-
-
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
 
@@ -119,7 +114,8 @@ def say(rng: random.Random, template: str, **slots: object) -> str:
     while (match := _CHOICE.search(template)) is not None:
         chosen = rng.choice(match[1].split("|"))
         template = template[: match.start()] + chosen + template[match.end() :]
-    return capitalise(template.format(**slots))
+    text = template.format(**slots)
+    return text[:1].upper() + text[1:]
 
 
 # kind -> (its entities, attribute -> the values that one is drawn from)

@@ -2,23 +2,8 @@
 
 import random
 
-from specdraft.data.world.lexicon import (
-    ANIMALS,
-    COLOURS,
-    CRAFTS,
-    FOODS,
-    JOBS,
-    NAMES,
-    OBJECTS,
-    RIVERS,
-    SEASONS,
-    TOWNS,
-    WEEKDAYS,
-    Exchange,
-    article,
-    pronouns,
-    say,
-)
+from specdraft.data.world import lexicon
+from specdraft.data.world.lexicon import Exchange, article, pronouns, say
 
 LEADS = (
     "[Last|On] {day}, {name} the {job} opened a new [shop|school|museum|bridge|market] in {town}.",
@@ -57,17 +42,18 @@ class Passage:
     def __init__(self, rng: random.Random) -> None:
         """Draw the slots first and the sentences around them."""
         self.rng = rng
-        name, friend = rng.sample(NAMES, 2)
-        town, other = rng.sample(TOWNS, 2)
-        thing, gift = rng.sample(OBJECTS, 2)
-        job, animal = rng.choice(JOBS), rng.choice(ANIMALS)
-        thing, gift = (f"{rng.choice(COLOURS)} {noun}" for noun in (thing, gift))
+        name, friend = rng.sample(lexicon.NAMES, 2)
+        town, other = rng.sample(lexicon.TOWNS, 2)
+        thing, gift = rng.sample(lexicon.OBJECTS, 2)
+        job, animal = rng.choice(lexicon.JOBS), rng.choice(lexicon.ANIMALS)
+        thing, gift = (f"{rng.choice(lexicon.COLOURS)} {noun}" for noun in (thing, gift))
         self.slots = {
             "name": name, "friend": friend, "town": town, "other": other, "job": job,
             "a_job": article(job), "thing": thing, "a_thing": article(thing),
             "a_gift": article(gift), "animal": animal, "a_animal": article(animal),
-            "food": rng.choice(FOODS), "craft": rng.choice(CRAFTS), "river": rng.choice(RIVERS),
-            "day": rng.choice(WEEKDAYS), "season": rng.choice(SEASONS),
+            "food": rng.choice(lexicon.FOODS), "craft": rng.choice(lexicon.CRAFTS),
+            "river": rng.choice(lexicon.RIVERS),
+            "day": rng.choice(lexicon.WEEKDAYS), "season": rng.choice(lexicon.SEASONS),
             "n1": str(rng.randint(11, 99)), "n2": str(rng.randint(100, 999)),
             "n3": str(rng.randint(2, 10)), "he": pronouns(name).he,
         }  # fmt: skip
@@ -83,8 +69,9 @@ class Passage:
     def change(self) -> tuple[str, str]:
         """Draw one thing the text mentions and something else of its kind to put in its place."""
         kinds = {
-            "name": NAMES, "friend": NAMES, "town": TOWNS, "other": TOWNS, "food": FOODS,
-            "day": WEEKDAYS, "craft": CRAFTS,
+            "name": lexicon.NAMES, "friend": lexicon.NAMES, "town": lexicon.TOWNS,
+            "other": lexicon.TOWNS, "food": lexicon.FOODS, "day": lexicon.WEEKDAYS,
+            "craft": lexicon.CRAFTS,
         }  # fmt: skip
         present = [kind for kind in kinds if self.slots[kind] in self.text]
         kind = self.rng.choice(present)

@@ -2,20 +2,8 @@
 
 import random
 
-from specdraft.data.world.lexicon import (
-    ANIMALS,
-    COLOURS,
-    FOODS,
-    NAMES,
-    OBJECTS,
-    SEASONS,
-    TOWNS,
-    Exchange,
-    article,
-    pronouns,
-    say,
-    words,
-)
+from specdraft.data.world import lexicon
+from specdraft.data.world.lexicon import Exchange, article, pronouns, say, words
 
 TRAITS = words("brave shy clever lazy hungry kind proud curious tired cheerful grumpy patient")
 
@@ -97,21 +85,22 @@ MORALS = (
 
 def _slots(rng: random.Random, one: str, two: str) -> dict[str, object]:
     """Draw everything a story can mention."""
-    n1, n2 = rng.sample(NAMES, 2)
-    third, thief, helper = rng.sample([a for a in ANIMALS if a not in (one, two)], 3)
+    n1, n2 = rng.sample(lexicon.NAMES, 2)
+    third, thief, helper = rng.sample([a for a in lexicon.ANIMALS if a not in (one, two)], 3)
     traits = rng.sample(TRAITS, 3)
-    thing, toll, gift, gold = rng.sample(OBJECTS, 4)
+    thing, toll, gift, gold = rng.sample(lexicon.OBJECTS, 4)
     hero = rng.random() < 0.5
     speaker, other = (n1, n2) if hero else (n2, n1)
-    thing, toll = (f"{rng.choice(COLOURS)} {noun}" for noun in (thing, toll))
+    thing, toll = (f"{rng.choice(lexicon.COLOURS)} {noun}" for noun in (thing, toll))
     return {
         "a": article(rng.choice(("", f"{traits[0]} ")) + one), "b": article(two),
         "c": article(third), "x1": one, "n1": n1, "n2": n2, "s": speaker, "o": other,
         "his": pronouns(speaker).his, "t1": traits[0], "t2": traits[1], "t3": traits[2],
         "thing": thing, "a_thing": article(thing), "toll": toll, "a_toll": article(toll),
         "gift": gift, "a_gift": article(gift), "a_gold": article(f"golden {gold}"),
-        "a_thief": article(thief), "helper": helper, "food": rng.choice(FOODS),
-        "town": rng.choice(TOWNS), "home": rng.choice(TOWNS), "season": rng.choice(SEASONS),
+        "a_thief": article(thief), "helper": helper, "food": rng.choice(lexicon.FOODS),
+        "town": rng.choice(lexicon.TOWNS), "home": rng.choice(lexicon.TOWNS),
+        "season": rng.choice(lexicon.SEASONS),
         "find": rng.choice(("find", "look for", "search for")),
     }  # fmt: skip
 
@@ -128,7 +117,7 @@ def _beats(rng: random.Random, troubles: int) -> list[str]:
 
 def story(rng: random.Random, turns: int) -> list[Exchange]:
     """Return up to `turns` exchanges: a story, a question about it, its continuation."""
-    one, two = rng.sample(ANIMALS, 2)
+    one, two = rng.sample(lexicon.ANIMALS, 2)
     slots = _slots(rng, one, two)
     asked, wish, success = rng.choice(QUESTS)
     user = say(

@@ -112,9 +112,9 @@ class Checkpoints:
         try:
             write()
         except Exception as error:
-            full = atomic.is_full_disk(error)
-            if not full:
+            if not atomic.is_full_disk(error):
                 raise
+            full = True
         if any(gather_object([full])):
             if self.ranks.is_first:
                 shutil.rmtree(writing, ignore_errors=True)

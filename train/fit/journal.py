@@ -11,6 +11,8 @@ from typing import Self
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from specdraft.data.atomic import write_atomic
+
 LOG = "log.jsonl"
 
 
@@ -115,9 +117,7 @@ def forget_after(log: Path, step: int) -> None:
                 kept.append(line)
         except json.JSONDecodeError:  # the line that a killed run was writing
             continue
-    writing = log.with_suffix(".writing")
-    writing.write_text("".join(kept))
-    writing.replace(log)
+    write_atomic(log, "".join(kept).encode())
 
 
 def _scalars(tag: str, value: object) -> list[tuple[str, float]]:

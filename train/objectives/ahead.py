@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
-from specdraft.train.fit.batches import Key
 from specdraft.train.fit.run import Sums
 from specdraft.train.objectives.divergences import Mixture, ObjectiveSums, objective_sums
 from specdraft.train.objectives.text import TextBatch, collate_text
@@ -29,16 +28,13 @@ class TokensAhead:
     """
 
     folder = "medusa"
+    collate = staticmethod(collate_text)
 
     def __init__(self, recipe: Recipe, target: TargetEmbeddings | Target):
         section = recipe.medusa
         self.count, self.target = section.heads, target
         soft = section.soft_weight
         self.mixture = Mixture(forward_kl=soft, cross_entropy=1.0 - soft)
-
-    def collate(self, rows: list[dict], keys: list[Key]) -> TextBatch:
-        """Pad rows {"input_ids" [T], "loss_mask" [T], "features" [T, H]} to a micro-batch."""
-        return collate_text(rows, keys)
 
     def plan(self, model: nn.Module, batch: TextBatch, progress: float) -> tuple[Tensor, Tensor]:
         """Return where each head has an answer [D, B, L], and where any of them has [B, L]."""
@@ -79,9 +75,8 @@ class TokensAhead:
         target = ()
         if "forward_kl" in self.mixture.weights():
             target = (batch.features[rows, before], self.target.lm_head_weight)
-        return objective_sums(
-            hidden, lm_head, batch.tokens[rows, before + 1], self.mixture, *target
-        )
+        tokens = batch.tokens[rows, before + 1]
+        return objective_sums(hidden, lm_head, tokens, self.mixture, *target)
 
     def report(self, sums: Sums) -> dict[str, float | list]:
         """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""

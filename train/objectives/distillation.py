@@ -14,7 +14,6 @@ from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.student import Student
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
-from specdraft.train.fit.batches import Key
 from specdraft.train.fit.run import Sums
 from specdraft.train.objectives.divergences import Mixture, objective_sums
 from specdraft.train.objectives.on_policy import OnPolicy
@@ -28,14 +27,12 @@ class Distillation:
     """
 
     folder = "student"
+    collate = staticmethod(collate_text)
 
     def __init__(self, recipe: Recipe, student: Student, target: Target | TargetEmbeddings):
         self.mixture, self.target = Mixture.of(recipe.distill), target
         self.compares = recipe.distill.divergences
         self.on_policy = OnPolicy(recipe, student) if recipe.distill.on_policy else None
-
-    def collate(self, rows: list[dict], keys: list[Key]) -> TextBatch:
-        return collate_text(rows, keys)
 
     def plan(self, model: nn.Module, batch: TextBatch, progress: float) -> tuple:
         """Return the rows as they are learned from, and the positions that carry loss [B, L]."""

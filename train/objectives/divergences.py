@@ -154,12 +154,7 @@ def cross_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return value, q_log.exp_().scatter_add_(1, chosen, logits.new_full(chosen.shape, -1.0))
 
 
-DIVERGENCES = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "total_variation": total_variation,
-}
+DIVERGENCES = {term.__name__: term for term in (forward_kl, reverse_kl, jsd, total_variation)}
 
 
 def _through_softmax(q: Tensor, slope: Tensor) -> Tensor:

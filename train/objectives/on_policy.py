@@ -38,23 +38,19 @@ class OnPolicy:
     def __call__(self, batch: TextBatch) -> TextBatch:
         """Return the batch with some rows rewritten; without features, which are another text's."""
         rows = [batch.row(number) for number in range(len(batch.lengths))]
-        asks = {}
-        for number, (row, key) in enumerate(zip(rows, batch.keys, strict=True)):
-            if ask := self._ask(row, key):
-                asks[number] = ask
-        numbers = list(asks)
-        if asks:
-            asked = list(asks.values())
-            for index, said in answer(self.writer, len(asked), asked):
-                rows[numbers[index]] = _row(asked[index].prompt_ids, said.tokens)
-        return collate_text(rows, batch.keys, written=len(asks)).to(batch.tokens.device)
+        asks = [self._ask(row, key) for row, key in zip(rows, batch.keys, strict=True)]
+        chosen = [number for number, ask in enumerate(asks) if ask]
+        if chosen:
+            for index, said in answer(self.writer, len(chosen), [asks[n] for n in chosen]):
+                number = chosen[index]
+                rows[number] = _row(asks[number].prompt_ids, said.tokens)
+        return collate_text(rows, batch.keys, written=len(chosen)).to(batch.tokens.device)
 
     def _ask(self, row: dict[str, Tensor], key: Key) -> Ask | None:
         """Return what the student is asked to continue; None where the row stays as it is."""
         generator = keyed_generator(*key, "policy")
         chance, place = torch.rand(2, generator=generator).tolist()
-        starts = answer_starts(row["loss_mask"])
-        starts = [start for start in starts if start < self.max_length]
+        starts = [n for n in answer_starts(row["loss_mask"]) if n < self.max_length]
         if chance >= self.section.on_policy or not starts:
             return None
         start = starts[int(place * len(starts))]
