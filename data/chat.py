@@ -13,7 +13,7 @@ an error.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from specdraft.data.sources import Row, Source
@@ -166,12 +166,10 @@ def detect_format(value: Any) -> str | None:
 
 def _detect(name: str, rows: Iterable[Row]) -> tuple[str, Iterable[Row]]:
     rows, first = iter(rows), []
-    for row in rows:
+    for row in islice(rows, _FIRST_ROWS):
         first.append(row)
         if kind := detect_format(row.value):
             return kind, chain(first, rows)
-        if len(first) == _FIRST_ROWS:
-            break
     problems = [f"line {r.line}: {r.problem or _keys(r.value)}" for r in first[:3]] or ["no rows"]
     raise DataError(
         f"{name}: cannot tell its format ({'; '.join(problems)}); "

@@ -3,19 +3,18 @@
     vllm serve MODEL
     python data/cache.py RECIPE data.answers=target data.server=http://127.0.0.1:8000/v1
 
-Prompts go to /completions as token ids, so that the target's own chat template made them and no
-other. Token ids come back (`return_token_ids`) and are taken as they are: exactly what was sampled.
+Prompts go to /completions as token ids, made by the target's own chat template. Token ids come back
+(`return_token_ids`) and are taken as they are: exactly what was sampled.
 
-A server that gives text only, as older ones do, loses a little: its answer is encoded again, with
-the tokenizer's end-of-sequence token behind it where the server says "stop". That is the same text,
-but not always the ids the target chose: a tokenizer spells a text in one way, a model may in many,
-and a token cut out of a character is no text at all. `transformers serve` takes text only, too. A
-prompt that the tokenizer would not read back as the same ids is then not sent.
+An older server gives text only: its answer is encoded again, with the tokenizer's end-of-sequence
+token behind it where the server says "stop". That is the same text, but not always the ids the
+target chose. `transformers serve` takes text only, too: a prompt that the tokenizer would not read
+back as the same ids is then not sent.
 
-Every answer is the target's plain distribution: what a model's generation_config.json would do to
-it (top_k, a repetition penalty) is turned off. Seeds are sent; whether the same one gives the same
-answer again is the server's affair. `transformers serve --continuous-batching` decodes all requests
-like the first, greedily: do without that flag where `data.samples` is above 1.
+What a model's generation_config.json would do to its distribution (top_k, a repetition penalty) is
+turned off. Whether the same seed gives the same answer again is the server's affair. `transformers
+serve --continuous-batching` decodes all requests like the first, greedily: do without that flag
+where `data.samples` is above 1.
 """
 
 import asyncio

@@ -18,6 +18,7 @@ end of the turn), or with the turn where the template has no such token.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from rich.text import Text
@@ -160,14 +161,11 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSection):
         self.tokenizer, self.data = tokenizer, data
         self.rejects: list[Reject] = []
-        self._template: Template | None = None
 
-    @property
+    @cached_property
     def template(self) -> Template:
         """The chat template; a base model that is shown texts only needs none."""
-        if self._template is None:
-            self._template = Template(self.tokenizer)
-        return self._template
+        return Template(self.tokenizer)
 
     def text_ids(self, text: str) -> list[int]:
         """Tokenise a text as a prompt: with the tokenizer's bos, if it sets one, without an eos.

@@ -9,11 +9,10 @@ its weights, tokenizer and template, dtype, quantisation with its measured error
 shard its rows and checksum. Row i is row i of the token cache; features that are not stored are
 read as zeros. Reading is lazy and memory-mapped.
 
-Rows are sorted by length, longest first (what does not fit into memory fails at once), cut into
-shards, and shard s is made by rank s mod world. The plan depends on nothing but the token cache,
-so a run that was killed goes on with the shards that the manifest does not name yet, whatever the
-number of processes. Rank 0 keeps manifest.json, every other rank a manifest of its own; rank 0
-merges them at the end and marks the cache complete.
+Rows are sorted by length, longest first (what does not fit into memory fails at once), and cut into
+shards; shard s is made by rank s mod world. The plan follows from the token cache alone, so a
+killed run goes on with the shards that no manifest names yet, with any number of processes. Rank 0
+keeps manifest.json, each other rank its own; rank 0 merges them and marks the cache complete.
 
 Shapes: T tokens of a row, N tokens of a shard, M of them with a stored feature, H hidden.
 """

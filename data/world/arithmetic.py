@@ -53,16 +53,13 @@ def _step(rng: random.Random, amount: int, slots: dict[str, object]) -> Step:
     """Draw a change that keeps the amount between 1 and `LARGEST`."""
     kinds = ["gain"] * (amount < LARGEST - 30) + ["loss"] * (amount > 3)
     kinds += ["times"] * (amount <= 20) * (rng.random() < 0.5)
-    kind = rng.choice(kinds)
-    if kind == "times":
-        n = rng.randint(2, 5)
-        told = say(rng, rng.choice(TIMES), n=n, **slots)
-        return Step(told, "*", n, f"{n} times as many")
-    if kind == "gain":
-        n = rng.randint(2, 30)
-        return Step(say(rng, rng.choice(GAIN), n=n, **slots), "+", n, f"{n} more")
-    n = rng.randint(1, min(amount - 1, 30))
-    return Step(say(rng, rng.choice(LOSS), n=n, **slots), "-", n, f"{n} fewer")
+    operator, because, templates, least, most = {
+        "gain": ("+", "more", GAIN, 2, 30),
+        "loss": ("-", "fewer", LOSS, 1, min(amount - 1, 30)),
+        "times": ("*", "times as many", TIMES, 2, 5),
+    }[rng.choice(kinds)]
+    n = rng.randint(least, most)
+    return Step(say(rng, rng.choice(templates), n=n, **slots), operator, n, f"{n} {because}")
 
 
 def apply(amount: int, operator: str, operand: int) -> int:

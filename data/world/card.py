@@ -34,7 +34,6 @@ All figures below: held-out requests, weights as stored (bfloat16), run in float
 
 
 def _table(metrics: dict) -> str:
-    """Write the figures as a Markdown table."""
     greedy, sampled, perplexity = metrics["greedy"], metrics["sampled"], metrics["perplexity"]
     by_kind = ", ".join(f"{kind} {perplexity[kind]:.2f}" for kind in KINDS)
     known = ", ".join(f"{kind} {share:.0%}" for kind, share in metrics["facts_right"].items())
@@ -64,24 +63,11 @@ def _table(metrics: dict) -> str:
 
 
 def _samples(answers: list[Answer]) -> str:
-    """Write the first greedy answers of every kind."""
     parts = ["\n## Samples (greedy)\n"]
     for kind in KINDS:
         for made in [made for made in answers if made.kind == kind][:SAMPLES_PER_KIND]:
             parts.append(f"**{kind}**\n\n````text\n> {made.prompt}\n\n{made.text}\n````\n")
     return "\n".join(parts)
-
-
-def _head(model: LlamaForCausalLM, training: dict[str, float]) -> str:
-    """Write what the model is and how it was trained."""
-    parameters = model.num_parameters()
-    return HEAD.format(
-        config=model.config,
-        parameters=parameters,
-        megabytes=2 * parameters / 1e6,
-        speed=training["tokens"] / (60 * training["minutes"]),
-        **training,
-    )
 
 
 def write_card(
@@ -94,5 +80,13 @@ def write_card(
     """Write `metrics.json` and `CARD.md` to `out`."""
     figures = {"training": training, **metrics}
     (out / "metrics.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    text = _head(model, training) + _table(metrics) + "\n" + _samples(answers)
+    parameters = model.num_parameters()
+    head = HEAD.format(
+        config=model.config,
+        parameters=parameters,
+        megabytes=2 * parameters / 1e6,
+        speed=training["tokens"] / (60 * training["minutes"]),
+        **training,
+    )
+    text = head + _table(metrics) + "\n" + _samples(answers)
     (out / "CARD.md").write_text(text, encoding="utf-8")

@@ -129,7 +129,6 @@ class Function:
 
 
 def _rename(expression: str, item: str) -> str:
-    """Put `item` for the variable `x` of an expression."""
     return re.sub(r"\bx\b", item, expression)
 
 
@@ -150,7 +149,6 @@ def code(rng: random.Random, turns: int) -> list[Exchange]:
 
 
 def _renamed(rng: random.Random, made: Function) -> Exchange:
-    """Ask for another name of the function."""
     made.name = f"{rng.choice(VERBS)}_{rng.choice(NOUNS)}"
     user = say(rng, "[Call it|Please rename it to|Rename the function to] {n}.", n=made.name)
     return user, _answer(rng, made)
@@ -167,7 +165,6 @@ def _restyled(rng: random.Random, made: Function) -> Exchange:
 
 
 def _used(rng: random.Random, made: Function) -> Exchange:
-    """Ask for an example of a call."""
     user = say(rng, "[How do I call it|Show me how to use it|Give me an example]?")
     if made.strings:
         values = str(rng.sample(EXAMPLES, 4))

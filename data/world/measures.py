@@ -121,7 +121,6 @@ def loops(made: Answer) -> bool:
 
 
 def _parses(text: str) -> bool:
-    """Say whether the Python block of an answer is valid Python."""
     block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     try:
         return block is not None and bool(ast.parse(block[1]).body)
@@ -160,7 +159,6 @@ def _share(flags: list[bool]) -> float:
 
 
 def _behaviour(answers: list[Answer]) -> dict[str, float]:
-    """Return the figures that are taken from generated answers."""
     of_kind = {kind: [made for made in answers if made.kind == kind] for kind in KINDS}
     solved = [final_number(a.text) == final_number(a.reference) for a in of_kind["math"]]
     return {

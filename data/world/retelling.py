@@ -40,7 +40,6 @@ class Passage:
     """A passage of 4 to 8 sentences; what can be exchanged in it is kept in `slots`."""
 
     def __init__(self, rng: random.Random) -> None:
-        """Draw the slots first and the sentences around them."""
         self.rng = rng
         name, friend = rng.sample(lexicon.NAMES, 2)
         town, other = rng.sample(lexicon.TOWNS, 2)

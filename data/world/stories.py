@@ -84,7 +84,6 @@ MORALS = (
 
 
 def _slots(rng: random.Random, one: str, two: str) -> dict[str, object]:
-    """Draw everything a story can mention."""
     n1, n2 = rng.sample(lexicon.NAMES, 2)
     third, thief, helper = rng.sample([a for a in lexicon.ANIMALS if a not in (one, two)], 3)
     traits = rng.sample(TRAITS, 3)
@@ -151,7 +150,6 @@ def _continue(rng: random.Random, old: dict[str, object], one: str, two: str) ->
 
 
 def _who(rng: random.Random, slots: dict[str, object], one: str, two: str) -> Exchange:
-    """Ask what one of the heroes was like."""
     name, animal = rng.choice(((slots["n1"], one), (slots["n2"], two)))
     user = say(rng, "[Who was|Tell me again, who was|And who is] {name}?", name=name)
     answer = (
@@ -162,7 +160,6 @@ def _who(rng: random.Random, slots: dict[str, object], one: str, two: str) -> Ex
 
 
 def _names(rng: random.Random, slots: dict[str, object], one: str, two: str) -> Exchange:
-    """Ask for the names of both heroes."""
     asked = "[What were their names|What were the two called|Remind me of the names][?|, please.]"
     answer = (
         "[The {one} was [named|called] {n1} and the {two} was [named|called] {n2}.|They were "

@@ -162,7 +162,6 @@ def load_trained(out: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 
 def _optimizer(model: LlamaForCausalLM, settings: TrainSettings) -> torch.optim.Optimizer:
-    """Return AdamW with weight decay on matrices only."""
     weights = list(model.parameters())
     groups = [
         {"params": [w for w in weights if w.dim() == 2], "weight_decay": settings.weight_decay},

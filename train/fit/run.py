@@ -89,7 +89,7 @@ class Run:
             weight_decay=optim.weight_decay,
             fused=on_gpu,
         )
-        sharding = accelerator.distributed_type in SHARDING and self.is_main
+        sharding = accelerator.distributed_type in SHARDING and self.ranks.is_first
         # Where the launcher shards the drafter: what its weights are gathered into.
         self.whole = copy.deepcopy(drafter) if sharding else None
         self.model, self.optimizer = accelerator.prepare(drafter.train(), optimizer)
@@ -98,28 +98,20 @@ class Run:
             self.out, recipe.to_dict(), len(data), accelerator, train.keep
         )
         self.state = self.checkpoints.resume() or TrainState()
-        if self.is_main:  # only now: another recipe's run keeps its own
+        if self.ranks.is_first:  # only now: another recipe's run keeps its own
             dump(recipe, self.out / "recipe.yaml")
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the process that evaluates, writes and speaks for all."""
-        return self.ranks.is_first
 
     def journal(self) -> Journal:
         """Open the journal where this run stands."""
-        return Journal(self.out, self.steps, self.state.step, self.is_main)
+        return Journal(self.out, self.steps, self.state.step, self.ranks.is_first)
 
     def timed_steps(self, start: int, stop: int, timer: StepTimer) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step, timing the wait for them."""
-        steps = self.loader.steps(start, stop)
-        while True:
-            asked = time.perf_counter()
-            batches = next(steps, None)
+        asked = time.perf_counter()
+        for batches in self.loader.steps(start, stop):
             timer.waited += time.perf_counter() - asked
-            if batches is None:
-                return
             yield batches
+            asked = time.perf_counter()
 
     def step(self, batches: list[Batch], asked: bool, timer: StepTimer) -> tuple:
         """Take one optimiser step; return the log's sums, gradient norm, rate, reason to stop."""
@@ -134,7 +126,7 @@ class Run:
             sum(counted.sum() for _, counted in plans),
             sum(sum(batch.lengths) for batch in batches),
             asked,
-            self.is_main and self.out_of_time(),
+            self.ranks.is_first and self.out_of_time(),
         )
         timer.tokens += tokens
         # DDP averages over ranks and accelerate over micro-batches; the loss wants neither.
@@ -187,14 +179,14 @@ class Run:
         if not due or self.evaluate is None or state.evaluated == state.step:
             return
         drafter, metrics = self.whole_drafter(), None
-        if self.is_main:
+        if self.ranks.is_first:
             metrics = self.evaluate(drafter.eval(), state.step)
             drafter.train()
         metrics = self.ranks.share(metrics)
         state.evaluated = state.step
         if metrics["tokens_per_step"] > state.best.get("tokens_per_step", 0.0):
             state.best, state.best_step = metrics, state.step
-            if self.is_main:
+            if self.ranks.is_first:
                 save_drafter(drafter, self.out / self.objective.folder)
         journal.log("eval", state.step, metrics)
         journal.evaluated(metrics, state.best)
@@ -214,7 +206,7 @@ class Run:
         """Evaluate the last drafter, and leave a checkpoint and the drafter's folder behind."""
         self.evaluate_if(True, journal)
         drafter = self.whole_drafter()
-        if self.evaluate is None and self.is_main:
+        if self.evaluate is None and self.ranks.is_first:
             save_drafter(drafter, self.out / self.objective.folder)
         newest = self.checkpoints.newest()
         if newest is None or newest.name != f"step-{self.state.step}":

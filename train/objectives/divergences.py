@@ -105,8 +105,11 @@ def objective_sums(
 
     The target may be missing where cross-entropy alone counts. `elements` bounds chunk * V.
     """
+    kind, dtype = hidden.device.type, lm_head.dtype
     if elements is None:  # a CPU's caches want small chunks, a GPU large ones
-        elements = 1 << 19 if hidden.device.type == "cpu" else 1 << 24
+        elements = 1 << 19 if kind == "cpu" else 1 << 24
+    if torch.is_autocast_enabled(kind):  # the product with lm_head follows it
+        dtype = torch.get_autocast_dtype(kind)
     total, parts, agreed = chunked_loss(
         hidden[None],
         lm_head,
@@ -114,7 +117,7 @@ def objective_sums(
         None if target_features is None else (target_features, target_lm_head),
         mixture,
         size=elements // len(lm_head),
-        dtype=_product_dtype(hidden, lm_head),
+        dtype=dtype,
     )
     return ObjectiveSums(total, parts, agreed.sum().to(total.dtype))
 
@@ -160,9 +163,3 @@ DIVERGENCES = {term.__name__: term for term in (forward_kl, reverse_kl, jsd, tot
 def _through_softmax(q: Tensor, slope: Tensor) -> Tensor:
     """Carry a slope in q [n, V] to the logits that q is the softmax of."""
     return q * (slope - (q * slope).sum(-1, keepdim=True))
-
-
-def _product_dtype(hidden: Tensor, lm_head: Tensor) -> torch.dtype:
-    """The dtype of the product with lm_head: as autocast has it, where it is on."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else lm_head.dtype
