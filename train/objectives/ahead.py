@@ -59,10 +59,10 @@ class TokensAhead:
 
         sums = model(batch.features[rows, positions].float(), loss)
         total = sum(DECAY**h * part.total for h, part in enumerate(sums, start=1))
-        parts = {name: [part.parts[name] for part in sums] for name in self.mixture.weights()}
+        names = self.mixture.weights()
         return total, {
             "loss": total.detach(),
-            **{name: torch.stack(values) for name, values in parts.items()},  # [D] each
+            **{name: torch.stack([part.parts[name] for part in sums]) for name in names},  # [D]
             "agreed": torch.stack([part.agreed for part in sums]),  # [D]
             "answered": answered.sum(1),  # [D]
             "counted": counted.sum(),

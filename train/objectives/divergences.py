@@ -56,17 +56,17 @@ class Mixture:
         return logits.argmax(-1), p_log.exp(), p_log
 
     def __call__(self, logits: Tensor, target: tuple | None, tokens: Tensor) -> tuple:
-        wanted, pair = tokens, None
+        wanted, pair = tokens, ()
         if target is not None:
             wanted, p, p_log = target
             q_log = (logits / self.temperature).log_softmax(-1)
-            pair = Pair(p, q_log.exp(), p_log, q_log)
+            pair = p, q_log.exp(), p_log, q_log
         parts, slope = [], torch.zeros_like(logits)
         for name, weight in self.weights().items():
             if name == "cross_entropy":
                 value, gradient = cross_entropy(logits, tokens)
             else:
-                value, gradient = DIVERGENCES[name](pair, self.beta)
+                value, gradient = DIVERGENCES[name](*pair, self.beta)
                 gradient = gradient / self.temperature
             parts.append(value)
             slope.add_(gradient, alpha=weight)
@@ -80,16 +80,6 @@ class ObjectiveSums:
     total: Tensor  # scalar, carries the gradient
     parts: dict[str, Tensor]  # each objective of the mixture, unweighted
     agreed: Tensor  # positions where the argmax of q is that of p, or, without a target, t
-
-
-@dataclass(frozen=True)
-class Pair:
-    """p and q of a chunk, [n, V] each, and their logarithms."""
-
-    p: Tensor
-    q: Tensor
-    p_log: Tensor
-    q_log: Tensor
 
 
 def objective_sums(
@@ -122,32 +112,34 @@ def objective_sums(
     return ObjectiveSums(total, parts, agreed.sum().to(total.dtype))
 
 
-# Each returns its sum over the chunk and its slope [n, V] in the student's logits / T.
+# Each takes p and q of a chunk [n, V], their logarithms and beta. It returns its sum over the chunk
+# and its slope [n, V] in the student's logits / T.
+Divergence = tuple[Tensor, Tensor]
 
 
-def forward_kl(pair: Pair, _: float) -> tuple[Tensor, Tensor]:
+def forward_kl(p: Tensor, q: Tensor, p_log: Tensor, q_log: Tensor, _: float) -> Divergence:
     """KL(p || q)."""
-    return (pair.p * (pair.p_log - pair.q_log)).sum(), pair.q - pair.p
+    return (p * (p_log - q_log)).sum(), q - p
 
 
-def reverse_kl(pair: Pair, _: float) -> tuple[Tensor, Tensor]:
+def reverse_kl(p: Tensor, q: Tensor, p_log: Tensor, q_log: Tensor, _: float) -> Divergence:
     """KL(q || p)."""
-    ratio = pair.q_log - pair.p_log
-    return (pair.q * ratio).sum(), _through_softmax(pair.q, ratio)
+    ratio = q_log - p_log
+    return (q * ratio).sum(), _through_softmax(q, ratio)
 
 
-def jsd(pair: Pair, beta: float) -> tuple[Tensor, Tensor]:
+def jsd(p: Tensor, q: Tensor, p_log: Tensor, q_log: Tensor, beta: float) -> Divergence:
     """Generalised Jensen-Shannon divergence: close to beta * KL(p || q) for a small beta."""
-    mean = torch.logaddexp(pair.p_log + math.log(beta), pair.q_log + math.log1p(-beta))
-    ratio = pair.q_log - mean
-    value = beta * pair.p * (pair.p_log - mean) + (1.0 - beta) * pair.q * ratio
-    return value.sum(), _through_softmax(pair.q, (1.0 - beta) * ratio)
+    mean = torch.logaddexp(p_log + math.log(beta), q_log + math.log1p(-beta))
+    ratio = q_log - mean
+    value = beta * p * (p_log - mean) + (1.0 - beta) * q * ratio
+    return value.sum(), _through_softmax(q, (1.0 - beta) * ratio)
 
 
-def total_variation(pair: Pair, _: float) -> tuple[Tensor, Tensor]:
+def total_variation(p: Tensor, q: Tensor, *_: Tensor | float) -> Divergence:
     """Half the L1 distance of p and q."""
-    gap = pair.q - pair.p
-    return 0.5 * gap.abs().sum(), _through_softmax(pair.q, 0.5 * gap.sign())
+    gap = q - p
+    return 0.5 * gap.abs().sum(), _through_softmax(q, 0.5 * gap.sign())
 
 
 def cross_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
