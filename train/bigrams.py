@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -54,18 +54,11 @@ class Rows:
 Shard = tuple[int, Callable[[], Rows]]  # its number, and how to read it
 
 
-class Corpus(Protocol):
-    """Rows in shards; `settings` decide every count."""
-
-    settings: dict[str, Any]
-    tokens: int | None  # None: unknown before it is read
-
-    def shards(self) -> Iterator[Shard]:
-        """Yield every shard in order; rows are read when asked for."""
-
-
 class CachedTokens:
-    """The rows of a token cache. `everything`: prompts count like answers."""
+    """The rows of a token cache. `everything`: prompts count like answers.
+
+    Its `settings` decide every count.
+    """
 
     def __init__(
         self, cache: TokenCache, everything: bool = False, shard_tokens: int = SHARD_TOKENS
@@ -75,6 +68,7 @@ class CachedTokens:
         self.settings = {"tokens": cache.key, "everything": everything, "shard": shard_tokens}
 
     def shards(self) -> Iterator[Shard]:
+        """Yield every shard in order; rows are read when asked for."""
         ends = np.cumsum(self.cache.lengths)
         marks = np.arange(self.shard_tokens, ends[-1] + self.shard_tokens, self.shard_tokens)
         # The first rows that reach the next multiple: a row is in one shard only.
@@ -100,7 +94,8 @@ class StreamedTexts:
         everything: bool = False,
         shard_characters: int = SHARD_CHARACTERS,
     ):
-        self.data, self.everything, self.tokens = recipe.data, everything, None
+        self.data, self.everything = recipe.data, everything
+        self.tokens = None  # unknown before they are read
         self.renderer, self.shard_characters = Renderer(tokenizer, recipe.data), shard_characters
         names = ("format", "limit", "prompt_tokens")
         self.settings = {
@@ -133,6 +128,9 @@ class StreamedTexts:
         if self.everything:
             mask = np.ones_like(mask)
         return Rows(np.concatenate(ids), np.asarray([len(row) for row in ids]), mask)
+
+
+Corpus = CachedTokens | StreamedTexts
 
 
 def count(corpus: Corpus, cache_dir: Path, vocab_size: int, ranks: Ranks = ALONE) -> "Counts":

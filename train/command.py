@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import yaml
@@ -22,13 +21,7 @@ from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.accelerator import check_launch, load_target, make_accelerator
 from specdraft.train.plan import known_sizes, make_plan, measured_flops, plan_lines
 
-
-class LoadTarget(Protocol):
-    """Loads the target of the recipe that is run (see `accelerator.load_target`)."""
-
-    def __call__(self, alone: bool = False) -> Target: ...
-
-
+LoadTarget = Callable[..., Target]  # `accelerator.load_target` of the recipe that is run
 # Runs every stage of a recipe; all ranks call it, and load the target when they need it.
 Train = Callable[[Recipe, Accelerator, LoadTarget], None]
 

@@ -108,9 +108,9 @@ def show_plan(recipe: Recipe) -> None:
     shape, origin = target_shape(recipe)
     what = "counted while they are streamed"
     if recipe.maxgram.corpus == "tokens":
-        count, tokens, _ = known_sizes(recipe)
-        what = "counted when the sources are read" if count is None else f"at most {count:,} rows"
-        what = what if tokens is None else f"{count:,} rows, {tokens:,} tokens"
+        texts, tokens, _ = known_sizes(recipe)
+        what = "counted when the sources are read" if texts is None else f"at most {texts:,} rows"
+        what = what if tokens is None else f"{texts:,} rows, {tokens:,} tokens"
     rows = [
         ("target", f"{recipe.target.model}: vocabulary {shape.vocab_size} ({origin})"),
         ("data", what),

@@ -212,10 +212,7 @@ def _learnable(
 
 
 def _check_mask(counts: Counter, rejects: list[Reject], what: str) -> None:
-    """Refuse a data set of which 0% or 100% would be supervised, or whose template fails often.
-
-    Raises: DataError.
-    """
+    """Refuse rows of which 0% or 100% are supervised, or many do not render. Raises DataError."""
     rendered = counts["rows"] + counts["dropped_short"] + counts["dropped_unsupervised"]
     check_rendered(rendered, rejects)
     if not counts["rows"]:
@@ -264,8 +261,7 @@ def _stats(
 
 def _finish(partial: Path, directory: Path, meta: dict[str, Any], rejects: list[Reject]) -> None:
     """Write the books, then rename the folder: from then on it is atomic."""
-    with (partial / "rejects.jsonl").open("w", encoding="utf-8") as file:
-        for reject in rejects:
-            file.write(json.dumps(dataclasses.asdict(reject), ensure_ascii=False) + "\n")
+    lines = (json.dumps(dataclasses.asdict(reject), ensure_ascii=False) for reject in rejects)
+    (partial / "rejects.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
     atomic.write_atomic(partial / "meta.json", json.dumps(meta).encode())
     partial.rename(directory)

@@ -16,10 +16,9 @@ from specdraft.models.falcon import FalconConfig
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.batches import HeadBatch, Key, collate
+from specdraft.train.fit.run import Sums
 from specdraft.train.objectives.glance import choose_runs, glancing_ratio, reveal, wrong_per_row
 from specdraft.train.objectives.losses import head_loss
-
-Sums = dict[str, Tensor]
 
 
 class CoupledGlancing:
