@@ -52,8 +52,6 @@ class TokenCache:
         self.directory, self.dataset, self.meta = directory, dataset, meta
         self.key: str = meta["key"]  # the hash that names this cache
         self.lengths: list[int] = meta["lengths"]  # tokens of every row
-        # Counts of what was read, kept and dropped, and the seconds it took.
-        self.stats: dict[str, int | float] = meta["stats"]
         self._tensors = dataset.with_format("torch", columns=["input_ids", "loss_mask"])
 
     @classmethod
@@ -83,6 +81,11 @@ class TokenCache:
                 f"{meta['stats']['rows']}; delete it and run again"
             )
         return cls(directory, dataset, meta)
+
+    @property
+    def stats(self) -> dict[str, int | float]:
+        """Counts of what was read, kept and dropped, and the seconds it took."""
+        return self.meta["stats"]
 
     def __len__(self) -> int:
         return len(self.dataset)
