@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
-from specdraft.eval.drafters.registry import METHODS, load_drafters, problems
+from specdraft.eval.drafters.registry import METHODS, load_trained, problems
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.eval.papers.contenders import Contender, asked, measured
@@ -51,7 +51,7 @@ class Rival:
     def contender(self, plan: Plan, seed: int, target: Target) -> Contender:
         """The head of a seed."""
         folder = self.job(plan, seed).folder
-        head = load_drafters([self.method], self.recipe, target, folder)
+        head = load_trained(self.recipe, target, [self.method], folder)
         return Contender(f"{self.name}, seed {seed}", self.method, self.recipe, head)
 
 
