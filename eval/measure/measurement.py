@@ -1,58 +1,6 @@
 """A measurement: prompts that methods have decoded in turns, and a row of figures per method.
 
-The rows are `runs` of report.json (schema 1). A step is one target forward of one request, `ms` are
-milliseconds, and a figure that needs what was not measured is null. A method that failed on every
-prompt has the keys of its setting, and of what became of its prompts, only.
-
-    method                      as in eval.methods
-    prompt_set                  eval.prompts
-    batch_size                  requests decoded at once
-    temperature                 0: greedy
-    max_new_tokens              of an answer, at most
-    acceptance                  rule by which drafts were accepted, or greedy
-    spread                      longest over shortest length that was asked for
-    dtype                       of the target's weights
-    outputs                     answers, one per turn of a prompt
-    identical                   of them, token for token those of plain decoding; null: only in law
-    near_ties                   others, where the two tokens' logits differ by rounding only
-    differences                 each output that is not identical: prompt, turn, position in the
-                                new tokens, plain, ours, gap of the two logits, near_tie
-    tokens                      new tokens of all outputs
-    steps                       of all outputs
-    tokens_per_step             emitted; 1 is plain decoding
-    accepted_per_step           drafted tokens that were accepted: tokens_per_step - 1
-    acceptance_rate             share of the emitted tokens that were drafted
-    acceptance_by_depth         P(depth d accepted | depth d - 1 accepted), d = 1, 2, ..
-    acceptance_by_node          path of sibling ranks, times drafted, times accepted
-    matchness                   accepted tokens over the depth of their drafts
-    graph_success               share of steps that accept a node copied by a merge (GSD)
-    drafted_per_step            drafted nodes, without copies
-    verified_per_step           drafted nodes that the target reads, copies included
-    drafter_forwards_per_step   passes of the drafter's own models
-    swi_params                  tokens over target forwards, drafter forwards at their parameters'
-                                share (CS Drafting)
-    swi_measured                the same with drafter forwards at their measured cost
-    ewif_params                 expected by acceptance_by_depth (CS Drafting, Theorem 4.1)
-    ewif_measured               the same with measured cost
-    mbsu                        tokens_per_step over 1 + parameters' share x forwards (RSD)
-    padding_ratio_inputs        pads per real input token of the target
-    padding_ratio_kv            pads per real cached token
-    tokens_per_second           of all outputs together, by wall-clock
-    tokens_per_second_repeats   of every repeat by itself; none without eval.repeats
-    seconds                     of all batches, the median of repeats
-    draft_ms_per_step           ms in the drafter's models, per target forward of a batch
-    verify_ms_per_step          ms in the target, per target forward of a batch
-    overhead_ms_per_step        ms in everything else, per target forward of a batch
-    macro_tokens_per_second     mean over questions (Spec-Bench); null where they share a batch
-    macro_speedup               over plain decoding's mean
-    speedup                     tokens_per_second over plain decoding's
-    speedup_repeats             of every repeat by itself
-    speedup_over_generate       tokens_per_second over that of transformers' generate
-    categories                  of each category: questions, outputs, tokens, steps,
-                                tokens_per_step, macro_tokens_per_second, macro_speedup
-    failed                      prompts that the method raised at
-    fallbacks                   prompts that its drafter raised at, finished by plain decoding
-    failures                    each of these: prompt, turn, error, fallback
+The rows are `runs` of report.json; eval/report.md says what each of their keys means.
 """
 
 from collections.abc import Collection, Iterable, Sequence
