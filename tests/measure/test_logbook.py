@@ -99,7 +99,8 @@ def test_ctrl_c_keeps_what_was_measured_for_the_same_benchmark_alone(tmp_path):
     with everywhere("LlamaForCausalLM", Failing(10, error=KeyboardInterrupt)):
         done = run_here(*command)
     assert done.returncode == 130
-    assert "the same command goes on from there" in done.stderr
+    kept = f"{NAME} has what was measured; resume with: python eval/bench.py"
+    assert kept in done.stderr
     assert len((tmp_path / NAME).read_text().splitlines()) == 2
     assert not (tmp_path / "report.json").exists()
     done = run_here(*command, "eval.limit=2")

@@ -304,7 +304,7 @@ def test_rows_without_a_prompt_are_refused_on_policy():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["student.layers=2"], "student.keep_layers = (0, 11) and student.layers = 2: set exactly"),
+        (["student.layers=2"], "student.keep_layers = [0, 11] and student.layers = 2: set exactly"),
         (["student.keep_layers=[]"], "student.keep_layers = []: must be layers"),
         (["student.keep_layers=[3,1]"], "in ascending order"),
         (["student.hidden=64"], "student.hidden = 64: needs a config of its own: student.layers"),
