@@ -324,7 +324,7 @@ def test_rows_without_a_prompt_are_refused_on_policy():
         (["distill.on_policy=1.1"], "distill.on_policy = 1.1: must be >= 0 and <= 1"),
         (["distill.on_policy=-0.1"], "distill.on_policy = -0.1: must be >= 0 and <= 1"),
         (["distill.forward_kl=0"], "nothing to train on; one must be above 0"),
-        (["distill.temperature=0"], "distill.temperature = 0: must be > 0"),
+        (["distill.temperature=0"], "distill.temperature = 0: must be >= 0.01"),
         (
             ["distill.on_policy=0.5", "data.format=text"],
             "distill.on_policy = 0.5: a text has no prompt",
