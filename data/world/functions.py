@@ -3,76 +3,21 @@
 import random
 import re
 
-from specdraft.data.world.lexicon import Exchange, say
+from specdraft.data.world.lexicon import Exchange, say, texts
 
-# Each entry: (in words, in Python about `x`, short name for a function's name)
-Phrase = tuple[str, str, str]
-
-
-def _conditions(rng: random.Random, strings: bool) -> Phrase:
-    n = rng.randint(2, 20)
-    letter = rng.choice("abcdefghiklmnoprstuw")
-    numbers = (
-        ("even", "x % 2 == 0", "even"),
-        ("odd", "x % 2 == 1", "odd"),
-        ("positive", "x > 0", "positive"),
-        ("negative", "x < 0", "negative"),
-        (f"greater than {n}", f"x > {n}", "large"),
-        (f"smaller than {n}", f"x < {n}", "small"),
-        (f"divisible by {n}", f"x % {n} == 0", f"div_{n}"),
-        (f"not equal to {n}", f"x != {n}", f"not_{n}"),
-        (f"at most {n}", f"x <= {n}", f"up_to_{n}"),
-    )
-    words = (
-        (f"longer than {n} letters", f"len(x) > {n}", "long"),
-        (f"shorter than {n} letters", f"len(x) < {n}", "short"),
-        (f"starting with '{letter}'", f'x.startswith("{letter}")', f"{letter}"),
-        (f"ending in '{letter}'", f'x.endswith("{letter}")', f"ending_{letter}"),
-        (f"containing '{letter}'", f'"{letter}" in x', f"with_{letter}"),
-        ("in upper case", "x.isupper()", "upper"),
-        ("that are not empty", "x", "filled"),
-    )
-    return rng.choice(words if strings else numbers)
+Phrase = tuple[str, str, str]  # in words, in Python about `x`, short for a function's name
 
 
-def _maps(rng: random.Random, strings: bool) -> Phrase:
-    n = rng.randint(2, 9)
-    numbers = (
-        ("the square of", "x * x", "squares"),
-        ("the double of", "2 * x", "doubles"),
-        (f"{n} times", f"{n} * x", f"times_{n}"),
-        (f"{n} more than", f"x + {n}", f"plus_{n}"),
-        (f"{n} less than", f"x - {n}", f"minus_{n}"),
-        ("the absolute value of", "abs(x)", "absolute"),
-        ("the negative of", "-x", "negated"),
-    )
-    words = (
-        ("the length of", "len(x)", "lengths"),
-        ("the first letter of", "x[0]", "initials"),
-        ("the upper case form of", "x.upper()", "upper"),
-        ("the reverse of", "x[::-1]", "reversed"),
-        ("the lower case form of", "x.lower()", "lower"),
-        (f"the first {n} letters of", f"x[:{n}]", f"first_{n}"),
-    )
-    return rng.choice(words if strings else numbers)
+def _phrase(rng: random.Random, part: str, strings: bool, **slots: object) -> Phrase:
+    """Draw one of the `conditions` or `maps` over numbers or words."""
+    row = rng.choice(texts("functions")[part]["words" if strings else "numbers"])
+    in_words, python, short = row.format(**slots).split(" | ")
+    return in_words, python, short
 
 
-# name -> (in words, start value, update of `total` by {x}, expression over "{x} for .. {where}")
-FOLDS = {
-    "sum": ("the sum", "0", "total += {x}", "sum({each})"),
-    "count": ("the number", "0", "total += 1", "sum(1 for {item} in {items} if {test})"),
-    "list": ("a list", "[]", "total.append({x})", "[{each}]"),
-    "largest": ("the largest", "0", "total = max(total, {x})", "max(({each}), default=0)"),
-}
-TOTALS = {
-    "sum": ("total", "result"),
-    "count": ("count", "total"),
-    "list": ("result", "found", "kept"),
-    "largest": ("best", "largest"),
-}
-VERBS = ("solve", "pick", "compute", "select", "answer", "helper", "run")
-NOUNS = ("items", "data", "list", "all", "these")
-EXAMPLES = ("apple", "Tom", "river", "SUN", "a", "lantern", "tea", "moss")
+def _condition(rng: random.Random, strings: bool) -> Phrase:
+    n, letter = rng.randint(2, 20), rng.choice("abcdefghiklmnoprstuw")
+    return _phrase(rng, "conditions", strings, n=n, letter=letter)
 
 
 class Function:
@@ -81,15 +26,17 @@ class Function:
     def __init__(self, rng: random.Random) -> None:
         """Draw a condition, a map and a fold over numbers or words, then the names to use."""
         self.strings = rng.random() < 0.4
-        self.fold = rng.choice(("list", "list", "count") if self.strings else tuple(FOLDS))
-        self.condition = _conditions(rng, self.strings)
+        self.fold = rng.choice(
+            ("list", "list", "count") if self.strings else list(texts("functions")["folds"])
+        )
+        self.condition = _condition(rng, self.strings)
         mapped = self.fold != "count" and rng.random() < 0.6
-        self.map = _maps(rng, self.strings) if mapped else None
+        self.map = _phrase(rng, "maps", self.strings, n=rng.randint(2, 9)) if mapped else None
         self.noun = "words" if self.strings else "numbers"
         self.item = rng.choice(("word", "w", "text") if self.strings else ("x", "n", "number"))
         lists = ("words", "items", "texts") if self.strings else ("numbers", "values", "items")
         self.items = rng.choice(lists)
-        self.total = rng.choice(TOTALS[self.fold])
+        self.total = rng.choice(texts("functions")["folds"][self.fold]["totals"])
         self.style = "loop"
         short = self.condition[2]
         names = (
@@ -103,7 +50,7 @@ class Function:
     @property
     def task(self) -> str:
         """What the function returns, in words."""
-        what, kind = FOLDS[self.fold][0], self.condition[0]
+        what, kind = texts("functions")["folds"][self.fold]["task"], self.condition[0]
         phrase = f"{self.noun} {kind}" if " " in kind else f"{kind} {self.noun}"
         if self.map is None:
             return f"{what} of the {phrase}"
@@ -115,17 +62,17 @@ class Function:
         """The function in Python, in the current style: `loop` or `expression`."""
         test = _rename(self.condition[1], self.item)
         value = _rename(self.map[1], self.item) if self.map else self.item
-        _, start, update, expression = FOLDS[self.fold]
+        fold = texts("functions")["folds"][self.fold]
         head = f"def {self.name}({self.items}):\n"
         if self.style == "loop":
-            update = update.format(x=value).replace("total", self.total)
+            update = fold["update"].format(x=value).replace("total", self.total)
             return (
-                f"{head}    {self.total} = {start}\n    for {self.item} in {self.items}:\n"
+                f"{head}    {self.total} = {fold['start']}\n    for {self.item} in {self.items}:\n"
                 f"        if {test}:\n            {update}\n    return {self.total}"
             )
         each = f"{value} for {self.item} in {self.items} if {test}"
         slots = {"each": each, "item": self.item, "items": self.items, "test": test}
-        return f"{head}    return {expression.format(**slots)}"
+        return f"{head}    return {fold['expression'].format(**slots)}"
 
 
 def _rename(expression: str, item: str) -> str:
@@ -136,66 +83,46 @@ def code(rng: random.Random, turns: int) -> list[Exchange]:
     """Return up to `turns` exchanges: a function, then its renaming, rewriting or use."""
     made = Function(rng)
     made.style = rng.choice(("loop", "expression"))
-    user = say(
-        rng,
-        "[Write|Please write|I need|Can you write] a [Python function|function in Python|small "
-        "Python function] that [takes|gets] a list of {noun} and returns {task}.",
-        noun=made.noun,
-        task=made.task,
-    )
+    request = texts("functions")["request"]
+    user = say(rng, request, noun=made.noun, task=made.task)
     first = (user, _answer(rng, made))
     follow_ups = rng.sample((_renamed, _restyled, _used), turns - 1)
     return [first, *(follow_up(rng, made) for follow_up in follow_ups)]
 
 
 def _renamed(rng: random.Random, made: Function) -> Exchange:
-    made.name = f"{rng.choice(VERBS)}_{rng.choice(NOUNS)}"
-    user = say(rng, "[Call it|Please rename it to|Rename the function to] {n}.", n=made.name)
-    return user, _answer(rng, made)
+    data = texts("functions")
+    made.name = f"{rng.choice(data['verbs'])}_{rng.choice(data['nouns'])}"
+    return say(rng, data["renaming"], n=made.name), _answer(rng, made)
 
 
 def _restyled(rng: random.Random, made: Function) -> Exchange:
     """Ask for a loop in place of an expression, or the other way round."""
     made.style = "expression" if made.style == "loop" else "loop"
-    way = "[without a loop|in one line|as one expression]"
-    if made.style == "loop":
-        way = "with [a loop|a plain loop|a for loop]"
-    user = say(rng, f"[Now|Can you] [do|write] it {way}?")
-    return user, _answer(rng, made)
+    return say(rng, texts("functions")["restyling"][made.style]), _answer(rng, made)
 
 
 def _used(rng: random.Random, made: Function) -> Exchange:
-    user = say(rng, "[How do I call it|Show me how to use it|Give me an example]?")
+    data = texts("functions")
+    user = say(rng, data["usage"])
     if made.strings:
-        values = str(rng.sample(EXAMPLES, 4))
+        values = str(rng.sample(data["examples"], 4))
     else:
         values = str([rng.randint(-9, 30) for _ in range(rng.randint(3, 5))])
     if rng.random() < 0.5:
-        opening = "[Call it like this|For example|Here is an example|You can use it this way]:"
+        opening = data["example"]["variable"]
         lines = f"{made.items} = {values}\nprint({made.name}({made.items}))"
     else:
-        opening = "[Call it like this|For example|Like this]:"
+        opening = data["example"]["literal"]
         lines = f"print({made.name}({values}))"
     return user, f"{say(rng, opening)}\n```python\n{lines}\n```"
 
 
 def _answer(rng: random.Random, made: Function) -> str:
     """The code block, with a sentence after it and sometimes one before it."""
-    before = say(
-        rng, "[Here is the function|Sure|Of course|This should work|You can do it like this]:"
-    )
-    walk = {
-        "loop": "It [goes|loops|walks] through {items} and keeps only the {noun} that pass the "
-        "test.",
-        "expression": "The expression [filters|goes through] {items} in one line.",
-    }
-    after = say(
-        rng,
-        f"[{{name}} returns {{task}}.|{walk[made.style]}|The function returns {{task}}.]",
-        name=made.name,
-        task=made.task,
-        items=made.items,
-        noun=made.noun,
-    )
+    data = texts("functions")
+    before = say(rng, data["before"])
+    slots = {"name": made.name, "task": made.task, "items": made.items, "noun": made.noun}
+    after = say(rng, data["after"][made.style], **slots)
     block = f"```python\n{made.python}\n```"
     return f"{block}\n{after}" if rng.random() < 0.4 else f"{before}\n{block}\n{after}"

@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdraft.data.world.arithmetic import final_number
-from specdraft.data.world.chats import ASK, question
-from specdraft.data.world.lexicon import NAMES, TOWNS, facts
+from specdraft.data.world.chats import question
+from specdraft.data.world.lexicon import facts, words
 from specdraft.data.world.tokenizer import END
 from specdraft.data.world.world import KINDS, Message, to_messages
 
@@ -130,7 +130,9 @@ def _parses(text: str) -> bool:
 
 def faithful(made: Answer) -> bool:
     """Say whether every person and town of an answer was named before the answer."""
-    return all(word in made.context for word in (*NAMES, *TOWNS) if word in made.text)
+    return all(
+        word in made.context for word in (*words("names"), *words("towns")) if word in made.text
+    )
 
 
 @torch.no_grad()
@@ -143,10 +145,11 @@ def facts_right(
     """
     rng = random.Random(0)
     shares = {}
-    for kind in ASK:
+    for kind in facts():
         talks, values = [], []
         for _ in range(count):
-            x, attribute = rng.choice(list(facts()[kind])), rng.choice(list(ASK[kind]))
+            x = rng.choice(list(facts()[kind]))
+            attribute = rng.choice(list(facts()[kind][x]))
             talks.append((kind, to_messages([question(rng, kind, x, attribute)])))
             values.append(facts()[kind][x][attribute])
         made, _ = answer(model, tokenizer, talks)

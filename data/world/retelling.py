@@ -2,38 +2,7 @@
 
 import random
 
-from specdraft.data.world import lexicon
-from specdraft.data.world.lexicon import Exchange, article, pronouns, say
-
-LEADS = (
-    "[Last|On] {day}, {name} the {job} opened a new [shop|school|museum|bridge|market] in {town}.",
-    "A [big|small|strange] fair took place in {town} on {day}.",
-    "The people of {town} found {a_thing} in the river {river} on {day}.",
-    "{name}, {a_job} from {town}, lost {a_thing} on {day}.",
-    "A storm hit the town of {town} on {day} and broke {n1} windows.",
-    "The {job} {name} from {town} won a prize of {n1} coins on {day}.",
-)
-DETAILS = (
-    "About {n2} people came to [see it|watch|help].",
-    "{friend} [brought|sold|gave away] {n3} baskets of {food}.",
-    "The work took {n3} days and cost {n2} coins.",
-    "{a_animal} [ran through the crowd|slept through everything|stole some {food}].",
-    "{friend} from {other} said that {n3} of the {craft} were [gone|broken|new].",
-    "The mayor gave {friend} {a_gift} as a [present|reward|souvenir].",
-    "In the evening there was {food} for everyone.",
-    "A boat with {n2} {craft} arrived from {other}.",
-    "{friend} played the flute for {n3} hours.",
-    "[The oldest guest|The first visitor] was {n1} years old.",
-    "The {animal} of {friend} wore {a_gift}.",
-    "Nobody [was hurt|knew why|had expected it], but {friend} [wept|laughed|was silent] for "
-    "{n3} minutes.",
-)
-CLOSINGS = (
-    "The next meeting will be in {other} in {season}.",
-    "{name} hopes to do it again in {season}.",
-    "Now everyone in {town} is [happy|tired|waiting for news].",
-    "The town will pay {n1} coins for it.",
-)
+from specdraft.data.world.lexicon import Exchange, article, pronouns, say, texts, words
 
 
 class Passage:
@@ -41,23 +10,24 @@ class Passage:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        name, friend = rng.sample(lexicon.NAMES, 2)
-        town, other = rng.sample(lexicon.TOWNS, 2)
-        thing, gift = rng.sample(lexicon.OBJECTS, 2)
-        job, animal = rng.choice(lexicon.JOBS), rng.choice(lexicon.ANIMALS)
-        thing, gift = (f"{rng.choice(lexicon.COLOURS)} {noun}" for noun in (thing, gift))
+        name, friend = rng.sample(words("names"), 2)
+        town, other = rng.sample(words("towns"), 2)
+        thing, gift = rng.sample(words("objects"), 2)
+        job, animal = rng.choice(words("jobs")), rng.choice(words("animals"))
+        thing, gift = (f"{rng.choice(words('colours'))} {noun}" for noun in (thing, gift))
         self.slots = {
             "name": name, "friend": friend, "town": town, "other": other, "job": job,
             "a_job": article(job), "thing": thing, "a_thing": article(thing),
             "a_gift": article(gift), "animal": animal, "a_animal": article(animal),
-            "food": rng.choice(lexicon.FOODS), "craft": rng.choice(lexicon.CRAFTS),
-            "river": rng.choice(lexicon.RIVERS),
-            "day": rng.choice(lexicon.WEEKDAYS), "season": rng.choice(lexicon.SEASONS),
+            "food": rng.choice(words("foods")), "craft": rng.choice(words("crafts")),
+            "river": rng.choice(words("rivers")),
+            "day": rng.choice(words("weekdays")), "season": rng.choice(words("seasons")),
             "n1": str(rng.randint(11, 99)), "n2": str(rng.randint(100, 999)),
             "n3": str(rng.randint(2, 10)), "he": pronouns(name).he,
         }  # fmt: skip
-        details = rng.sample(DETAILS, rng.randint(2, 5))
-        templates = [rng.choice(LEADS), *details, rng.choice(CLOSINGS)]
+        data = texts("retelling")
+        details = rng.sample(data["details"], rng.randint(2, 5))
+        templates = [rng.choice(data["leads"]), *details, rng.choice(data["closings"])]
         self.sentences = [say(rng, template, **self.slots) for template in templates]
 
     @property
@@ -68,9 +38,9 @@ class Passage:
     def change(self) -> tuple[str, str]:
         """Draw one thing the text mentions and something else of its kind to put in its place."""
         kinds = {
-            "name": lexicon.NAMES, "friend": lexicon.NAMES, "town": lexicon.TOWNS,
-            "other": lexicon.TOWNS, "food": lexicon.FOODS, "day": lexicon.WEEKDAYS,
-            "craft": lexicon.CRAFTS,
+            "name": words("names"), "friend": words("names"), "town": words("towns"),
+            "other": words("towns"), "food": words("foods"), "day": words("weekdays"),
+            "craft": words("crafts"),
         }  # fmt: skip
         present = [kind for kind in kinds if self.slots[kind] in self.text]
         kind = self.rng.choice(present)
@@ -81,15 +51,9 @@ class Passage:
 def _repeat(rng: random.Random, passage: Passage) -> Exchange:
     """Repeat the passage with one word exchanged."""
     old, new = passage.change()
-    user = say(
-        rng,
-        "[Repeat|Copy|Write down] the [text|passage], but [change {old} to {new}|write {new} "
-        "instead of {old}|replace {old} with {new}].",
-        old=old,
-        new=new,
-    )
-    opening = say(rng, "[|Here is the new text: |With {new}: |Of course: ]", new=new)
-    return user, opening + passage.text.replace(old, new)
+    request, opening = texts("retelling")["repeat"]
+    user = say(rng, request, old=old, new=new)
+    return user, say(rng, opening, new=new) + passage.text.replace(old, new)
 
 
 def _list(rng: random.Random, passage: Passage) -> Exchange:
@@ -102,28 +66,18 @@ def _list(rng: random.Random, passage: Passage) -> Exchange:
         f"{f'{n + 1}. ' if bullet == '1' else bullet}{passage.sentences[i]}"
         for n, i in enumerate(chosen)
     ]
-    user = say(rng, "[List|Write down|Name|Give me] {n} facts from the [text|passage].", n=number)
-    opening = say(
-        rng, "[Here are {n} facts|{n} facts from the text|These are {n} facts]:", n=number
-    )
-    return user, "\n".join([opening, *lines])
+    request, opening = texts("retelling")["list"]
+    user = say(rng, request, n=number)
+    return user, "\n".join([say(rng, opening, n=number), *lines])
 
 
 def _summarise(rng: random.Random, passage: Passage) -> Exchange:
     """Summarise in two sentences: the lead and one detail, under a short frame."""
     lead, detail = passage.sentences[0], rng.choice(passage.sentences[1:-1])
-    slots = passage.slots
-    user = say(
-        rng,
-        "[Summarise the [text|passage|news] in two sentences.|Give me a short summary.|What is the "
-        "[text|passage] about, in short?]",
-    )
-    frame = "[|In short: |The text says: |It is about {town}. ]"
-    rest = "[|| Also, the end says that this is not all.| The rest tells of {friend}.]"
-    if slots["town"] not in passage.text:
-        frame = "[|In short: |The text says: ]"
-    if slots["friend"] not in passage.text:
-        rest = "[||| The rest is about smaller things.]"
+    slots, data = passage.slots, texts("retelling")["summary"]
+    user = say(rng, data["request"])
+    frame = data["before_town" if slots["town"] in passage.text else "before"]
+    rest = data["after_friend" if slots["friend"] in passage.text else "after"]
     return user, f"{say(rng, frame, **slots)}{lead} {detail}{say(rng, rest, **slots)}"
 
 
@@ -140,13 +94,8 @@ def _ask(rng: random.Random, passage: Passage) -> Exchange:
         return _summarise(rng, passage)
     word, _ = rng.choice(pairs)
     first = next(sentence for found, sentence in pairs if found == word)
-    user = say(
-        rng,
-        "[What does the text say about {w}|Which sentence mentions {w}|Where does the text mention "
-        "{w}]?",
-        w=word,
-    )
-    frame = "[It says: |The text says: |The first sentence with {w} is: |Here it is: ]"
+    request, frame = texts("retelling")["ask"]
+    user = say(rng, request, w=word)
     return user, f'{say(rng, frame, w=word)}"{first}"'
 
 
@@ -158,6 +107,6 @@ def retell(rng: random.Random, turns: int) -> list[Exchange]:
     if rng.random() < 0.5:
         user = f"{user}\n\n{passage.text}"
     else:
-        opening = say(rng, "[Here is a text|Read this|Text|A piece of news]: ")
-        user = f"{opening}{passage.text}\n\n{user}"
+        opening = say(rng, texts("retelling")["introduction"])
+        user = f"{opening} {passage.text}\n\n{user}"
     return [(user, answer), *rest]

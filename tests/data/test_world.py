@@ -13,8 +13,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdraft.data.world.arithmetic import apply, final_number
-from specdraft.data.world.functions import EXAMPLES, Function
-from specdraft.data.world.lexicon import NAMES, TOWNS, facts, say
+from specdraft.data.world.functions import Function
+from specdraft.data.world.lexicon import facts, say, texts, words
 from specdraft.data.world.measures import Answer, distinct, faithful, loops, perplexity
 from specdraft.data.world.retelling import Passage
 from specdraft.data.world.training import LENGTHS, TrainSettings, batches, encode, learning_rate
@@ -96,8 +96,8 @@ def test_the_facts_of_the_world_never_change():
     assert len(list(itertools.islice(conversations(9), 50))) == 50
     assert facts() == before  # nobody has written into what is kept
     assert facts.__wrapped__() == before  # nor is it a matter of when they are drawn
-    assert set(facts()["town"]) == set(TOWNS)
-    assert set(facts()["person"]) == set(NAMES)
+    assert set(facts()["town"]) == set(words("towns"))
+    assert set(facts()["person"]) == set(words("names"))
 
 
 # --- held out --------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_the_final_number_is_read_from_the_last_sentence(text, number):
 def test_the_loop_and_the_expression_of_a_function_agree():
     for seed in range(200):
         made = Function(random.Random(seed))
-        values = list(EXAMPLES) if made.strings else list(range(-12, 40))
+        values = texts("functions")["examples"] if made.strings else list(range(-12, 40))
         results = []
         for style in ("loop", "expression"):
             made.style, space = style, {}
