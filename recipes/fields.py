@@ -139,12 +139,16 @@ class Section:
             what = f"makes {nodes} nodes, at most {LARGEST_TREE}; {way_out}"
             yield self.complaint(key, what)
 
+    @property
+    def prefix(self) -> str:
+        """What a user writes before a key: `optim.`."""
+        return f"{type(self).__name__.removesuffix('Section').lower()}."
+
     def complaint(self, keys: str | Iterable[str], what: str) -> str:
         """Return what is wrong with the values of keys, named as a user writes them:
         `optim.betas = [0.9, 0.95]: ..`."""
-        name = type(self).__name__.removesuffix("Section").lower()
         keys = [keys] if isinstance(keys, str) else keys
-        settings = [f"{name}.{key} = {shown(getattr(self, key))}" for key in keys]
+        settings = [f"{self.prefix}{key} = {shown(getattr(self, key))}" for key in keys]
         return f"{' and '.join(settings)}: {what}"
 
 

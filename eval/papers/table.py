@@ -75,9 +75,9 @@ class Table(Section):
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what rows differ in
     paper: dict[str, dict[str, float]] = field(default_factory=dict)  # by row and column
 
-    @classmethod
-    def label(cls, key: str) -> str:
-        return f"{TABLE}{key}"
+    @property
+    def prefix(self) -> str:
+        return TABLE
 
     def settings(self) -> dict[str, Any]:
         """What a user may set of it."""

@@ -179,7 +179,7 @@ def cut_the_rows(folder: Path) -> None:
         (another_owner, ["head's target"], "train a head for this one", METHODS[1:]),
         (other_sizes, ["head shape"], "train one for this target", []),
         (cut_the_head, ["head files"], "delete", ["head's target", *METHODS[1:]]),
-        (spoil_a_weight, ["head shape"], "train one for this target", []),
+        (spoil_a_weight, ["head files"], "delete", ["head's target", *METHODS[1:]]),
         (supervise_everything, ["mask"], "mark the answers", []),
         (cut_the_rows, ["tokens"], "delete", []),
     ],
@@ -231,7 +231,7 @@ def test_what_is_not_there_yet_is_skipped_with_the_way_to_get_it(doctor, ill):
     there = ["prompt_lookup = plain"]
     assert [line for line, outcome in outcomes.items() if outcome == "pass"] == there
     assert "data/cache.py" in remedies["tokens"]
-    assert "train it with" in remedies["head files"]
+    assert "make one with" in remedies["head files"]
 
 
 def test_another_recipes_cache_is_nobodys_fault(doctor, ill):

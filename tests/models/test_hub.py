@@ -40,11 +40,29 @@ for command in json.loads(sys.argv[1]):
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
 """
-PUSH = """
-import runpy, sys, time
+# Each push is a process of its own, forked from one that has done the imports: seconds of each.
+PUSHES = """
+import json, os, runpy, sys, time
+import specdraft.eval.drafters.trained, specdraft.models.publish
 time.sleep = lambda seconds: None  # the client waits between its retries
-sys.argv = ["models/push.py", *sys.argv[1:]]
-runpy.run_path("models/push.py", run_name="__main__")
+for line in sys.stdin:
+    argv, out, err = json.loads(line)
+    child = os.fork()
+    if not child:
+        for number, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
+        sys.argv = ["models/push.py", *argv]
+        code = 1
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
@@ -68,16 +86,36 @@ def runs(hub: LocalHub, tmp_path_factory) -> Path:
     return folder
 
 
-def python(hub: LocalHub, folder: Path, *arguments: str, **changes: str | None):
+def surroundings(hub: LocalHub, folder: Path, **changes: str | None) -> dict[str, str]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     env |= hub.environment(folder / "hf") | changes
-    env = {name: value for name, value in env.items() if value is not None}
-    command = [sys.executable, *arguments]
+    return {name: value for name, value in env.items() if value is not None}
+
+
+def python(hub: LocalHub, folder: Path, *arguments: str, **changes: str | None):
+    env, command = surroundings(hub, folder, **changes), [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
-def push(hub: LocalHub, runs: Path, repo: str, *options: str, run: str = "head", **changes):
-    return python(hub, runs, "-c", PUSH, str(runs / run), repo, *options, **changes)
+@pytest.fixture(scope="module")
+def push(hub, runs, tmp_path_factory):
+    """Run models/push.py with arguments; a run goes by its name."""
+    folder = tmp_path_factory.mktemp("pushes")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", PUSHES]
+    with subprocess.Popen(command, cwd=ROOT, env=surroundings(hub, runs), **pipes) as parent:
+
+        def push(*arguments: str) -> subprocess.CompletedProcess:
+            run, *rest = arguments
+            run = str(runs / run) if (runs / run).is_dir() else run
+            out, err = (folder / f"{name}-{len([*folder.iterdir()])}" for name in ("out", "err"))
+            parent.stdin.write(json.dumps([[run, *rest], str(out), str(err)]) + "\n")
+            parent.stdin.flush()
+            code = int(parent.stdout.readline())
+            return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
+
+        yield push
+        parent.stdin.close()
 
 
 def front_matter(card: str) -> dict:
@@ -179,11 +217,11 @@ def test_what_was_pushed_loads_back_by_its_name_and_by_the_lines_of_its_card(hub
         ("POST commit", 500),
     ],
 )
-def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, call, how):
+def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, push, call, how):
     repo, before = f"you/{call.replace(' ', '-')}-{how}", len(hub.calls)
     hub.objects.clear()
     hub.fail = {call: how}
-    failed = push(hub, runs, repo)
+    failed = push("head", repo)
     assert call in hub.calls[before:]
     assert failed.returncode == 2
     errors = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
@@ -194,7 +232,7 @@ def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, call, how)
     assert [set(files) for files in commits] == [{".gitattributes"}]
     hub.fail = {}
     uploaded, again = len(hub.objects), len(hub.calls)
-    done = push(hub, runs, repo)
+    done = push("head", repo)
     assert done.returncode == 0, done.stderr
     assert set(hub.commits[repo]["main"][-1]) >= {"model.safetensors", "config.json", "README.md"}
     # What had arrived before is not sent again.
@@ -202,11 +240,11 @@ def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, call, how)
     assert (uploaded > 0) == (call == "POST commit")
 
 
-def test_a_repeated_push_replaces_weights_and_leaves_other_files_alone(hub, runs):
-    assert push(hub, runs, "you/again").returncode == 0
+def test_a_repeated_push_replaces_weights_and_leaves_other_files_alone(hub, runs, push):
+    assert push("head", "you/again").returncode == 0
     files = hub.commits["you/again"]["main"][-1]
     files |= {"model-00001-of-00002.safetensors": b"of an older push", "notes.md": b"by hand"}
-    done = push(hub, runs, "you/again", run="table")
+    done = push("table", "you/again")
     assert done.returncode == 0, done.stderr
     files = hub.commits["you/again"]["main"][-1]
     assert "model-00001-of-00002.safetensors" not in files
@@ -215,8 +253,8 @@ def test_a_repeated_push_replaces_weights_and_leaves_other_files_alone(hub, runs
     assert files["model.safetensors"] == table
 
 
-def test_a_revision_is_a_branch_of_its_own(hub, runs):
-    done = push(hub, runs, "you/branched", "hub.revision=v2")
+def test_a_revision_is_a_branch_of_its_own(hub, runs, push):
+    done = push("head", "you/branched", "hub.revision=v2")
     assert done.returncode == 0, done.stderr
     branches = hub.commits["you/branched"]
     assert set(branches["main"][-1]) == {".gitattributes"}
@@ -226,10 +264,10 @@ def test_a_revision_is_a_branch_of_its_own(hub, runs):
     )
 
 
-def test_nothing_becomes_public_by_accident(hub, runs):
-    assert push(hub, runs, "you/open", "hub.private=false").returncode == 0
+def test_nothing_becomes_public_by_accident(hub, runs, push):
+    assert push("head", "you/open", "hub.private=false").returncode == 0
     assert not hub.private["you/open"]
-    refused = push(hub, runs, "you/open")
+    refused = push("head", "you/open")
     assert refused.returncode == 2
     assert "you/open exists and is public; set hub.private=false" in refused.stderr
     assert len(hub.commits["you/open"]["main"]) == 2
@@ -247,12 +285,12 @@ def test_without_credentials_training_does_not_even_start(hub, runs, tmp_path):
     ("arguments", "message"),
     [
         (["gone", "you/x"], "no recipe.yaml in gone"),
-        (["{runs}/head", "x"], "hub.repo_id = 'x': must be owner/name"),
-        (["{runs}/head", "you/x", "--kind", "table"], "no trained Max-Gram table at"),
+        (["head", "x"], "hub.repo_id = 'x': must be owner/name"),
+        (["head", "you/x", "--kind", "table"], "no trained Max-Gram table at"),
     ],
 )
-def test_what_cannot_be_pushed_is_one_clear_message(hub, runs, arguments, message):
-    done = python(hub, runs, "models/push.py", *(a.format(runs=runs) for a in arguments))
+def test_what_cannot_be_pushed_is_one_clear_message(push, arguments, message):
+    done = push(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
 

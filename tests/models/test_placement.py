@@ -286,7 +286,7 @@ def test_every_layer_has_its_cache_and_its_masks_on_its_own_device():
         query, key = torch.ones(1, 2, 4, 4, device=device), torch.ones(1, 1, 4, 4, device=device)
         mine = plan.on(device)
         assert mine.attend(layer, query, key, key, None).device == device
-        tensors = [mine.rows, mine.slots, *(group.mask for group in mine.groups)]
+        tensors = [mine.row_mapping, mine.slot_mapping, *(group.mask for group in mine.groups)]
         assert {tensor.device for tensor in tensors} == {device}
     pool.keep(0, [0, 1])
     pool.keep(1, [0, 1])
