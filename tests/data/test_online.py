@@ -256,7 +256,13 @@ def test_a_run_keeps_one_target_and_no_features(tmp_path, monkeypatch):
         return load(*arguments)
 
     monkeypatch.setattr(Target, "of_recipe", counting)
-    small = ["train.steps=2", "train.batch_size=4", "data.limit=24", "eval.limit=1"]
+    small = [
+        "train.steps=2",
+        "train.batch_size=4",
+        "data.limit=24",
+        "eval.limit=1",
+        "eval.validation=2",
+    ]
     small += ["eval.max_new_tokens=8", "eval.methods=[plain,falcon_tree]", "train.eval_every=null"]
     places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     command = ["recipes/tiny.yaml", *small, *places, "data.features=online"]
