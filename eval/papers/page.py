@@ -45,7 +45,7 @@ def page_of(folder: Path) -> str:
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True
     )
     ways = (table, cell, ratio, again)
-    functions = {way.__name__: partial(_told, kept, used, way) for way in ways}
+    functions = {way.__name__: partial(_filled, kept, used, way) for way in ways}
     made = language.from_string(template.read_text(encoding="utf-8"))
     own = {"environments": lambda: environments(kept), "kept": kept.__contains__}
     text = made.render(functions | own)
@@ -54,7 +54,7 @@ def page_of(folder: Path) -> str:
     return text
 
 
-def _told(kept: Mapping[str, dict], used: set[str], way, name: str, *words, **options) -> str:
+def _filled(kept: Mapping[str, dict], used: set[str], way, name: str, *words, **options) -> str:
     """What a placeholder says of the kept table of a name."""
     used.add(name)
     try:

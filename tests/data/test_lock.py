@@ -71,7 +71,7 @@ def test_the_lock_of_a_killed_run_is_taken_over_with_a_line(tmp_path, capsys):
 def test_a_folder_that_nobody_may_write_needs_no_lock(tmp_path):
     tmp_path.chmod(0o500)
     with output_lock(tmp_path):
-        pass
+        assert list(tmp_path.iterdir()) == []
 
 
 def build(settings, meet, place: str) -> None:
