@@ -29,9 +29,9 @@ class BlockLayout:
 
         Where a row has fewer of these than another, it is filled up with some that are not.
         """
-        offsets, time, rows, numbers = (
+        offsets, rows, numbers = (
             torch.arange(size, device=blocks.device)
-            for size in (block_size, blocks.shape[1], len(blocks), int(blocks.max()) + 1)
+            for size in (block_size, len(blocks), int(blocks.max()) + 1)
         )
         numbers = numbers.expand(len(rows), -1)
         none = torch.zeros_like(numbers)
@@ -41,14 +41,16 @@ class BlockLayout:
             most = int(asked.sum(1).max())
             numbers = asked.argsort(dim=1, descending=True, stable=True)[:, :most]
         self.size, self.rows = block_size, rows[:, None]
-        self.has_parent = (blocks > 0) & (time >= block_size)  # [B, T]
+        # Of every position: whether the block before its own is whole, as any that drafting
+        # goes on from. [B, T]
+        self.has_parent = (blocks > 0) & (sizes.gather(1, (blocks - 1).clamp(min=0)) == block_size)
         self.first = (sizes.cumsum(1) - sizes).gather(1, numbers)  # [B, C], positions
         self.blocks = numbers.repeat_interleave(block_size, 1)  # [B, S]
         # A row's first block, and its last, may leave slots empty.
         self.filled = (offsets < sizes.gather(1, numbers)[..., None]).flatten(1)  # [B, S]
         self.row, self.slot = self.filled.nonzero(as_tuple=True)  # in the order of positions
         # Empty slots hold some position, too: no output of theirs is used.
-        self.positions = (self.first[..., None] + offsets).flatten(1).clamp(max=len(time) - 1)
+        self.positions = (self.first[..., None] + offsets).flatten(1).clamp(max=blocks.shape[1] - 1)
 
     def inherited(self, output: Tensor, features: Tensor, keep: Tensor | None) -> Tensor:
         """Features of the next pass: the prediction made K positions before, if any."""

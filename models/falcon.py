@@ -4,7 +4,8 @@ Falcon (AAAI 2025). Input at position i is the pair (e(t_{i+1}), f_i): the token
 target's feature. A two-layer LSTM fuses the sequence of pairs, a decoder layer with relaxed causal
 attention mixes it, and the output at i predicts the feature k ahead, f_{i+k}, whose lm_head drafts
 t_{i+k+1}. With k = 1 and a linear fusion it is EAGLE-1. The head holds no embedding and no lm_head:
-those are the target's.
+those are the target's. Beyond the paper, the slots of a block may read the newest input
+(`models/reading.py`) and the token drafted before their own (`models/coupling.py`).
 
 Relaxed causal mask, k = 2, first block of one position (phase 1): x sees what is marked.
 
@@ -15,13 +16,14 @@ Relaxed causal mask, k = 2, first block of one position (phase 1): x sees what i
            3  x   x x   x x
            4  x   x x   x x
 
-Shapes: B rows, T time, H hidden, K block size, R passes, N packed tokens, D head dimension.
+Shapes: B rows, T time, H hidden, K block size, C blocks, Q queries of a block, R passes, N packed
+tokens, D head dimension.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +31,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdraft.models.blocks import BlockLayout, rollout_mask
+from specdraft.models.coupling import COUPLINGS
 from specdraft.models.fusion import FUSIONS, State
+from specdraft.models.reading import READINGS
 from specdraft.models.saved import SavedConfig, SavedHead, Scale, Vocabulary, load_saved
 from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Width, shown
 
-# attend(layer, query [S, heads, T, D], key, value [S, kv_heads, T, D]) -> [S, heads, T, D]
+# attend(layer, query [S, heads, Q, D], key, value [S, kv_heads, T, D]) -> [S, heads, Q, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # Of every layer, keys and values [B, kv_heads, T, D] of the passes so far.
 Seen = list[tuple[tuple[Tensor, Tensor], ...]]
+Rope = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class FalconConfig(SavedConfig):
     vocab_size: Vocabulary
     block_size: Draft = 2
     fusion: str = "lstm"
+    reads: str = "own"  # what a slot's query reads: a name of READINGS
+    coupling: str = "none"  # of a slot with the token before it: a name of COUPLINGS
     layers: Few = 1
     heads: Few = 4
     kv_heads: Few = 4
@@ -66,8 +73,15 @@ class FalconConfig(SavedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fusion not in FUSIONS:
-            raise ValueError(f"fusion = {shown(self.fusion)}: must be one of {', '.join(FUSIONS)}")
+        parts = {"fusion": FUSIONS, "reads": READINGS, "coupling": COUPLINGS}
+        for key, known in parts.items():
+            if (value := getattr(self, key)) not in known:
+                raise ValueError(f"{key} = {shown(value)}: must be one of {', '.join(known)}")
+        if self.block_size == 1 and not self.is_plain:
+            raise ValueError(
+                f"block_size = 1: a block of one slot has reads = own and coupling = none, not "
+                f"{self.reads} and {self.coupling}"
+            )
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"heads ({self.heads}) must divide hidden_size ({self.hidden_size}) "
@@ -78,6 +92,11 @@ class FalconConfig(SavedConfig):
                 f"heads = {self.heads}: must divide hidden_size ({self.hidden_size}) into even "
                 "parts, which are rotated in pairs"
             )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the slots of a block are left to themselves, as in the paper."""
+        return self.reads == "own" and self.coupling == "none"
 
     @property
     def is_eagle(self) -> bool:
@@ -111,18 +130,40 @@ class DecoderLayer(nn.Module):
         self.gate_up = nn.Linear(width, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, width, bias=False)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
-        """x [S, T, H] -> [S, T, H]."""
-        y = x
-        if self.attention_norm is not None:
-            y = F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
-        heads = self.qkv(y).unflatten(-1, (-1, self.dim)).transpose(1, 2)
-        query_key, value = heads.split((self.heads[0] + self.heads[1], self.heads[2]), 1)
-        query, key = _rotate(query_key, *rope).split(self.heads[:2], 1)
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        layer: int,
+        attend: Attend,
+        source: tuple[Tensor, Rope] | None = None,
+    ) -> Tensor:
+        """x [S, Q, H] -> [S, Q, H]. source: what keys and values are made of, [S, T, H] with its
+        rope; None: x itself."""
+        y, key_value = self._normed(x), self.heads[1] + self.heads[2]
+        if source is None:
+            query_key, value = self._project(y, self.qkv.weight).split(
+                (self.heads[0] + self.heads[1], self.heads[2]), 1
+            )
+            query, key = _rotate(query_key, *rope).split(self.heads[:2], 1)
+        else:
+            asks, answers = self.qkv.weight.split((self.heads[0] * self.dim, key_value * self.dim))
+            query = _rotate(self._project(y, asks), *rope)
+            key, value = self._project(self._normed(source[0]), answers).chunk(2, 1)
+            key = _rotate(key, *source[1])
         x = x + self.out(attend(layer, query, key, value).transpose(1, 2).flatten(2))
         y = F.rms_norm(x, x.shape[-1:], self.mlp_norm, self.eps)
         gate, up = self.gate_up(y).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        if self.attention_norm is None:
+            return x
+        return F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
+
+    def _project(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[S, T, H] -> [S, heads, T, D]."""
+        return F.linear(x, weight).unflatten(-1, (-1, self.dim)).transpose(1, 2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -141,6 +182,9 @@ class FalconHead(SavedHead, tags=["falcon"]):
         super().__init__(config)
         width = config.hidden_size
         self.fuse = FUSIONS[config.fusion](2 * width, width)
+        self.reading = READINGS[config.reads](width, config.block_size)
+        coupling = COUPLINGS[config.coupling]
+        self.coupling = coupling and coupling(width)
         self.layers = nn.ModuleList(
             DecoderLayer(config, normed=config.input_norm or number > 0)
             for number in range(config.layers)
@@ -152,22 +196,37 @@ class FalconHead(SavedHead, tags=["falcon"]):
     # -- the seam shared by training and drafting ------------------------------------------------
 
     def inputs(self, ahead: Tensor, features: Tensor) -> Tensor:
-        """Join e(t_{i+1}) and f_i, each [.., H], brought to unit scale: [.., 2H]."""
+        """Join e(t_{i+1}) and f_i, each [.., H], at the target's scales: [.., 2H] at unit scale."""
         return torch.cat(
             (ahead / self.config.embed_scale, features / self.config.feature_scale), -1
         )
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rope(self, positions: Tensor) -> Rope:
         """cos and signed sin for positions [S, T]: [S, 1, T, D]."""
         angle = positions[:, None, :, None].to(torch.float32) * self.inverse_frequency
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
-    def decode(self, fused: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Run the decoder layers over fused inputs [S, T, H]; return predicted features."""
+    def decode(
+        self,
+        queries: Tensor,
+        rope: Rope,
+        attend: Attend,
+        source: tuple[Tensor, Rope] | None = None,
+    ) -> Tensor:
+        """Run the decoder layers over queries [S, Q, H]; what they make of them, at unit scale.
+
+        source: the fused inputs that keys and values are made of, [S, T, H] with their rope; None:
+        of each layer's own input (`reads: own`).
+        """
         for number, layer in enumerate(self.layers):
-            fused = layer(fused, rope, number, attend)
-        return fused * self.config.feature_scale
+            queries = layer(queries, rope, number, attend, source)
+        return queries
+
+    def couple(self, hidden: Tensor, before: Tensor, ahead: Tensor) -> Tensor:
+        """What a slot predicts once the token before it is drafted; features in, at unit scale,
+        embeddings of the target `ahead`, all [.., H]."""
+        return self.coupling(hidden, before, ahead / self.config.embed_scale)
 
     # -- training --------------------------------------------------------------------------------
 
@@ -180,18 +239,25 @@ class FalconHead(SavedHead, tags=["falcon"]):
         keep: Tensor | None = None,  # [B, T], positions whose given feature stays in later passes
         passes: int = 1,
         revised: tuple[Tensor, Tensor, Tensor] | None = None,  # ahead, features; [B, T], where
+        drafted: Tensor | None = None,  # [B, T, H], `ahead` where that is not of the true tokens
     ) -> Tensor:
         """Predict f_{i+k} at every i; returns [R, B, T, H], one prediction per pass.
 
         Pass 1 reads the given features. In pass r a block reads what pass r - 1 predicted for it
         from the block before, and sees its r - 2 nearest ancestors as they were in their own
-        passes: exactly what drafting r * k tokens ahead meets, for all blocks at once.
+        passes: exactly what drafting r * k tokens ahead meets, for all blocks at once. Coupled
+        slots hear the true token before their own.
 
         With `revised`, the first prediction is that of blocks which read these inputs in place of
         their own, each for itself: what precedes a block, LSTM state included, stays as given.
+
+        Unless the head is the paper's, predictions of blocks that are not whole mean nothing.
         """
         rope = self.rope(torch.arange(ahead.shape[1], device=ahead.device)[None])
-        layout = BlockLayout(blocks, self.config.block_size) if passes > 1 else None
+        layout = None
+        if passes > 1 or not self.config.is_plain:
+            layout = BlockLayout(blocks, self.config.block_size)
+        chosen = self._drafted_before(ahead if drafted is None else drafted)
         seen: Seen = [() for _ in self.layers]
         outputs: list[Tensor] = []
         state: State = ()
@@ -199,12 +265,17 @@ class FalconHead(SavedHead, tags=["falcon"]):
             if number > 0:
                 features = layout.inherited(outputs[-1], features, keep)
             fused, state = self._fuse(self.inputs(ahead, features), state, layout)
-            output, seen = self._decode(fused, rope, seen, rollout_mask(blocks, valid, number))
+            mask = rollout_mask(blocks, valid, number)
+            output, seen = self._predict(fused, rope, seen, mask, layout, chosen)
             outputs.append(output)
             if number == 0 and revised is not None:
-                revision = self._revise(output, revised, blocks, valid, state, seen)
+                revision = self._revise(output, revised, blocks, valid, state, seen, chosen)
         first = outputs[:1] if revised is None else [revision]
         return torch.stack(first + outputs[1:])
+
+    def _drafted_before(self, ahead: Tensor) -> Tensor | None:
+        """Of every position the embedding of the token that is drafted before its own, t_{i+k}."""
+        return None if self.coupling is None else ahead.roll(1 - self.config.block_size, dims=1)
 
     def _revise(
         self,
@@ -214,6 +285,7 @@ class FalconHead(SavedHead, tags=["falcon"]):
         valid: Tensor | None,
         state: State,
         seen: Seen,
+        chosen: Tensor | None,
     ) -> Tensor:
         """Return the first prediction with that of the revised blocks, each read for itself.
 
@@ -225,27 +297,77 @@ class FalconHead(SavedHead, tags=["falcon"]):
         fused, _ = layout.fuse(self.fuse, inputs, state)
         # No other block sees the revision: what it adds to `seen` is forgotten.
         rope, mask = self.rope(layout.positions), layout.mask(blocks, valid)
-        output, _ = self._decode(fused, rope, seen, mask)
+        if chosen is not None:
+            chosen = layout.gather(chosen)
+        output, _ = self._predict(fused, rope, seen, mask, None, chosen)
         return layout.scatter(first, output)
 
-    def _decode(self, fused: Tensor, rope: tuple, seen: Seen, mask: Tensor) -> tuple[Tensor, Seen]:
-        """Run one pass behind what was `seen`; return its output and what is seen after it."""
+    def _predict(self, *inputs: Any) -> tuple[Tensor, Seen]:
+        """Run one pass behind what was `seen`; return its features and what is seen after it."""
         if self.checkpointing and torch.is_grad_enabled():
             # Nothing in there is random.
             options = {"use_reentrant": False, "preserve_rng_state": False}
-            return checkpoint(self._attended, fused, rope, seen, mask, **options)
-        return self._attended(fused, rope, seen, mask)
+            return checkpoint(self._run, *inputs, **options)
+        return self._run(*inputs)
 
-    def _attended(self, fused: Tensor, rope: tuple, seen: Seen, mask: Tensor):
+    def _run(
+        self,
+        fused: Tensor,  # [B, T, H]
+        rope: Rope,
+        seen: Seen,
+        mask: Tensor,
+        layout: BlockLayout | None,  # None: `fused` is laid out already
+        chosen: Tensor | None,  # [B, T, H], embedding of the token drafted before each position's
+    ) -> tuple[Tensor, Seen]:
         after: Seen = []
+        if self.config.is_plain:
+            output = self.decode(fused, rope, _attending(seen, after, mask))
+        else:
+            output = self._run_blocks(fused, rope, seen, after, mask, layout, chosen)
+        return output * self.config.feature_scale, after
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            after.append((*seen[layer], (key, value)))
-            keys, values = (torch.cat(parts, 2) for parts in zip(*after[layer], strict=True))
-            gqa = query.shape[1] != keys.shape[1]
-            return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=gqa)
+    def _run_blocks(
+        self,
+        fused: Tensor,
+        rope: Rope,
+        seen: Seen,
+        after: Seen,
+        mask: Tensor,
+        layout: BlockLayout | None,
+        chosen: Tensor | None,
+    ) -> Tensor:
+        """The same where slots read, or hear, more than their own position: at unit scale."""
+        size = self.config.block_size
 
-        return self.decode(fused, rope, attend), after
+        def laid_out(x: Tensor) -> Tensor:  # [B, C, K, H]
+            return (x if layout is None else layout.gather(x)).unflatten(1, (-1, size))
+
+        if self.config.reads == "own":
+            slots = laid_out(self.decode(fused, rope, _attending(seen, after, mask)))
+        else:
+            queries = self.reading.queries(laid_out(fused))  # [B, C, Q, H]
+            rows, count = torch.arange(len(fused), device=fused.device)[:, None], queries.shape[2]
+            where = torch.arange(fused.shape[1], device=fused.device).expand(len(fused), -1)
+            where = where if layout is None else layout.positions
+            where = where.unflatten(1, (-1, size))[..., -count:].flatten(1)  # [B, C * Q]
+            at = tuple(
+                x.expand(len(fused), -1, -1, -1)[rows, :, where].transpose(1, 2) for x in rope
+            )
+            attend = _attending(seen, after, mask[rows, :, where].transpose(1, 2))
+            hidden = self.decode(queries.flatten(1, 2), at, attend, (fused, rope))
+            slots = self.reading.slots(hidden.view_as(queries))
+        if chosen is not None:
+            slots = self._coupled(slots, laid_out(chosen))
+        slots = slots.flatten(1, 2)
+        return slots if layout is None else layout.in_order(slots)
+
+    def _coupled(self, slots: Tensor, chosen: Tensor) -> Tensor:
+        """Couple the slots of blocks, one after the other, with the token before; [.., K, H]."""
+        first, *later = slots.unbind(-2)
+        coupled = [first]
+        for hidden, token in zip(later, chosen.unbind(-2)[1:], strict=True):
+            coupled.append(self.couple(hidden, coupled[-1], token))
+        return torch.stack(coupled, -2)
 
     def _fuse(
         self, inputs: Tensor, state: State, layout: BlockLayout | None
@@ -255,6 +377,18 @@ class FalconHead(SavedHead, tags=["falcon"]):
             return self.fuse(inputs)
         fused, state = layout.fuse(self.fuse, layout.gather(inputs), state)
         return layout.in_order(fused), tuple(layout.in_order(part) for part in state)
+
+
+def _attending(seen: Seen, after: Seen, mask: Tensor) -> Attend:
+    """Attend behind what was `seen`, and note in `after` what is seen then."""
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        after.append((*seen[layer], (key, value)))
+        keys, values = (torch.cat(parts, 2) for parts in zip(*after[layer], strict=True))
+        gqa = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=gqa)
+
+    return attend
 
 
 def load_head(source: str | Path, target_identity: dict, revision: str | None = None) -> FalconHead:

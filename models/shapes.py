@@ -187,6 +187,8 @@ def head_config(
             vocab_size=shape.vocab_size,
             block_size=head.block_size,
             fusion=head.fusion,
+            reads=head.reads,
+            coupling=head.coupling,
             layers=head.layers,
             heads=head.heads or shape.heads,
             kv_heads=head.kv_heads or head.heads or shape.kv_heads,

@@ -45,7 +45,12 @@ def random_head(target: Target, block_size: int = 2, seed: int = 1, **changes) -
         target=target.identity(),
         **changes,
     )
-    return FalconHead(config).eval()
+    head = FalconHead(config).eval()
+    with torch.no_grad():  # what starts at zero would say nothing
+        for weight in head.parameters():
+            if not weight.any():
+                weight.normal_(std=0.2)
+    return head
 
 
 def kept_for_backward(module: nn.Module, *inputs, **options) -> tuple[Tensor, int]:

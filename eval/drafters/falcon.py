@@ -5,18 +5,25 @@ last K positions give the first K depths. Further passes read drafted blocks: th
 the features predicted, continuing the fusion's state and attention from the parent block. What the
 passes read of drafts is scratch behind the row's cache, forgotten at the next draft.
 
-Shapes: R rows, E paths of a pass, K block size, L layers of the fusion's state, H hidden, M inputs
-of a row.
+Within a pass, the tokens of a block are chosen in rounds. Where slots are coupled, every chosen
+token gives its children a distribution of their own, at the price of the coupling and of the
+lm_head for the nodes that have any: no attention, no new pass.
+
+Shapes: R rows, E paths of a pass, K block size, Q queries of a block, L layers of the fusion's
+state, H hidden, M inputs of a row, D distributions of a round.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, wants_best
-from specdraft.eval.drafters.static import Pass, StaticTree
+from specdraft.eval.drafters.static import Pass, Round, StaticTree
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.packed import CAUSAL, LONG, Plan, Segment, TreeBias
 from specdraft.eval.engine.request import Request
@@ -61,8 +68,12 @@ class FalconDrafter:
         config = head.config
         if tree.block_size != config.block_size:
             raise ValueError(f"tree for blocks of {tree.block_size}, head of {config.block_size}")
+        coupled = config.coupling != "none"
+        if tree.coupled != coupled:
+            tree = StaticTree(tree.paths, tree.block_size, coupled)
         self.head = head.to(target.device).eval()
         self.target, self.tree, self.k = target, tree, config.block_size
+        self.reach = head.reading.reach
         self.passes = [self._to_device(plan) for plan in tree.passes]
         self.choices = tree.choices.to(target.device)
         scratch = sum(len(plan.blocks) for plan in self.passes)
@@ -78,6 +89,13 @@ class FalconDrafter:
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, len(tree.paths)
         self.rules = REJECTION_RULES if tree.topology.is_chain else REJECTION_RULES - {"block"}
         self._biases = {plan: self._bias(plan.visible) for plan in self.passes[1:]}
+        # Of queries alone, which may be fewer: the last of every block.
+        newest = torch.arange(-self.reach, 0) % self.k
+        self._ask_biases = {
+            plan: self._bias(plan.visible.unflatten(0, (-1, self.k))[:, newest].flatten(0, 1))
+            for plan in self.passes[1:]
+        }
+        self._newest_bias = self._bias(torch.ones(self.reach, self.reach, dtype=torch.bool))
         self._read_biases: dict[int, TreeBias] = {}
         self._no_draft = Tree.empty(target.device)
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
@@ -96,8 +114,8 @@ class FalconDrafter:
         memory.features.append(features.float())
 
     def draft(self, rows: list[int]) -> list[Tree]:
-        """Draft the static tree for each row; an empty one while fewer than K tokens are known."""
-        able = [row for row in rows if len(self.memory[row].ahead) >= self.k]
+        """Draft the static tree for each row; an empty one while too few tokens are known."""
+        able = [row for row in rows if len(self.memory[row].ahead) >= self.reach]
         trees = dict(zip(able, self._draft(able), strict=True)) if able else {}
         return [trees.get(row, self._no_draft) for row in rows]
 
@@ -107,16 +125,16 @@ class FalconDrafter:
         requests = enumerate(self.memory[row].request for row in rows)
         # The distributions, pass by pass, of rows that do not just take the best tokens.
         probs: dict[int, list[Tensor]] = {n: [] for n, own in requests if not wants_best(own)}
-        ranked, predicted, state = [], None, None
+        ranked, drawn, state = [], None, None
         for plan in self.passes:
             with Stopwatch() as watch:
                 if not ranked:
-                    predicted, state = self._read(rows)
+                    slots, state = self._read(rows)
                 else:
-                    predicted, state = self._extend(rows, plan, ranked[-1], predicted, state)
-                scores = self.target.logits(predicted.to(self.target.dtype))  # [R, E, K, V]
+                    slots, state = self._extend(rows, plan, ranked[-1], drawn, state)
+                drawn, tokens = self._choose(rows, plan, slots, probs)
             self.seconds += watch.seconds
-            ranked.append(self._choose(rows, plan, scores, probs))
+            ranked.append(tokens)
         self.forwards += len(self.passes) * len(rows)
         nodes = torch.cat(ranked, 1).index_select(1, self.choices).unbind()
         requests = (self.memory[row].request for row in rows)
@@ -124,17 +142,36 @@ class FalconDrafter:
         return [Tree(self.tree.topology, *both) for both in zip(nodes, drawn, strict=True)]
 
     def _choose(
-        self, rows: list[int], plan: Pass, scores: Tensor, probs: dict[int, list[Tensor]]
+        self, rows: list[int], plan: Pass, slots: Tensor, probs: dict[int, list[Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Choose the tokens of a pass, given its slots [R, E * K, H].
+
+        Returns what its distributions are made of and their ranked tokens, those of all rounds one
+        after the other: [R, .., H] and [R, ..].
+        """
+        drawn, ranked = [], []
+        for part in plan.rounds:
+            hidden = slots.index_select(1, part.slots)
+            if part.before is not None:
+                before = drawn[-1].index_select(1, part.before)
+                tokens = ranked[-1].index_select(1, part.tokens)
+                hidden = self.head.couple(hidden, before, self.target.embed(tokens).float())
+            features = hidden * self.head.config.feature_scale
+            scores = self.target.logits(features.to(self.target.dtype))  # [R, D, V]
+            ranked.append(self._rank(rows, part, scores, probs))
+            drawn.append(hidden)
+        return torch.cat(drawn, 1), torch.cat(ranked, 1)
+
+    def _rank(
+        self, rows: list[int], part: Round, scores: Tensor, probs: dict[int, list[Tensor]]
     ) -> Tensor:
-        """Rank tokens of each path's K distributions, given scores [R, E, K, V]:
-        [R, E * K * width]. The distributions of what was drawn are added to `probs`."""
-        ranked = scores.topk(plan.width).indices.flatten(1)
+        """Rank tokens of each distribution of a round, given scores [R, D, V]: [R, D * width]. The
+        distributions of what was drawn are added to `probs`."""
+        ranked = scores.topk(part.width).indices.flatten(1)
         for number, drawn in probs.items():
             request, read = self.memory[rows[number]].request, self.pool.lengths[rows[number]]
-            depths = torch.arange(1, self.k + 1, device=ranked.device)
-            positions = (read + plan.depth + depths).repeat(len(plan.parents))
-            step = (read, plan.depth)
-            tokens, law = draw(scores[number].flatten(0, 1), request, positions, step, plan.width)
+            step = (read, part.depth)
+            tokens, law = draw(scores[number], request, read + part.depths, step, part.width)
             ranked[number] = tokens.flatten()
             drawn += [] if law is None else [law]
         return ranked
@@ -144,29 +181,33 @@ class FalconDrafter:
         rows: list[int],
         plan: Pass,
         ranked: Tensor,  # [R, ..], of the pass before
-        predicted: Tensor,
+        drawn: Tensor,  # [R, .., H]
         state: State,
     ) -> tuple[Tensor, State]:
-        """Read one drafted block per path; return its predictions [R, E, K, H] and end states."""
+        """Read one drafted block per path; return its slots [R, E * K, H] and end states."""
         paths = len(plan.parents)
-        features = predicted.index_select(1, plan.parents).flatten(0, 1)  # [R * E, K, H]
-        tokens = ranked.index_select(1, plan.blocks).view(-1, self.k)
+        features = drawn.index_select(1, plan.features) * self.head.config.feature_scale
+        tokens = ranked.index_select(1, plan.blocks)
         inputs = self.head.inputs(self.target.embed(tokens).float(), features)
         state = tuple(
             s.unflatten(1, (len(rows), -1)).index_select(2, plan.parents).flatten(1, 2)
             for s in state
         )
-        fused, state = self.head.fuse(inputs, state)
+        fused, state = self.head.fuse(inputs.view(-1, self.k, inputs.shape[-1]), state)
         starts = [self.pool.lengths[row] for row in rows]
         offsets = [*range(plan.depth - self.k, plan.depth)] * paths
-        positions = upload([start + n for start in starts for n in offsets], ranked.device)
-        bias = self._biases[plan]
+        positions = [start + n for start in starts for n in offsets]
         segments = [
-            Segment(row, start + plan.scratch, paths * self.k, bias.after(start))
+            Segment(row, start + plan.scratch, paths * self.k, self._biases[plan].after(start))
             for row, start in zip(rows, starts, strict=True)
         ]
-        output = self._decode(fused.reshape(1, -1, fused.shape[-1]), positions, segments)
-        return output.view(len(rows), paths, self.k, -1), tuple(s[:, :, -1] for s in state)
+        count = paths * self.reach
+        asks = [
+            Segment(part.row, part.stop - count, count, self._ask_biases[plan].after(start))
+            for part, start in zip(segments, starts, strict=True)
+        ]
+        slots = self._decode(fused, [*fused], positions, segments, asks)
+        return slots.view(len(rows), paths * self.k, -1), tuple(s[:, :, -1] for s in state)
 
     # -- reading what was committed --------------------------------------------------------------
 
@@ -175,34 +216,35 @@ class FalconDrafter:
         memory = self.memory[row]
         if len(memory.features) > 1:
             memory.features = [torch.cat(memory.features)]
-        again = min(max(self.k - (len(memory.ahead) - memory.old), 0), memory.old)
+        again = min(max(self.reach - (len(memory.ahead) - memory.old), 0), memory.old)
         skip = memory.old - again
         return memory.ahead[skip:], memory.features[0][skip:], again
 
     def _read(self, rows: list[int]) -> tuple[Tensor, State]:
-        """Read the new inputs of all rows; return their last K predictions and end states."""
+        """Read the new inputs of all rows; return their slots [R, K, H] and end states."""
         read = [self._inputs(row) for row in rows]
         befores = []  # the fusion's states before the first input to read
         for row, (_, _, again) in zip(rows, read, strict=True):
             place = self.memory[row].old - again
             befores.append(tuple(s[:, :, place] for s in self.memory[row].states))
         fused, states = self._fuse_ragged(read, befores)
-        positions, segments = [], []
+        positions, segments, asks = [], [], []
         for row, (ahead, _, again) in zip(rows, read, strict=True):
             start = self.pool.lengths[row] - again
             segments.append(self._read_segment(row, start, len(ahead)))
             positions += range(start, start + len(ahead))
-        positions = upload(positions, self.target.device)
-        output = self._decode(torch.cat(fused)[None], positions, segments)[0]
-        last = [part[-self.k :] for part in output.split([len(ahead) for ahead, _, _ in read])]
+            newest = start + len(ahead) - self.reach
+            asks.append(Segment(row, newest, self.reach, self._newest_bias.after(newest)))
+        blocks = torch.stack([part[-self.reach :] for part in fused])
+        slots = self._decode(blocks, fused, positions, segments, asks)
         for row, inputs, before, after in zip(rows, read, befores, states, strict=True):
             self._remember(row, inputs, before, after)
         last_states = zip(*([s[:, :, -1] for s in state] for state in states), strict=True)
-        return torch.stack(last)[:, None], tuple(torch.cat(parts, 1) for parts in last_states)
+        return slots, tuple(torch.cat(parts, 1) for parts in last_states)
 
     def _remember(self, row: int, inputs: tuple, before: State, after: State) -> None:
         ahead, features, again = inputs
-        memory, old = self.memory[row], min(self.k - 1, len(ahead))
+        memory, old = self.memory[row], min(self.reach - 1, len(ahead))
         self.pool.lengths[row] += len(ahead) - again
         memory.ahead = ahead[len(ahead) - old :]
         memory.features = [features[len(ahead) - old :]]
@@ -250,18 +292,46 @@ class FalconDrafter:
 
     # -- the head's parts ------------------------------------------------------------------------
 
-    def _decode(self, fused: Tensor, positions: Tensor, segments: list[Segment]) -> Tensor:
-        plan = Plan(self.pool, segments, fused.device)
-        return self.head.decode(
-            fused,
-            tuple(table.index_select(2, positions) for table in self._rope),
-            lambda layer, query, key, value: plan.attend(layer, query, key, value, None),
-        )
+    def _decode(
+        self,
+        blocks: Tensor,  # [.., Q, H], the fused inputs that queries are made of
+        fused: Sequence[Tensor],  # [.., H], all that is read
+        positions: list[int],
+        segments: list[Segment],
+        asks: list[Segment],  # of the queries, where these are not the inputs themselves
+    ) -> Tensor:
+        """Read fused inputs; return the slots [.., K, H] of the blocks."""
+        counts = [len(part) for part in fused]
+        sequence, rope = torch.cat([*fused])[None], self._rope_at(positions)
+        plan = Plan(self.pool, segments, sequence.device)
+        if self.head.config.reads == "own":
+            hidden = self.head.decode(sequence, rope, partial(plan.attend, scale=None))[0]
+            return torch.stack([part[-self.k :] for part in hidden.split(counts)])
+        queries = self.head.reading.queries(blocks)  # [.., Q, H]
+        ends = [0, *accumulate(counts)][1:]
+        places = [positions[end - n] for end in ends for n in range(self.reach, 0, -1)]
+        asking = Plan(self.pool, asks, sequence.device)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            plan.write(layer, key, value)
+            return asking.read(layer, query, key.shape[1], None)
+
+        flat = queries.reshape(1, -1, queries.shape[-1])
+        hidden = self.head.decode(flat, self._rope_at(places), attend, (sequence, rope))
+        return self.head.reading.slots(hidden.view_as(queries))
+
+    def _rope_at(self, positions: list[int]) -> tuple[Tensor, ...]:
+        places = upload(positions, self.target.device)
+        return tuple(table.index_select(2, places) for table in self._rope)
 
     def _bias(self, visible: Tensor) -> TreeBias:
         return TreeBias(visible, self.capacity, torch.float32, self.target.device)
 
     def _to_device(self, plan: Pass) -> Pass:
-        tensors = {name: value for name, value in vars(plan).items() if isinstance(value, Tensor)}
-        tensors.pop("visible")  # masks are made of it on the host
+        rounds = tuple(self._moved(part) for part in plan.rounds)
+        # Masks are made of `visible` on the host.
+        return replace(self._moved(plan), visible=plan.visible, rounds=rounds)
+
+    def _moved(self, plan: Pass | Round) -> Pass | Round:
+        tensors = {n: value for n, value in vars(plan).items() if isinstance(value, Tensor)}
         return replace(plan, **{n: value.to(self.target.device) for n, value in tensors.items()})

@@ -46,7 +46,7 @@ class MedusaDrafter:
                 "size"
             )
         self.heads = heads.to(target.device).eval()
-        self.target, self.tree, self.plan = target, tree, tree.passes[0]
+        self.target, self.tree = target, tree
         self.choices = tree.choices.to(target.device)
         self.depths = torch.arange(1, self.depth + 1, device=target.device)
         self.lm_heads = None
@@ -92,7 +92,7 @@ class MedusaDrafter:
         return scores.transpose(0, 1)
 
     def _tree(self, memory: Memory, scores: Tensor) -> Tree:
-        positions, width = memory.read + self.depths, self.plan.width
+        positions, width = memory.read + self.depths, self.tree.passes[0].rounds[0].width
         tokens, law = draw(scores, memory.request, positions, (memory.read,), width)
         drawn = draws_of(memory.request, () if law is None else (law,), self.tree.sources)
         return Tree(self.tree.topology, tokens.flatten()[self.choices], drawn)

@@ -17,7 +17,7 @@ Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dime
 
 import copy
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -75,13 +75,19 @@ class Plan:
         firsts = accumulate((segment.count for segment in segments), initial=0)
         self.placed = list(zip(firsts, segments, strict=False))
         self.alone = len(segments) == 1
-        if self.alone:
-            return
-        rows = [s.row for s in segments for _ in range(s.count)]
-        slots = [slot for s in segments for slot in range(s.start, s.stop)]
-        self.row_mapping, self.slot_mapping = upload(rows, device), upload(slots, device)
-        parts = _attention_groups(self.placed, device)
-        self.groups = [Group(pool, part, device) for part in parts]
+
+    @cached_property
+    def mapping(self) -> tuple[Tensor, Tensor]:
+        """Row and slot of every token, [N] each."""
+        rows = [s.row for s in self.segments for _ in range(s.count)]
+        slots = [slot for s in self.segments for slot in range(s.start, s.stop)]
+        return upload(rows, self.device), upload(slots, self.device)
+
+    @cached_property
+    def groups(self) -> list["Group"]:
+        """The rows that attend together."""
+        parts = _attention_groups(self.placed, self.device)
+        return [Group(self.pool, part, self.device) for part in parts]
 
     def on(self, device: torch.device) -> "Plan":
         """The plan of the same forward for layers on this device, made when the first one asks."""
@@ -94,26 +100,37 @@ class Plan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None):
         """Write keys and values to the pool and attend; query and result are [1, heads, N, D]."""
-        options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-        if self.alone:
-            return self._attend_alone(layer, query, key, value, options)
+        self.write(layer, key, value)
+        return self.read(layer, query, key.shape[1], scale)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write keys and values [1, kv_heads, N, D] to their rows and slots."""
+        if self.alone:  # by slices
+            segment = self.placed[0][1]
+            self.pool.write(layer, segment.row, segment.start, key, value)
+            return
+        rows, slots = self.mapping
         for kind, fresh in enumerate((key, value)):
             # Indices with a slice between them come first: [N, kv_heads, D] is what is written.
-            written = fresh[0].transpose(0, 1)
-            self.pool.layers[layer][kind, self.row_mapping, :, self.slot_mapping] = written
+            self.pool.layers[layer][kind, rows, :, slots] = fresh[0].transpose(0, 1)
+
+    def read(self, layer: int, query: Tensor, kv_heads: int, scale: float | None) -> Tensor:
+        """Attend to what is written; query and result are [1, heads, N, D].
+
+        The queries may be fewer than the tokens that a plan wrote: another plan's, whose segments
+        end where those of the first do.
+        """
+        options = {"scale": scale, "enable_gqa": query.shape[1] != kv_heads}
+        if self.alone:  # attended as it lies
+            segment = self.placed[0][1]
+            keys, values = self.pool.read(layer, segment.row, segment.stop)
+            return F.scaled_dot_product_attention(
+                query, keys, values, segment.bias, is_causal=segment.is_causal, **options
+            )
         output = torch.empty_like(query)
         for group in self.groups:
             group.attend(layer, query, output, options)
         return output
-
-    def _attend_alone(self, layer, query, key, value, options) -> Tensor:
-        """One row: written by slices, attended as it lies."""
-        segment = self.placed[0][1]
-        self.pool.write(layer, segment.row, segment.start, key, value)
-        keys, values = self.pool.read(layer, segment.row, segment.stop)
-        return F.scaled_dot_product_attention(
-            query, keys, values, segment.bias, is_causal=segment.is_causal, **options
-        )
 
 
 class Group:

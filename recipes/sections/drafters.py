@@ -14,6 +14,8 @@ class HeadSection(Section):
 
     block_size: Draft = 2  # k: tokens drafted per pass
     fusion: Literal["lstm", "linear"] = "lstm"  # of token and feature
+    reads: Literal["own", "both", "newest"] = "own"  # of a block's inputs, by each of its slots
+    coupling: Literal["none", "markov", "recurrent"] = "none"  # of a slot with the token before it
     layers: Few = 1  # decoder layers
     heads: Few | None = None  # null: as the target, for these three
     kv_heads: Few | None = None
@@ -21,7 +23,11 @@ class HeadSection(Section):
     input_norm: bool = True  # of the first decoder layer; EAGLE-1 and its serving format: false
 
     def conflicts(self) -> Iterator[str]:
-        """Query heads share key/value heads evenly."""
+        """Query heads share key/value heads evenly; a block of one slot has no other."""
+        for key, alone in (("reads", "own"), ("coupling", "none")):
+            if self.block_size == 1 and getattr(self, key) != alone:
+                needed = f"needs head.block_size above 1; a block of one slot has {alone}"
+                yield self.complaint(key, needed)
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             yield self.complaint("kv_heads", f"must divide head.heads ({self.heads})")
 

@@ -10,8 +10,10 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.models.coupling import COUPLINGS
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.fusion import FUSIONS, LSTM, LinearFusion
+from specdraft.models.reading import READINGS
 from specdraft.recipes.errors import TargetError
 from specdraft.recipes.sections.drafters import HeadSection
 
@@ -42,8 +44,21 @@ def fusion(request, monkeypatch):
     return request.param
 
 
-def test_a_recipe_knows_every_fusion():
-    assert get_args(get_type_hints(HeadSection)["fusion"]) == tuple(FUSIONS)
+# What slots read, and how they are coupled; the paper's head first.
+SLOTS = [
+    {"reads": reads, "coupling": coupling}
+    for coupling in ("none", "recurrent", "markov")
+    for reads in ("own", "both", "newest")
+    if coupling != "markov" or reads == "both"
+]
+NAMES = [f"{slots['reads']}-{slots['coupling']}" for slots in SLOTS]
+every_slot = pytest.mark.parametrize("slots", SLOTS, ids=NAMES)
+
+
+def test_a_recipe_knows_every_part():
+    known = get_type_hints(HeadSection)
+    for key, parts in (("fusion", FUSIONS), ("reads", READINGS), ("coupling", COUPLINGS)):
+        assert get_args(known[key]) == tuple(parts)
 
 
 def pairs(batch: int, length: int, hidden: int = 16):
@@ -110,40 +125,91 @@ def test_padding_never_moves_an_output(target):
 
 @pytest.mark.parametrize(("k", "layers"), [(1, 1), (2, 1), (3, 1), (2, 2)])
 def test_rollout_equals_feeding_each_block_by_hand(target, fusion, k, layers):
+    check_rollout(random_head(target, k, fusion=fusion, layers=layers))
+
+
+@every_slot
+@pytest.mark.parametrize("layers", [1, 2])
+def test_rollout_equals_feeding_each_block_by_hand_whatever_slots_read(target, slots, layers):
+    check_rollout(random_head(target, 3, fusion="lstm", layers=layers, **slots))
+
+
+def check_rollout(head):
     """Pass r at block b == running the head on true pairs up to block b - r, and then block by
     block on its own predictions."""
-    head = random_head(target, k, fusion=fusion, layers=layers)
+    k = head.config.block_size
     ahead, features = pairs(1, 4 * k)
     blocks = block_index(4 * k, k, k)[None]
     rolled = head(ahead, features, blocks, passes=3)
     for b in range(4):
+        stop = (b + 1) * k
         for number in range(min(3, b + 1)):
             fed = features.clone()
             for step in range(number):  # predict block by block, from the block before
                 start = (b - number + 1 + step) * k
-                so_far = head(ahead[:, :start], fed[:, :start], blocks[:, :start])[0]
-                fed[:, start : start + k] = so_far[:, start - k :]
-            stop = (b + 1) * k
-            expected = head(ahead[:, :stop], fed[:, :stop], blocks[:, :stop])[0]
+                fed[:, start : start + k] = head(ahead, fed, blocks)[0, :, start - k : start]
+            expected = head(ahead, fed, blocks)[0]
             torch.testing.assert_close(
                 rolled[number, :, b * k : stop], expected[:, b * k : stop], atol=1e-5, rtol=1e-4
             )
 
 
+def test_a_block_inherits_from_a_whole_block_alone(target):
+    """What drafting goes on from is always whole: a row's first block may not be."""
+    head = random_head(target, 3)
+    given, blocks = pairs(1, 11), block_index(11, 3, 2)[None]
+    rolled = head(*given, blocks, passes=2)
+    torch.testing.assert_close(rolled[1, :, :5], rolled[0, :, :5])
+    assert not torch.isclose(rolled[1, :, 5:], rolled[0, :, 5:]).all(-1).any()
+
+
+@every_slot
+@pytest.mark.parametrize("phase", [1, 2, 3])
+def test_what_a_slot_predicts_depends_on_what_it_may_know(target, slots, phase):
+    """Brute force: move one input or one token at a time and see which outputs of whole blocks
+    move. A coupled slot hears the token before its own, or all of its block's."""
+    head = random_head(target, 3, fusion="linear", layers=2, **slots)
+    (ahead, features), k = pairs(1, 12), 3
+    blocks = block_index(12, k, phase)[None]
+    whole = [i for i in range(12 - k) if blocks[0].bincount()[blocks[0, i]] == k]
+    given = {"ahead": ahead, "features": features, "drafted": ahead}
+    before = head(blocks=blocks, **given)[0, 0, whole]
+
+    def moved(name: str, j: int) -> set[int]:
+        other = given[name].clone()
+        other[0, j] += 1.0
+        after = head(blocks=blocks, **given | {name: other})[0, 0, whole]
+        return {whole[n] for n in ((after - before).abs().amax(-1) > 1e-6).nonzero()[:, 0]}
+
+    for j in range(12):
+        assert moved("features", j) == {i for i in whole if blocks[0, j] <= blocks[0, i]}
+        heard = set()  # positions i whose block's slots before drafted the token ahead of j
+        for i in whole:
+            slot = blocks[0, :i].eq(blocks[0, i]).sum()
+            drafted_before = range(i + k - 1, i + k - 1 - slot, -1)
+            if slots["coupling"] == "recurrent" and j in drafted_before:
+                heard.add(i)
+            if slots["coupling"] == "markov" and slot > 0 and j == i + k - 1:
+                heard.add(i)
+        assert moved("drafted", j) == heard
+
+
 def read_block_by_block(head, given, revised, blocks, valid, passes):
-    """What `revised` asks for, the slow way: every block, touched or not, at the end of a row of
-    its own, revised there and nowhere before; later passes as if nothing was ever revised."""
+    """What `revised` asks for, the slow way: every block, touched or not, in a row of its own,
+    revised there and nowhere else; later passes as if nothing was ever revised."""
     together = head(*given, blocks, valid, passes=passes)
     for row, length in enumerate(valid.sum(1).tolist()):
         for b in blocks[row, :length].unique():
-            here = torch.arange(blocks.shape[1])[blocks[row] == b].clamp(max=length - 1).unique()
-            stop = int(here.max()) + 1
-            one = [x[row : row + 1, :stop].clone() for x in given]
+            here = (blocks[row] == b) & valid[row]
+            one = [x[row : row + 1].clone() for x in given]
             for x, other in zip(one, revised[:2], strict=True):
-                x[0, here] = torch.where(revised[2][row, here, None], other[row, here], x[0, here])
-            alone = head(*one, blocks[row : row + 1, :stop])[0, 0]
+                x[0] = torch.where((revised[2][row] & here)[:, None], other[row], x[0])
+            drafted = given[0][row : row + 1]
+            mine = blocks[row : row + 1], valid[row : row + 1]
+            alone = head(*one, *mine, drafted=drafted)[0, 0]
+            where = here.nonzero()[:, 0]
             together = together.index_put(
-                (torch.tensor([0]), torch.tensor([row]), here), alone[here]
+                (torch.tensor([0]), torch.tensor([row]), where), alone[where]
             )
     return together
 
@@ -161,9 +227,21 @@ def outcome(predicted, valid, head):
     ("k", "layers", "share"), [(1, 1, 0.5), (2, 1, 0.2), (2, 2, 1.0), (3, 2, 0.3), (4, 1, 0.15)]
 )
 def test_a_revised_block_is_read_by_itself_alone(target, fusion, checkpointing, k, layers, share):
-    """Rows of other lengths and phases, one without any revision; also what is not revised, and so
-    is not read again, predicts what it would if it were."""
     head = random_head(target, k, fusion=fusion, layers=layers)
+    check_revision(head, checkpointing, share)
+
+
+@every_slot
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_revised_block_is_read_by_itself_alone_whatever_slots_read(target, slots, checkpointing):
+    check_revision(random_head(target, 3, layers=2, **slots), checkpointing, 0.3)
+
+
+def check_revision(head, checkpointing: bool, share: float):
+    """Rows of other lengths and phases, one without any revision; also what is not revised, and so
+    is not read again, predicts what it would if it were. Blocks that are not whole say nothing
+    unless the head is the paper's."""
+    k = head.config.block_size
     head.checkpointing = checkpointing
     given, other = pairs(4, 14), [x.flip(0) for x in pairs(4, 14)]
     blocks = torch.stack([block_index(14, k, 1 + row % k) for row in range(4)])
@@ -172,11 +250,21 @@ def test_a_revised_block_is_read_by_itself_alone(target, fusion, checkpointing, 
     touched = drawn & valid & (torch.arange(4) != 1)[:, None]
     revised = [torch.where(touched[..., None], x, y) for x, y in zip(other, given, strict=True)]
     revised = (*revised, touched)
-    expected = outcome(read_block_by_block(head, given, revised, blocks, valid, 2), valid, head)
-    together = head(*given, blocks, valid, passes=2, revised=revised)
+    by_block = read_block_by_block(head, given, revised, blocks, valid, 2)
+    together = head(*given, blocks, valid, passes=2, revised=revised, drafted=given[0])
+    if not head.config.is_plain:
+        valid = valid & whole_blocks(blocks, valid, k)
+    expected = outcome(by_block, valid, head)
     for ours, theirs in zip(outcome(together, valid, head), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
     assert not torch.allclose(together[0], head(*given, blocks, valid)[0])
+
+
+def whole_blocks(blocks, valid, k):
+    """Positions [B, T] of blocks that have all K positions, and the K - 1 tokens after them."""
+    sizes = torch.zeros_like(blocks).scatter_add(1, blocks, valid.long())
+    lengths = valid.sum(1, keepdim=True)
+    return (sizes.gather(1, blocks) == k) & (torch.arange(blocks.shape[1]) < lengths - k + 1)
 
 
 def test_revising_nothing_changes_nothing(target, fusion):
@@ -221,9 +309,22 @@ def test_checkpointing_keeps_less_and_changes_no_bit(target, revise):
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k):
+    check_draft(random_head(target, k, fusion=fusion), target)
+
+
+@every_slot
+@pytest.mark.parametrize("fusion", [*FUSIONS])
+@pytest.mark.parametrize(("k", "layers"), [(2, 1), (3, 1), (4, 1), (2, 2)])
+def test_drafting_predicts_what_is_trained_whatever_slots_read(target, slots, fusion, k, layers):
+    if layers > 1 and slots["reads"] == "own":
+        pytest.skip("keys and values of deeper layers keep the blocks they were read in")
+    check_draft(random_head(target, k, fusion=fusion, layers=layers, **slots), target)
+
+
+def check_draft(head, target):
     """Whatever was accepted before, a draft equals the head over the whole sequence at once, with
     the block boundary right-aligned at the newest position."""
-    head = random_head(target, k, fusion=fusion)
+    k = head.config.block_size
     prompt = torch.randint(VOCAB, (9,), generator=torch.Generator().manual_seed(2)).tolist()
     paths = [(0,) * n for n in range(1, 2 * k + 1)] + [(1,) + (0,) * n for n in range(2 * k)]
     drafter = FalconDrafter(head, target, StaticTree(paths, k), 1, 128)
@@ -253,8 +354,17 @@ def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k)
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_a_draft_does_not_depend_on_the_rows_beside_it(target, fusion, k):
+    check_rows(random_head(target, k, fusion=fusion), target)
+
+
+@every_slot
+def test_a_draft_does_not_depend_on_the_rows_beside_it_whatever_slots_read(target, slots):
+    check_rows(random_head(target, 3, fusion="linear", **slots), target)
+
+
+def check_rows(head, target):
     """Rows that are admitted late bring prompts, short and long, that others are read beside."""
-    head = random_head(target, k, fusion=fusion)
+    k = head.config.block_size
     tree = StaticTree([(0,), (1,), (0, 0), (0, 0, 0), (1, 0)], k)
     generator = torch.Generator().manual_seed(4)
     lengths = ((2, 9), (70, 3), (4, 12), (30, 5), (5, 9), (100, 6), (3, 4))
@@ -272,7 +382,7 @@ def test_a_draft_does_not_depend_on_the_rows_beside_it(target, fusion, k):
 
 
 def brute_force_draft(head, target, tokens, draft, k):
-    """Redo the two chains of a draft by whole-sequence forwards of the head."""
+    """Redo the two chains of a draft by whole-sequence forwards of the head, slot by slot."""
     ids = torch.tensor([tokens])
     features, ahead = target.features(ids)[:, :-1], target.embed(ids[:, 1:])
     expected = {}
@@ -281,16 +391,18 @@ def brute_force_draft(head, target, tokens, draft, k):
         path = ()
         for number in range(2):
             count = fed.shape[1]
-            blocks = block_index(count, k, (count - 1) % k + 1)[None]
-            out = head(next_ahead, fed, blocks)[0][:, -k:]
-            ranked = target.logits(out)[0].topk(2).indices
+            # A block that nobody sees brings the tokens that coupled slots hear.
+            blocks = block_index(count + k, k, (count - 1) % k + 1)[None]
+            blind = torch.nn.functional.pad(fed, (0, 0, 0, k))
             for n in range(k):
+                heard = torch.nn.functional.pad(next_ahead, (0, 0, 0, k - n))
+                out = head(heard, blind, blocks)[0][:, count - k : count]
                 rank = first if number == n == 0 else 0
                 path = (*path, rank)
-                expected[path] = int(ranked[n, rank])
-            block = torch.tensor([[expected[path[: len(path) - k + n + 1]] for n in range(k)]])
+                expected[path] = int(target.logits(out)[0, n].topk(2).indices[rank])
+                chosen = target.embed(torch.tensor([[expected[path]]]))
+                next_ahead = torch.cat((next_ahead, chosen), 1)
             fed = torch.cat((fed, out), 1)
-            next_ahead = torch.cat((next_ahead, target.embed(block)), 1)
     return expected
 
 

@@ -80,6 +80,7 @@ class CoupledGlancing:
             keep=None if isolated else revealed,
             passes=self.recipe.train.rollout,
             revised=(*revised, revealed) if isolated and revealed.any() else None,
+            drafted=given[0],
         )  # [R, B, L, H]
         rows, positions = counted.nonzero(as_tuple=True)  # N positions
         sums = head_loss(

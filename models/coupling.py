@@ -1,0 +1,61 @@
+"""How the slots of a block know each other: slot s hears which token slot s - 1 has drafted.
+
+Without it the tokens of a block are chosen blind to each other. With h^_s a slot's output and x_s
+the token drafted before it,
+
+    markov      h_s = h^_s + D A e(x_s), A: H -> H/4: a low-rank bigram bias through the lm_head, as
+                the Markov head of DSpark
+    recurrent   h_0 = h^_0; z = [h^_s; h_(s-1); e(x_s)]; h_s = h^_s + D (silu(G z) * U z)
+
+D is zero at the start, so that training begins without coupling. In training x_s is the true token:
+that is the very condition when drafting, where only accepted prefixes matter.
+
+Shapes: .. any, H hidden.
+"""
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, cat, nn
+
+
+class Coupling(Protocol):
+    """What a head asks of it; made from H."""
+
+    def __call__(self, hidden: Tensor, before: Tensor, token: Tensor) -> Tensor:
+        """A slot's output, the coupled one of the slot before, and the embedding of the token
+        drafted from that, each [.., H], at unit scale; returns what the slot predicts [.., H]."""
+
+
+class Markov(nn.Module):
+    """A low-rank bias from the token alone."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.down = nn.Linear(width, max(1, width // 4), bias=False)
+        self.up = nn.Linear(max(1, width // 4), width, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, hidden: Tensor, before: Tensor, token: Tensor) -> Tensor:
+        return hidden + self.up(self.down(token))
+
+
+class Recurrent(nn.Module):
+    """A gated cell that all slots share."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.gate_up = nn.Linear(3 * width, 2 * width, bias=False)
+        self.down = nn.Linear(width, width, bias=False)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, hidden: Tensor, before: Tensor, token: Tensor) -> Tensor:
+        gate, up = self.gate_up(cat((hidden, before, token), -1)).chunk(2, -1)
+        return hidden + self.down(F.silu(gate) * up)
+
+
+COUPLINGS: dict[str, type[Coupling] | None] = {
+    "none": None,
+    "markov": Markov,
+    "recurrent": Recurrent,
+}
