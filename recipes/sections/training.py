@@ -46,6 +46,7 @@ class TrainSection(Section):
     seed: Seed = 0
     precision: Dtype = "float32"  # of the head's forward; master weights are float32
     rollout: Draft = 1  # passes over the head's own features in training
+    alignments: Literal["one", "all"] = "one"  # of a row's blocks at a step; one: drawn
     checkpointing: bool = False  # backward runs a student's layers, a head's passes again
     eval_every: Count | None = None  # steps between evaluations; null: at the end only
     save_every: Count | None = None  # steps between checkpoints; null: at the end only

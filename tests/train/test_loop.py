@@ -328,7 +328,8 @@ def test_a_position_is_supervised_when_the_token_it_drafts_is():
     for k in (1, 2, 3):
         batch = collate([row, short], [(0, 0, 0), (0, 0, 1)], k)
         for i in range(6):
-            answered = i + k + 1 <= 6 and bool(mask[i + k + 1])
+            whole = batch.blocks[0, i] > 0 or batch.blocks[0].eq(0).sum() == k
+            answered = i + k + 1 <= 6 and bool(mask[i + k + 1]) and whole
             assert bool(batch.supervised[0, i]) == answered
         assert not batch.supervised[1].any()
         assert batch.valid.sum(1).tolist() == [6, 1]

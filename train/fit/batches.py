@@ -79,6 +79,11 @@ class Batch:
     lengths: list[int]  # tokens of each row
     keys: list[Key]
 
+    @property
+    def read(self) -> int:
+        """Tokens of the rows, each counted once."""
+        return sum(self.lengths)
+
     def to(self, device: torch.device) -> Self:
         """Return a copy on another device."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -103,6 +108,11 @@ class HeadBatch(Batch):
     valid: Tensor  # [B, L] bool
     supervised: Tensor  # [B, L] bool, position i has an answer that counts
     block_size: int
+    alignments: int = 1  # how many times every row comes, each with other blocks
+
+    @property
+    def read(self) -> int:
+        return sum(self.lengths) // self.alignments
 
     def generators(self, purpose: str, device: torch.device | str = "cpu") -> Iterator:
         """Yield one generator per row, keyed by the row's place in training."""
@@ -118,30 +128,44 @@ class HeadBatch(Batch):
         return noise
 
 
-def collate(rows: list[dict], keys: list[Key], block_size: int) -> HeadBatch:
+def collate(
+    rows: list[dict], keys: list[Key], block_size: int, all_alignments: bool = False
+) -> HeadBatch:
     """Pad rows {"input_ids", "loss_mask", "features"} to one micro-batch.
 
-    The size of each row's first block is drawn from 1..k: drafting meets every alignment.
+    Drafting meets every alignment of blocks: the size of each row's first block is drawn from 1..k
+    or, with `all_alignments`, every row comes k times, once with each.
     """
+    phases = [range(1, block_size + 1)] * len(rows)
+    if not all_alignments:
+        phases = [[_drawn_phase(key, block_size)] for key in keys]
+    rows, keys = (
+        [one for one, own in zip(each, phases, strict=True) for _ in own] for each in (rows, keys)
+    )
     lengths = [len(row["input_ids"]) for row in rows]
-    width, blocks = max(lengths) - 1, []
-    for key in keys:
-        generator = keyed_generator(*key, "phase")
-        phase = int(torch.randint(1, block_size + 1, (), generator=generator))
-        blocks.append(block_index(width, block_size, phase))
+    width = max(lengths) - 1
+    blocks = [block_index(width, block_size, phase) for own in phases for phase in own]
     # Position i drafts t_(i+k+1), so its mask is the mask of that token.
     answered = nn.functional.pad(padded(rows, "loss_mask"), (0, block_size))[:, block_size + 1 :]
+    blocks = torch.stack(blocks)
     return HeadBatch(
         lengths,
         keys,
         tokens=padded(rows, "input_ids"),
         features=padded(rows, "features"),
-        blocks=torch.stack(blocks),
+        blocks=blocks,
         offsets=torch.stack([block_offsets(b) for b in blocks]),
         valid=torch.arange(width) < torch.tensor(lengths)[:, None] - 1,
-        supervised=answered.bool(),
+        # Drafting goes on from whole blocks alone: a short first one has nothing to learn.
+        supervised=answered.bool() & ((blocks > 0) | ((blocks == 0).sum(1, True) == block_size)),
         block_size=block_size,
+        alignments=block_size if all_alignments else 1,
     )
+
+
+def _drawn_phase(key: Key, block_size: int) -> int:
+    generator = keyed_generator(*key, "phase")
+    return int(torch.randint(1, block_size + 1, (), generator=generator))
 
 
 def padded(rows: list[dict], name: str) -> Tensor:

@@ -35,7 +35,7 @@ class CoupledGlancing:
 
     def collate(self, rows: list[dict], keys: list[Key]) -> HeadBatch:
         """Pad rows {"input_ids" [T], "loss_mask" [T], "features" [T, H]} to a micro-batch."""
-        return collate(rows, keys, self.block_size)
+        return collate(rows, keys, self.block_size, self.recipe.train.alignments == "all")
 
     def plan(self, head: nn.Module, batch: HeadBatch, progress: float) -> tuple[Tensor, Tensor]:
         """Return the revealed positions [B, L] and the positions that carry loss [B, L].
