@@ -1,20 +1,23 @@
 """Tiny random targets and heads: every claim about exactness holds for any weights."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.falcon import FalconConfig, FalconHead, block_index
 from specdraft.models.target import Target
 
 VOCAB, HIDDEN = 23, 16
 
 
-def random_target(seed: int = 0, kv_heads: int = 2, sharpness: float = 8.0) -> Target:
+def random_target(
+    seed: int = 0, kv_heads: int = 2, sharpness: float = 8.0, vocab: int = VOCAB
+) -> Target:
     """A Llama of two layers over 23 tokens; sharp enough that greedy choices are no near-ties."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=HIDDEN,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -51,6 +54,24 @@ def random_head(target: Target, block_size: int = 2, seed: int = 1, **changes) -
             if not weight.any():
                 weight.normal_(std=0.2)
     return head
+
+
+@torch.inference_mode()
+def draft_logits(head: FalconHead, target: Target, tokens: list[int], drafted: list[int]) -> Tensor:
+    """Logits [V] of the token that a draft behind `tokens` goes on with after those `drafted`: by
+    forwards of the whole sequence, block by block."""
+    k, ids = head.config.block_size, torch.tensor([tokens])
+    features, ahead = target.features(ids)[:, :-1], target.embed(ids[:, 1:])
+    for start in range(0, len(drafted) + 1, k):
+        count, block = features.shape[1], drafted[start : start + k]
+        ahead = torch.cat((ahead, target.embed(torch.tensor([block], dtype=torch.long))), 1)
+        # A block that nobody sees brings the tokens that coupled slots hear.
+        blocks = block_index(count + k, k, (count - 1) % k + 1)[None]
+        heard = F.pad(ahead, (0, 0, 0, k - len(block)))
+        slots = head(heard, F.pad(features, (0, 0, 0, k)), blocks)[0][:, count - k : count]
+        if len(block) < k:
+            return target.logits(slots)[0, len(block)]
+        features = torch.cat((features, slots), 1)
 
 
 def kept_for_backward(module: nn.Module, *inputs, **options) -> tuple[Tensor, int]:

@@ -30,6 +30,7 @@ from specdraft.models.target_files import identity_of, model_folder
 from specdraft.models.tokenizer import load_tokenizer
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
+from specdraft.train.draft_cost import compared
 from specdraft.train.fit.schedules import total_steps
 from specdraft.train.student_plan import StudentPlan
 
@@ -140,7 +141,7 @@ def plan_lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tup
         held = format_bytes(shape.parameters * BYTES[recipe.target.dtype])
         placement = f"target.device_map = {spread}: {held} over the devices of one process"
         lines.append(("placement", placement))
-    lines += plan.student.lines() if plan.student else [("head", _head_line(plan, recipe))]
+    lines += plan.student.lines() if plan.student else _head_lines(plan, recipe)
     output = ("output", str(recipe.output.dir))
     if not plan.drafter_parameters:
         return [*lines, output]
@@ -158,13 +159,17 @@ def plan_lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tup
     ]
 
 
-def _head_line(plan: Plan, recipe: Recipe) -> str:
+def _head_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
     head, medusa = recipe.head, recipe.medusa
-    kind = f"k = {head.block_size}, {head.fusion}"
+    kind, costs = f"k = {head.block_size}, {head.fusion}", {}
     if medusa.given:
         kind = f"{medusa.heads} Medusa heads, {medusa.lm_heads} lm_heads"
+    else:
+        kind += f", reads {head.reads}, coupling {head.coupling}"
+        costs = compared(head_config(recipe, plan.target), BYTES[recipe.target.dtype])
     size = f"{plan.drafter_parameters / 1e6:.1f} M parameters"
-    return f"{kind}: {size} = {plan.head_layers:.2f} decoder layers of the target"
+    line = f"{kind}: {size} = {plan.head_layers:.2f} decoder layers of the target"
+    return [("head", line), *((name, f"reads {cost}") for name, cost in costs.items())]
 
 
 def _steps_line(plan: Plan, recipe: Recipe, ranks: int) -> str:
@@ -240,6 +245,7 @@ def _head_parameters(recipe: Recipe, shape: TargetShape) -> int:
 def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> int:
     """Estimate the bytes one process holds while training a head."""
     width = shape.hidden_size
+    rows *= recipe.head.block_size if recipe.train.alignments == "all" else 1
     target = shape.parameters if recipe.data.features == "online" else shape.embedding_parameters
     features = 4 * rows * recipe.data.max_length * width * 4  # as read, float32, noise, revised
     weights = BYTES_PER_PARAMETER * parameters + BYTES[recipe.target.dtype] * target
@@ -252,8 +258,9 @@ def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> i
         return held + slopes + rows * recipe.data.max_length * floats * 4
     inner = recipe.head.intermediate or shape.intermediate_size
     # Kept for backward per position: inputs 2H, what the fusion keeps, per decoder layer about 12H
-    # and the MLP's 4I.
+    # and the MLP's 4I; of a coupled slot 8H.
     fused = (2 + FUSIONS[recipe.head.fusion].KEPT) * width
+    fused += 8 * width if recipe.head.coupling != "none" else 0
     layers, passes = recipe.head.layers * (12 * width + 4 * inner), recipe.train.rollout
     floats = passes * (fused + layers)
     if recipe.train.checkpointing:  # one pass at a time, and keys and values of all

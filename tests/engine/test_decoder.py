@@ -22,6 +22,7 @@ def target():
 
 
 HEADS = {"lstm": ((1, 1), (2, 2), (4, 1)), "linear": ((2, 1), (3, 2))}  # k and layers
+COUPLED = (("own", "recurrent", 2), ("both", "recurrent", 3), ("newest", "markov", 4))
 
 
 def drafters(target, rows: int):
@@ -32,6 +33,10 @@ def drafters(target, rows: int):
             head = random_head(target, k, fusion=fusion, layers=layers)
             tree = StaticTree(PATHS, k)
             yield f"{fusion} k={k} x{layers}", FalconDrafter(head, target, tree, rows, 128)
+    for reads, coupling, k in COUPLED:
+        head = random_head(target, k, fusion="linear", reads=reads, coupling=coupling)
+        drafter = FalconDrafter(head, target, StaticTree(PATHS, k), rows, 128)
+        yield f"{reads} {coupling} k={k}", drafter
 
 
 def foreseen(target, rows: int, prompt: list[int], answer: list[int]):

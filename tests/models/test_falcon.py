@@ -4,7 +4,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from random_models import VOCAB, kept_for_backward, random_head, random_target
+from random_models import VOCAB, draft_logits, kept_for_backward, random_head, random_target
 
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
@@ -347,7 +347,7 @@ def check_draft(head, target):
     assert len(seen) == len(done.steps) - 1 > 3
     for draft, step in zip(seen, done.steps, strict=False):
         length += step.emitted
-        expected = brute_force_draft(head, target, tokens[:length], draft, k)
+        expected = brute_force_draft(head, target, tokens[:length], k)
         assert len(expected) == len(draft)
         assert {path: draft[path] for path in expected} == expected
 
@@ -381,28 +381,16 @@ def check_rows(head, target):
     assert drafted(3, requests) == [drafted(1, [request])[0] for request in requests]
 
 
-def brute_force_draft(head, target, tokens, draft, k):
-    """Redo the two chains of a draft by whole-sequence forwards of the head, slot by slot."""
-    ids = torch.tensor([tokens])
-    features, ahead = target.features(ids)[:, :-1], target.embed(ids[:, 1:])
+def brute_force_draft(head, target, tokens, k):
+    """Redo the two chains of a draft, slot by slot."""
     expected = {}
     for first in (0, 1):
-        fed, next_ahead = features, ahead
-        path = ()
-        for number in range(2):
-            count = fed.shape[1]
-            # A block that nobody sees brings the tokens that coupled slots hear.
-            blocks = block_index(count + k, k, (count - 1) % k + 1)[None]
-            blind = torch.nn.functional.pad(fed, (0, 0, 0, k))
-            for n in range(k):
-                heard = torch.nn.functional.pad(next_ahead, (0, 0, 0, k - n))
-                out = head(heard, blind, blocks)[0][:, count - k : count]
-                rank = first if number == n == 0 else 0
-                path = (*path, rank)
-                expected[path] = int(target.logits(out)[0, n].topk(2).indices[rank])
-                chosen = target.embed(torch.tensor([[expected[path]]]))
-                next_ahead = torch.cat((next_ahead, chosen), 1)
-            fed = torch.cat((fed, out), 1)
+        path, drafted = (), []
+        for rank in (first, *[0] * (2 * k - 1)):
+            path = (*path, rank)
+            logits = draft_logits(head, target, tokens, drafted)
+            expected[path] = int(logits.topk(2).indices[rank])
+            drafted.append(expected[path])
     return expected
 
 

@@ -1,0 +1,57 @@
+"""What a draft of a head reads from memory, which is what it costs where one row is decoded.
+
+A pass reads every weight of the head once, the coupling once per slot after the first; the lm_head
+is read at every depth, at once for uncoupled slots. At long drafts these bytes, and the number of
+passes that wait for each other, are a drafter's price (EAGLE-1, arXiv 2401.15077, and the LSTM of
+Falcon's paper are what it is compared with).
+
+Shapes: V vocabulary, H hidden, K block size.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from specdraft.models.falcon import FalconConfig, FalconHead
+
+HEAD_BYTES = 4  # a drafter runs its head in float32
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """Bytes read per pass; a pass drafts `depths` tokens of every path."""
+
+    head: int
+    lm_head: int
+    depths: int
+
+    @classmethod
+    def of(cls, config: FalconConfig, lm_head_bytes: int) -> "DraftCost":
+        """The cost of a head whose lm_head has so many bytes per weight."""
+        with torch.device("meta"):
+            head = FalconHead(config)
+        coupling = sum(p.numel() for p in head.coupling.parameters()) if head.coupling else 0
+        weights = sum(p.numel() for p in head.parameters())
+        weights += (config.block_size - 2) * coupling if coupling else 0
+        rounds = config.block_size if head.coupling else 1
+        lm_head = rounds * config.vocab_size * config.hidden_size * lm_head_bytes
+        return cls(HEAD_BYTES * weights, lm_head, config.block_size)
+
+    def __str__(self) -> str:
+        pass_, token = self.head + self.lm_head, (self.head + self.lm_head) / self.depths
+        return (
+            f"{pass_ / 1e6:,.0f} MB per pass (head {self.head / 1e6:,.0f}, lm_head "
+            f"{self.lm_head / 1e6:,.0f}), {token / 1e6:,.0f} MB per drafted token"
+        )
+
+
+def compared(config: FalconConfig, lm_head_bytes: int) -> dict[str, DraftCost]:
+    """A head's cost, and that of EAGLE-1 and of the paper's head for the same target."""
+    paper = {"fusion": "lstm", "reads": "own", "coupling": "none"}
+    eagle = paper | {"fusion": "linear", "block_size": 1, "input_norm": False}
+    heads = {
+        "draft": config,
+        "EAGLE-1's": replace(config, **eagle),
+        "Falcon's LSTM's": replace(config, **paper | {"block_size": max(2, config.block_size)}),
+    }
+    return {name: DraftCost.of(each, lm_head_bytes) for name, each in heads.items()}
