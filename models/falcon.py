@@ -29,8 +29,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdraft.models.blocks import BlockLayout, rollout_mask
+from specdraft.models.feature_layers import cache_command
 from specdraft.models.fusion import FUSIONS, State
 from specdraft.models.saved import SavedConfig, SavedHead, Scale, Vocabulary, load_saved
+from specdraft.recipes.errors import HeadError
 from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Width, shown
 
 # attend(layer, query [S, heads, T, D], key, value [S, kv_heads, T, D]) -> [S, heads, T, D]
@@ -63,9 +65,14 @@ class FalconConfig(SavedConfig):
     embed_scale: Scale = 1.0
     feature_scale: Scale = 1.0
     target: dict = field(default_factory=dict)  # identity of the target it was trained for
+    # Of the target, read beside its last feature: models/feature_layers.py.
+    feature_layers: tuple[Few, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON has lists
+        if len(set(self.feature_layers)) < len(self.feature_layers):
+            raise ValueError(f"feature_layers = {shown(self.feature_layers)}: each layer once")
         if self.fusion not in FUSIONS:
             raise ValueError(f"fusion = {shown(self.fusion)}: must be one of {', '.join(FUSIONS)}")
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
@@ -148,8 +155,32 @@ class FalconHead(SavedHead, tags=["falcon"]):
         half = width // config.heads // 2
         inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
         self.register_buffer("inverse_frequency", inverse, persistent=False)
+        count = len(config.feature_layers)
+        # Zero, and drawn from no generator: a head with layers begins as the head without.
+        self.layer_fusion = nn.Parameter(torch.zeros(width, count * width)) if count else None
 
     # -- the seam shared by training and drafting ------------------------------------------------
+
+    def join(self, features: Tensor) -> Tensor:
+        """Fuse wide features [.., (1 + n) * H] into features [.., H]: f + s F [norm l_1; ..; norm
+        l_n], with s the feature scale. Without layers they are returned as they are.
+
+        Raises HeadError for features without the layers that this head reads.
+        """
+        config, width = self.config, self.config.hidden_size
+        found, wanted = features.shape[-1] / width, 1 + len(config.feature_layers)
+        if found != wanted:
+            raise HeadError(
+                f"this head reads layers {list(config.feature_layers)} of the target beside its "
+                f"feature, {wanted} x {width} numbers a token, and was given {found:g} x {width}; "
+                f"make a cache for it with: {cache_command(config.feature_layers)}"
+            )
+        if not config.feature_layers:
+            return features
+        layers = features[..., width:].unflatten(-1, (-1, width))
+        normed = F.rms_norm(layers, (width,), eps=config.norm_eps).flatten(-2)
+        fused = F.linear(normed, self.layer_fusion)
+        return features[..., :width] + config.feature_scale * fused
 
     def inputs(self, ahead: Tensor, features: Tensor) -> Tensor:
         """Join e(t_{i+1}) and f_i, each [.., H], brought to unit scale: [.., 2H]."""
@@ -174,7 +205,7 @@ class FalconHead(SavedHead, tags=["falcon"]):
     def forward(
         self,
         ahead: Tensor,  # [B, T, H], e(t_{i+1})
-        features: Tensor,  # [B, T, H], f_i
+        features: Tensor,  # [B, T, (1 + n) * H], f_i and layers of the target
         blocks: Tensor,  # [B, T], index of the block each position belongs to, from 0
         valid: Tensor | None = None,  # [B, T], False at padding
         keep: Tensor | None = None,  # [B, T], positions whose given feature stays in later passes
@@ -190,6 +221,9 @@ class FalconHead(SavedHead, tags=["falcon"]):
         With `revised`, the first prediction is that of blocks which read these inputs in place of
         their own, each for itself: what precedes a block, LSTM state included, stays as given.
         """
+        features = self.join(features)
+        if revised is not None:
+            revised = (revised[0], self.join(revised[1]), revised[2])
         rope = self.rope(torch.arange(ahead.shape[1], device=ahead.device)[None])
         layout = BlockLayout(blocks, self.config.block_size) if passes > 1 else None
         seen: Seen = [() for _ in self.layers]

@@ -26,8 +26,7 @@ from specdraft.models.shapes import (
     medusa_config,
     target_shape,
 )
-from specdraft.models.target_files import identity_of, model_folder
-from specdraft.models.tokenizer import load_tokenizer
+from specdraft.models.target_files import identity_of, load_tokenizer, model_folder
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
 from specdraft.train.fit.schedules import total_steps
@@ -161,6 +160,8 @@ def plan_lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tup
 def _head_line(plan: Plan, recipe: Recipe) -> str:
     head, medusa = recipe.head, recipe.medusa
     kind = f"k = {head.block_size}, {head.fusion}"
+    if layers := recipe.data.feature_layers:
+        kind += f", reads layers {', '.join(map(str, layers))} of the target"
     if medusa.given:
         kind = f"{medusa.heads} Medusa heads, {medusa.lm_heads} lm_heads"
     size = f"{plan.drafter_parameters / 1e6:.1f} M parameters"
@@ -184,7 +185,10 @@ def _cache_line(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> str:
         return f"none: the target runs in training, {held} {where}"
     if plan.student and not plan.student.features:
         return "none: unused"
-    cache = f"{Storage.of(recipe.data).token_bytes(plan.target.hidden_size)} bytes per token"
+    storage = Storage.of(recipe.data)
+    cache = f"{storage.token_bytes(plan.target.hidden_size)} bytes per token"
+    if storage.layers:
+        cache += f", {len(storage.layers)} layers beside the feature"
     if plan.tokens is None:
         return cache
     needed = 2.0 * plan.target.parameters * plan.tokens / ranks
@@ -241,7 +245,8 @@ def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> i
     """Estimate the bytes one process holds while training a head."""
     width = shape.hidden_size
     target = shape.parameters if recipe.data.features == "online" else shape.embedding_parameters
-    features = 4 * rows * recipe.data.max_length * width * 4  # as read, float32, noise, revised
+    # As read, float32, noise, revised.
+    features = 4 * rows * recipe.data.max_length * Storage.of(recipe.data).parts * width * 4
     weights = BYTES_PER_PARAMETER * parameters + BYTES[recipe.target.dtype] * target
     held = weights + features + LOGITS_BYTES
     if recipe.medusa.given:
