@@ -10,14 +10,16 @@ from specdraft.models.target import Target
 VOCAB, HIDDEN = 23, 16
 
 
-def random_target(seed: int = 0, kv_heads: int = 2, sharpness: float = 8.0) -> Target:
-    """A Llama of two layers over 23 tokens; sharp enough that greedy choices are no near-ties."""
+def random_target(
+    seed: int = 0, kv_heads: int = 2, sharpness: float = 8.0, layers: int = 2
+) -> Target:
+    """A small Llama over 23 tokens; sharp enough that greedy choices are no near-ties."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         max_position_embeddings=256,
@@ -45,7 +47,10 @@ def random_head(target: Target, block_size: int = 2, seed: int = 1, **changes) -
         target=target.identity(),
         **changes,
     )
-    return FalconHead(config).eval()
+    head = FalconHead(config).eval()
+    if head.layer_fusion is not None:  # made as zeros
+        nn.init.normal_(head.layer_fusion, std=0.5)
+    return head
 
 
 def kept_for_backward(module: nn.Module, *inputs, **options) -> tuple[Tensor, int]:
