@@ -24,7 +24,7 @@ from specdraft.models.embeddings import (
     check_no_bias,
     model_without_weights,
 )
-from specdraft.models.feature_layers import Layers, wide_features
+from specdraft.models.feature_layers import Layers, check_layers, wide_features
 from specdraft.models.placement import is_kept_elsewhere, loading_options, runs_on, shared
 from specdraft.models.target_files import (
     folder_here,
@@ -232,6 +232,13 @@ class Target:
         """Input embedding: ids [..] to vectors [.., H]."""
         with self._lock:
             return self.embedding(ids)
+
+    def check_layers(self, layers: Layers, **asked: str) -> None:
+        """Raise TargetError for layers that it does not have; asked: see `check_layers`."""
+        if layers:
+            check_layers(
+                layers, self.config.get_text_config().num_hidden_layers, self.name, **asked
+            )
 
     def check_runs(self) -> None:
         """Raise TargetError where the layers are not loaded, with the reason."""

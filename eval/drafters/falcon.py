@@ -24,7 +24,6 @@ from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree
 from specdraft.models.falcon import FalconHead, block_index
-from specdraft.models.feature_layers import check_layers
 from specdraft.models.fusion import State
 from specdraft.models.target import Target
 
@@ -61,8 +60,8 @@ class FalconDrafter:
         tree.check_vocabulary(target)
         config = head.config
         self.feature_layers = config.feature_layers
-        count, retrain = target.config.num_hidden_layers, "train a head for this target"
-        check_layers(self.feature_layers, count, target.name, "the head's feature_layers", retrain)
+        asked = {"key": "the head's feature_layers", "way_out": "train a head for this target"}
+        target.check_layers(self.feature_layers, **asked)
         if tree.block_size != config.block_size:
             raise ValueError(f"tree for blocks of {tree.block_size}, head of {config.block_size}")
         self.head = head.to(target.device).eval()

@@ -17,7 +17,6 @@ from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.request import Request
-from specdraft.models.feature_layers import check_layers
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 
@@ -74,7 +73,7 @@ def build_caches(
     With data.features=online there is no feature cache: the target goes on computing them.
     announce: see `build_features`.
     """
-    check_layers(recipe.data.feature_layers, target.config.num_hidden_layers, target.name)
+    target.check_layers(recipe.data.feature_layers)
     tokens = build_token_cache(recipe, target, accelerator)
     if recipe.data.features == "online":
         return tokens, OnlineFeatures(recipe, tokens, target)
