@@ -62,7 +62,8 @@ def show(
     if isinstance(features, FeatureCache):
         size = sum(entry["bytes"] for entry in features.manifest["shards"].values())
         table.add_row("features at", f"{features.directory} ({size / 2**20:.1f} MiB)")
-        table.add_row("features", f"{sum(features.kept):,} stored{_quantised(features)}")
+        layers = f" with layers {list(own)}" if (own := features.storage.layers) else ""
+        table.add_row("features", f"{sum(features.kept):,} stored{layers}{_quantised(features)}")
     else:
         table.add_row("features", "none kept (data.features=online)")
     console.print(table)

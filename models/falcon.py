@@ -5,7 +5,7 @@ target's feature. A two-layer LSTM fuses the sequence of pairs, a decoder layer 
 attention mixes it, and the output at i predicts the feature k ahead, f_{i+k}, whose lm_head drafts
 t_{i+k+1}. With k = 1 and a linear fusion it is EAGLE-1. The head holds no embedding and no lm_head:
 those are the target's. Beyond the paper, the slots of a block may read the newest input
-(`models/reading.py`) and the token drafted before their own (`models/coupling.py`).
+(`models/sar/reading.py`) and the token drafted before their own (`models/sar/coupling.py`).
 
 Relaxed causal mask, k = 2, first block of one position (phase 1): x sees what is marked.
 
@@ -30,11 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specdraft.models.blocks import BlockLayout, rollout_mask
-from specdraft.models.coupling import COUPLINGS
-from specdraft.models.fusion import FUSIONS, State
-from specdraft.models.reading import READINGS
+from specdraft.models.sar.blocks import BlockLayout, rollout_mask
+from specdraft.models.sar.coupling import COUPLINGS
+from specdraft.models.feature_layers import cache_command
+from specdraft.models.sar.fusion import FUSIONS, State
+from specdraft.models.sar.reading import READINGS
 from specdraft.models.saved import SavedConfig, SavedHead, Scale, Vocabulary, load_saved
+from specdraft.recipes.errors import HeadError
 from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Width, shown
 
 # attend(layer, query [S, heads, Q, D], key, value [S, kv_heads, T, D]) -> [S, heads, Q, D]
@@ -70,9 +72,14 @@ class FalconConfig(SavedConfig):
     embed_scale: Scale = 1.0
     feature_scale: Scale = 1.0
     target: dict = field(default_factory=dict)  # identity of the target it was trained for
+    # Of the target, read beside its last feature: models/feature_layers.py.
+    feature_layers: tuple[Few, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON has lists
+        if len(set(self.feature_layers)) < len(self.feature_layers):
+            raise ValueError(f"feature_layers = {shown(self.feature_layers)}: each layer once")
         parts = {"fusion": FUSIONS, "reads": READINGS, "coupling": COUPLINGS}
         for key, known in parts.items():
             if (value := getattr(self, key)) not in known:
@@ -192,8 +199,32 @@ class FalconHead(SavedHead, tags=["falcon"]):
         half = width // config.heads // 2
         inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
         self.register_buffer("inverse_frequency", inverse, persistent=False)
+        count = len(config.feature_layers)
+        # Zero, and drawn from no generator: a head with layers begins as the head without.
+        self.layer_fusion = nn.Parameter(torch.zeros(width, count * width)) if count else None
 
     # -- the seam shared by training and drafting ------------------------------------------------
+
+    def join(self, features: Tensor) -> Tensor:
+        """Fuse wide features [.., (1 + n) * H] into features [.., H]: f + s F [norm l_1; ..; norm
+        l_n], with s the feature scale. Without layers they are returned as they are.
+
+        Raises HeadError for features without the layers that this head reads.
+        """
+        config, width = self.config, self.config.hidden_size
+        found, wanted = features.shape[-1] / width, 1 + len(config.feature_layers)
+        if found != wanted:
+            raise HeadError(
+                f"this head reads layers {list(config.feature_layers)} of the target beside its "
+                f"feature, {wanted} x {width} numbers a token, and was given {found:g} x {width}; "
+                f"make a cache for it with: {cache_command(config.feature_layers)}"
+            )
+        if not config.feature_layers:
+            return features
+        layers = features[..., width:].unflatten(-1, (-1, width))
+        normed = F.rms_norm(layers, (width,), eps=config.norm_eps).flatten(-2)
+        fused = F.linear(normed, self.layer_fusion)
+        return features[..., :width] + config.feature_scale * fused
 
     def inputs(self, ahead: Tensor, features: Tensor) -> Tensor:
         """Join e(t_{i+1}) and f_i, each [.., H], at the target's scales: [.., 2H] at unit scale."""
@@ -233,7 +264,7 @@ class FalconHead(SavedHead, tags=["falcon"]):
     def forward(
         self,
         ahead: Tensor,  # [B, T, H], e(t_{i+1})
-        features: Tensor,  # [B, T, H], f_i
+        features: Tensor,  # [B, T, (1 + n) * H], f_i and layers of the target
         blocks: Tensor,  # [B, T], index of the block each position belongs to, from 0
         valid: Tensor | None = None,  # [B, T], False at padding
         keep: Tensor | None = None,  # [B, T], positions whose given feature stays in later passes
@@ -253,6 +284,9 @@ class FalconHead(SavedHead, tags=["falcon"]):
 
         Unless the head is the paper's, predictions of blocks that are not whole mean nothing.
         """
+        features = self.join(features)
+        if revised is not None:
+            revised = (revised[0], self.join(revised[1]), revised[2])
         rope = self.rope(torch.arange(ahead.shape[1], device=ahead.device)[None])
         layout = None
         if passes > 1 or not self.config.is_plain:

@@ -125,6 +125,9 @@ def _check_eagle(config: FalconConfig) -> None:
     elif config.input_norm:
         reason = "its first layer normalises its input, the layout's does not, and a norm is not "
         reason += "linear: train one with head.input_norm=false"
+    elif config.feature_layers:
+        reason = f"it reads layers {list(config.feature_layers)} of the target, the layout's none: "
+        reason += "train one with data.feature_layers=[]"
     else:
         return
     raise HeadError(f"this head has no serving format: {reason}")

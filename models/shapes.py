@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from transformers import AutoConfig, PretrainedConfig
 
 from specdraft.models.falcon import FalconConfig
+from specdraft.models.feature_layers import check_layers as check_feature_layers
 from specdraft.models.medusa import MedusaConfig
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import RecipeError, TargetError, in_a_line
@@ -178,9 +179,11 @@ def head_config(
     """Return the config of the recipe's head: what it leaves open is as in the target.
 
     scales: the config's embed_scale and feature_scale, where they are known. Raises RecipeError
-    when the head's attention heads do not fit the target's width.
+    when the head's attention heads do not fit the target's width, TargetError for layers that the
+    target does not have.
     """
     head = recipe.head
+    check_feature_layers(recipe.data.feature_layers, shape.layers, recipe.target.model)
     try:
         return FalconConfig(
             hidden_size=shape.hidden_size,
@@ -197,6 +200,7 @@ def head_config(
             norm_eps=shape.norm_eps,
             input_norm=head.input_norm,
             target=identity or {},
+            feature_layers=recipe.data.feature_layers,
             **scales,
         )
     except ValueError as error:

@@ -31,8 +31,7 @@ from specdraft.models.shapes import (
     own_shape,
 )
 from specdraft.models.target import Target
-from specdraft.models.target_files import model_folder
-from specdraft.models.tokenizer import load_tokenizer
+from specdraft.models.target_files import load_tokenizer, model_folder
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError, in_a_line
 from specdraft.recipes.schema import StudentSection
 

@@ -24,9 +24,16 @@ from specdraft.models.embeddings import (
     check_no_bias,
     model_without_weights,
 )
+from specdraft.models.feature_layers import Layers, check_layers, wide_features
 from specdraft.models.placement import is_kept_elsewhere, loading_options, runs_on, shared
-from specdraft.models.target_files import folder_here, hash_weights, identity_of, model_folder
-from specdraft.models.tokenizer import load_tokenizer, read_chat_template
+from specdraft.models.target_files import (
+    folder_here,
+    hash_weights,
+    identity_of,
+    load_tokenizer,
+    model_folder,
+    read_chat_template,
+)
 from specdraft.recipes.errors import TargetError, in_a_line
 from specdraft.recipes.sections.target import TargetSection
 
@@ -206,14 +213,15 @@ class Target:
         return frozenset(() if eos is None else eos if isinstance(eos, list) else [eos])
 
     @torch.inference_mode()
-    def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Run ids [B, T] and return the features [B, T, H] after the final norm."""
+    def features(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, layers: Layers = ()
+    ) -> Tensor:
+        """Run ids [B, T] and return the features [B, T, H] after the final norm, wide with
+        `layers` (see feature_layers.py)."""
         self.check_runs()
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         with self._lock:
-            hidden = self.model.base_model(
-                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-            )
-        return hidden.last_hidden_state.to(self.device)
+            return wide_features(self.model.base_model, layers, self.device, **inputs)
 
     def logits(self, features: Tensor) -> Tensor:
         """lm_head: features [.., H] to logits [.., V]."""
@@ -224,6 +232,13 @@ class Target:
         """Input embedding: ids [..] to vectors [.., H]."""
         with self._lock:
             return self.embedding(ids)
+
+    def check_layers(self, layers: Layers, **asked: str) -> None:
+        """Raise TargetError for layers that it does not have; asked: see `check_layers`."""
+        if layers:
+            check_layers(
+                layers, self.config.get_text_config().num_hidden_layers, self.name, **asked
+            )
 
     def check_runs(self) -> None:
         """Raise TargetError where the layers are not loaded, with the reason."""

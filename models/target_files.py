@@ -1,4 +1,4 @@
-"""Where a model's files are, and which weights they hold.
+"""Where a model's files are, which weights they hold, and the tokenizer beside them.
 
 A model is named as in a recipe: "tiny" for the bundled target, a folder, or a Hub id.
 """
@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specdraft.recipes.errors import TargetError, in_a_line
 from specdraft.recipes.sections.target import BUNDLED
@@ -136,3 +137,28 @@ def _weight_files(folder: Path) -> list[Path]:
     if not files:
         raise TargetError(f"no weights in {folder}: expected *.safetensors")
     return files
+
+
+# -- its tokenizer, and the chat template that a recipe may put in its place ----------------------
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that lies beside a model's weights. Raises TargetError."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise TargetError(f"no usable tokenizer in {folder}: {in_a_line(error)}") from error
+
+
+def read_chat_template(name: str) -> str:
+    """Read a Jinja chat template: a bundled one by its name, or a file. Raises TargetError."""
+    bundled = Path(__file__).parents[1] / "recipes" / "templates" / f"{name}.jinja"
+    path = bundled if bundled.is_file() else Path(name).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        known = ", ".join(sorted(file.stem for file in bundled.parent.glob("*.jinja")))
+        raise TargetError(
+            f"target.chat_template: cannot read {path} ({error.strerror}); "
+            f"give a Jinja file or one of: {known}"
+        ) from error

@@ -115,5 +115,12 @@ def _of_medusa(student: StudentSection, medusa: MedusaSection) -> Iterator[str]:
         yield medusa.complaint("heads", "the recipe has a student, too; set one to null")
 
 
+def _of_layers(data: DataSection, student: StudentSection, medusa: MedusaSection) -> Iterator[str]:
+    if data.feature_layers and (student.given or medusa.given):
+        kind = "students" if student.given else "Medusa heads"
+        way_out = "set it to [], or train a Falcon or EAGLE-1 head"
+        yield data.complaint("feature_layers", f"{kind} do not read them; {way_out}")
+
+
 # Each is about the sections that its parameters name.
-_CHECKS = (_of_stream, _of_holdout, _of_length, _of_on_policy, _of_medusa)
+_CHECKS = (_of_stream, _of_holdout, _of_length, _of_on_policy, _of_medusa, _of_layers)

@@ -12,15 +12,19 @@ VOCAB, HIDDEN = 23, 16
 
 
 def random_target(
-    seed: int = 0, kv_heads: int = 2, sharpness: float = 8.0, vocab: int = VOCAB
+    seed: int = 0,
+    kv_heads: int = 2,
+    sharpness: float = 8.0,
+    vocab: int = VOCAB,
+    layers: int = 2,
 ) -> Target:
-    """A Llama of two layers over 23 tokens; sharp enough that greedy choices are no near-ties."""
+    """A small Llama over 23 tokens; sharp enough that greedy choices are no near-ties."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=HIDDEN,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         max_position_embeddings=256,

@@ -15,7 +15,7 @@ from specdraft.data.sources import BUNDLED as TINY_SOURCE
 from specdraft.data.store.storage import Storage, feature_bytes
 from specdraft.data.store.tokens import TokenCache, token_settings
 from specdraft.models.falcon import FalconHead
-from specdraft.models.fusion import FUSIONS
+from specdraft.models.sar.fusion import FUSIONS
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.shapes import (
     BYTES,
@@ -26,8 +26,7 @@ from specdraft.models.shapes import (
     medusa_config,
     target_shape,
 )
-from specdraft.models.target_files import identity_of, model_folder
-from specdraft.models.tokenizer import load_tokenizer
+from specdraft.models.target_files import identity_of, load_tokenizer, model_folder
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
 from specdraft.train.draft_cost import compared
@@ -166,6 +165,8 @@ def _head_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
         kind = f"{medusa.heads} Medusa heads, {medusa.lm_heads} lm_heads"
     else:
         kind += f", reads {head.reads}, coupling {head.coupling}"
+        if layers := recipe.data.feature_layers:
+            kind += f", layers {', '.join(map(str, layers))} of the target"
         costs = compared(head_config(recipe, plan.target), BYTES[recipe.target.dtype])
     size = f"{plan.drafter_parameters / 1e6:.1f} M parameters"
     line = f"{kind}: {size} = {plan.head_layers:.2f} decoder layers of the target"
@@ -189,7 +190,10 @@ def _cache_line(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> str:
         return f"none: the target runs in training, {held} {where}"
     if plan.student and not plan.student.features:
         return "none: unused"
-    cache = f"{Storage.of(recipe.data).token_bytes(plan.target.hidden_size)} bytes per token"
+    storage = Storage.of(recipe.data)
+    cache = f"{storage.token_bytes(plan.target.hidden_size)} bytes per token"
+    if storage.layers:
+        cache += f", {len(storage.layers)} layers beside the feature"
     if plan.tokens is None:
         return cache
     needed = 2.0 * plan.target.parameters * plan.tokens / ranks
@@ -247,7 +251,8 @@ def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> i
     width = shape.hidden_size
     rows *= recipe.head.block_size if recipe.train.alignments == "all" else 1
     target = shape.parameters if recipe.data.features == "online" else shape.embedding_parameters
-    features = 4 * rows * recipe.data.max_length * width * 4  # as read, float32, noise, revised
+    # As read, float32, noise, revised.
+    features = 4 * rows * recipe.data.max_length * Storage.of(recipe.data).parts * width * 4
     weights = BYTES_PER_PARAMETER * parameters + BYTES[recipe.target.dtype] * target
     held = weights + features + LOGITS_BYTES
     if recipe.medusa.given:

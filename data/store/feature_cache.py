@@ -4,6 +4,8 @@
     cache = FeatureCache.open("cache/features-0123456789ab")
     cache[0]        # {"input_ids": [T] int64, "loss_mask": [T] bool, "features": [T, H]}
 
+With data.feature_layers, features are wide: [T, (1 + n) * H], as models/feature_layers.py has them.
+
 cache/features-<hash>/ holds shards and manifest.json (see storage.py): the target with the hash of
 its weights, tokenizer and template, dtype, quantisation with its measured error, lengths, and per
 shard its rows and checksum. Row i is row i of the token cache; features that are not stored are
@@ -45,6 +47,7 @@ from specdraft.data.store.features import (
     summed,
 )
 from specdraft.data.store.tokens import TokenCache
+from specdraft.models.feature_layers import cache_command
 from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError
 from specdraft.recipes.interrupt import keeping
@@ -144,6 +147,11 @@ def check_settings(directory: Path, manifest: dict[str, Any], expect: dict[str, 
         if name == "weights":
             found = f"{manifest['target']['name']} (weights {str(found)[:12]})"
             wanted = f"weights {wanted[:12]}"
+        if name == "layers":
+            raise CacheError(
+                f"the feature cache at {directory} has layers {found or []} of the target, and "
+                f"{wanted} are wanted; add them with: {cache_command(wanted)}"
+            )
         raise CacheError(
             f"the feature cache at {directory} was made with {name} {found}, "
             f"and the recipe wants {wanted}; delete it or set another data.cache_dir"
@@ -264,13 +272,15 @@ class _Builder:
     ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
         """Compute the tensors of one shard, and the moments of features, errors and embeddings."""
         ids, masks, stored, found, errors = [], [], [], [], []
+        layers, last = self.storage.layers, slice(self.target.hidden_size)
         for batch in batches(rows, self.tokens.lengths, batch_tokens):
-            for item, features in read_features(self.target, self.tokens, batch):
+            for item, features in read_features(self.target, self.tokens, batch, layers):
                 kept = features[self.storage.kept(item["loss_mask"]).to(self.target.device)]
                 encoded = self.storage.encode(kept)  # of [M, H]
                 stored.append({name: tensor.cpu() for name, tensor in encoded.items()})
-                found.append(moments(features))
-                errors.append((squares(storage.decode(encoded) - kept), squares(kept)))
+                found.append(moments(features[:, last]))
+                lost = storage.decode(encoded) - kept
+                errors.append((squares(lost[:, last]), squares(kept[:, last])))
                 ids.append(item["input_ids"])
                 masks.append(item["loss_mask"])
                 bar.update(len(features))
@@ -345,7 +355,7 @@ def _check_disk(directory: Path, count: int, needed: int) -> None:
 
 
 def _quantisation(dtype: str, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """In which numbers features are stored, and the error ||f - stored f|| / ||f||."""
+    """In which numbers features are stored, and the error ||f - stored f|| / ||f|| of the last."""
     # The shards of a cache that an earlier version began say nothing of their errors.
     errors, squares = summed(part.get("error_moments", (0.0, 0.0)) for part in parts)
     return {

@@ -8,7 +8,7 @@
 neighbours: bit for bit where the same rows share a forward. Training reads a step ahead in a
 thread: the target runs beside the drafter.
 
-Shapes: B rows of a forward, T tokens (longest row), H hidden.
+Shapes: B rows of a forward, T tokens (longest row), H hidden; (1 + n) * H with data.feature_layers.
 """
 
 import math
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import TokenCache
+from specdraft.models.feature_layers import Layers
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
@@ -58,9 +59,10 @@ class OnlineFeatures:
         """Return several rows, computed in one forward."""
         # A stream of its own lets a GPU run target and drafter at once; None changes nothing.
         with torch.cuda.stream(self._stream):
+            read = read_features(self.target, self.tokens, rows, self.storage.layers)
             return [
                 item | {"features": self.storage.read_back(features, item["loss_mask"])}
-                for item, features in read_features(self.target, self.tokens, rows)
+                for item, features in read
             ]
 
 
@@ -83,16 +85,16 @@ def batches(rows: list[int], lengths: list[int], batch_tokens: int) -> Iterator[
 
 
 def read_features(
-    target: Target, tokens: TokenCache, rows: list[int]
+    target: Target, tokens: TokenCache, rows: list[int], layers: Layers = ()
 ) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     """Read rows and run the target over them, in one forward.
 
-    Yields {"input_ids": [T] int64, "loss_mask": [T] bool} of each and its features [T, H], which
-    lie where the target does. Raises: DataError when a feature is not finite.
+    Yields {"input_ids": [T] int64, "loss_mask": [T] bool} of each and its features [T, H], wide
+    with `layers`, which lie where the target does. Raises: DataError when a feature is not finite.
     """
     items = [tokens[row] for row in rows]
     # No attention mask: attention is causal, so padding on the right is seen by nobody.
-    hidden = target.features(pad(items).to(target.device))  # [B, T, H]
+    hidden = target.features(pad(items).to(target.device), layers=layers)  # [B, T, H]
     for line, item, row in zip(hidden, items, rows, strict=True):
         features = line[: len(item["input_ids"])]
         if not features.isfinite().all():

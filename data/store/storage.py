@@ -5,7 +5,8 @@
     tensors = storage.encode(features[kept])   # {"features": [M, H]}, with "scales" [M] in one byte
     features = decode(tensors)                 # [M, H]
 
-A value of one byte is a float8 (e4m3fn) or an int8, and each token has a float32 scale s:
+A value of one byte is a float8 (e4m3fn) or an int8, and each token has a float32 scale s (one for
+its feature, and one for each layer of a wide feature):
 
     q = round(f / s),    s = max |f| / Q,    Q = 448 (float8) or 127 (int8)
 
@@ -15,7 +16,8 @@ A shard is a safetensors file of whole rows, one behind the other: `input_ids` [
 `loss_mask` [N] bool, `features` [M, H] and perhaps `scales` [M]. manifest.json names it when it is
 whole: a shard that no manifest names does not exist, whatever the folder holds after a crash.
 
-Shapes: T tokens of a row, N of a shard, M of them with a stored feature, H hidden.
+Shapes: T tokens of a row, N of a shard, M of them with a stored feature, H hidden. With n layers
+(models/feature_layers.py) it is (1 + n) * H everywhere, and `scales` is [M, 1 + n].
 """
 
 import hashlib
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from specdraft.data.atomic import write_atomic
 from specdraft.data.store.tokens import TokenCache
+from specdraft.models.feature_layers import Layers
 from specdraft.recipes.errors import CacheError
 from specdraft.recipes.schema import DataSection
 
@@ -54,20 +57,29 @@ class Storage:
 
     dtype: str
     context: int | None = None  # see `kept`
+    layers: Layers = ()  # beside the last feature
 
     @classmethod
     def of(cls, data: DataSection) -> "Storage":
         """Read a recipe's storage."""
-        return cls(data.feature_dtype, data.feature_context)
+        return cls(data.feature_dtype, data.feature_context, data.feature_layers)
 
     @classmethod
     def of_settings(cls, settings: dict[str, Any]) -> "Storage":
         """Read the storage of a cache that exists from its settings."""
-        return cls(settings["dtype"], settings.get("context"))
+        layers = tuple(settings.get("layers", ()))
+        return cls(settings["dtype"], settings.get("context"), layers)
 
     def settings(self) -> dict[str, Any]:
         """Return what the settings of a cache say of it."""
-        return {"dtype": self.dtype} | ({} if self.context is None else {"context": self.context})
+        context = {} if self.context is None else {"context": self.context}
+        layers = {"layers": list(self.layers)} if self.layers else {}
+        return {"dtype": self.dtype, **context, **layers}
+
+    @property
+    def parts(self) -> int:
+        """How many vectors of H a feature has: itself and the layers."""
+        return 1 + len(self.layers)
 
     @property
     def eps(self) -> float:
@@ -77,7 +89,8 @@ class Storage:
 
     def token_bytes(self, hidden_size: int) -> int:
         """Return the size of one stored feature."""
-        return hidden_size * TYPES[self.dtype].itemsize + _SCALE_BYTES * (self.dtype in LARGEST)
+        part = hidden_size * TYPES[self.dtype].itemsize + _SCALE_BYTES * (self.dtype in LARGEST)
+        return self.parts * part
 
     def kept(self, loss_mask: Tensor) -> Tensor:
         """Return which tokens of a row [T] have a stored feature: [T] bool.
@@ -118,19 +131,21 @@ class Storage:
         dtype = TYPES[self.dtype]
         if self.dtype not in LARGEST:
             return {"features": features.to(dtype)}
-        features = features.float()
+        parts = features.float().unflatten(-1, (self.parts, -1))
         # A feature of zeros has a scale, too, or it would be 0 / 0.
-        scales = (features.abs().amax(-1) / LARGEST[self.dtype]).clamp(min=torch.finfo().tiny)
-        values = features / scales[:, None]
+        scales = (parts.abs().amax(-1) / LARGEST[self.dtype]).clamp(min=torch.finfo().tiny)
+        values = (parts / scales[..., None]).flatten(1)
         values = values.round() if dtype is torch.int8 else values
-        return {"features": values.to(dtype), "scales": scales}
+        return {"features": values.to(dtype), "scales": scales if self.layers else scales[:, 0]}
 
 
 def decode(tensors: dict[str, Tensor]) -> Tensor:
     """Return what `encode` was given: a copy [M, H], in float32 where there are scales."""
     features = tensors["features"]
     if "scales" in tensors:
-        return features.float() * tensors["scales"][:, None]
+        scales = tensors["scales"].unsqueeze(-1)  # [M, 1], with layers [M, 1 + n, 1]
+        parts = features.float().unflatten(-1, (*scales.shape[1:-1], -1))
+        return (parts * scales).flatten(1)
     return features.clone()
 
 

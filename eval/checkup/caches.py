@@ -3,8 +3,8 @@
     findings = check_caches(recipe, target, samples=4)
 
 The caches that the recipe would use are looked for first. Where there are none, those that differ
-from them in tokenizer, template or target alone are examined: they are what was trained on before
-one of these changed, and the line that speaks of it fails.
+from them in tokenizer, template, target or its layers alone are examined: they are what was trained
+on before one of these changed, and the line that speaks of it fails.
 
 Shapes: T tokens of a row, H hidden.
 """
@@ -23,13 +23,14 @@ from specdraft.data.store.feature_cache import FeatureCache, feature_settings
 from specdraft.data.store.storage import MANIFEST
 from specdraft.data.store.tokens import TokenCache, token_settings
 from specdraft.eval.checkup.finding import Finding, failed, judged, passed, skipped
+from specdraft.models.feature_layers import cache_command
 from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError
 from specdraft.recipes.schema import Recipe
 
 REBUILD = "rebuild both caches: accelerate launch data/cache.py RECIPE, and train again"
 # What may differ between a cache and a recipe for the doctor to say that it is the recipe's.
-IDENTITY = {"tokenizer", "template", "target", "weights"}
+IDENTITY = {"tokenizer", "template", "target", "weights", "layers"}
 SHARDS, OWNER = "shards", "target of the features"
 FEATURE_LINES = (SHARDS, OWNER, "features", "scale", "shift")
 MASK_ROWS = 1000  # looked at, spread over the cache
@@ -135,6 +136,12 @@ def _check_features(recipe: Recipe, target: Target, caches: Caches, samples: int
     findings.append(judged(OWNER, own == wanted["weights"], note, REBUILD))
     if own != wanted["weights"]:
         return findings + [skipped(line, "of another target") for line in FEATURE_LINES[2:]]
+    if cache.storage.layers != recipe.data.feature_layers:
+        note = f"{folder} has layers {list(cache.storage.layers)} of the target, the recipe wants "
+        note += str(list(recipe.data.feature_layers))
+        remedy = f"add them: {cache_command(recipe.data.feature_layers)}"
+        findings.append(failed("features", note, remedy))
+        return findings + [skipped(line, "of other layers") for line in FEATURE_LINES[3:]]
     rows = [cache[n * len(cache) // samples] for n in range(min(samples, len(cache)))]
     return [*findings, *check_rows(recipe, target, cache, rows)]
 
@@ -144,16 +151,21 @@ def check_rows(
 ) -> Iterator[Finding]:
     """Compare cached rows with the live target: values, scale, place."""
     kept = [cache.storage.kept(row["loss_mask"]) for row in rows]
-    live = [target.features(row["input_ids"][None].to(target.device))[0].cpu() for row in rows]
-    live = [features[places] for features, places in zip(live, kept, strict=True)]
-    cached = [row["features"][places] for row, places in zip(rows, kept, strict=True)]
+    layers, parts = cache.storage.layers, (cache.storage.parts, -1)
+    ids = [row["input_ids"][None].to(target.device) for row in rows]
+    live = [target.features(one, layers=layers)[0].cpu() for one in ids]
+    # Feature and layers apart, [M, 1 + n, H]: each is judged by its own size.
+    live = [x[places].unflatten(-1, parts) for x, places in zip(live, kept, strict=True)]
+    cached = [
+        row["features"][places].unflatten(-1, parts) for row, places in zip(rows, kept, strict=True)
+    ]
     # Half of the digits: batches and kernels sum in other orders, layer after layer.
     limit = max(torch.finfo(live[0].dtype).eps, cache.storage.eps) ** 0.5
     # Where features stand is the matter of the line `shift`: here, only what they are.
     gap = min(_gap(cached, live, places) for places in (0, 1, -1))
     note = f"{len(rows)} rows made anew differ by {gap:.1e} of their size (allowed {limit:.1e})"
     yield judged("features", gap <= limit, note, REBUILD)
-    yield check_scale(cache, cached)
+    yield check_scale(cache, [features[:, 0] for features in cached])
     yield check_shift(recipe, target, rows)
 
 
@@ -171,7 +183,7 @@ def check_shift(recipe: Recipe, target: Target, rows: list[dict[str, Tensor]]) -
     """Feature i predicts token i + 1, and none of its neighbours so well."""
     agreed, count = dict.fromkeys((1, 0, 2), 0), 0
     for row in rows:
-        features = row["features"].to(target.device, target.dtype)
+        features = row["features"][:, : target.hidden_size].to(target.device, target.dtype)
         best = target.logits(features).argmax(-1).cpu()  # [T]
         supervised = row["loss_mask"][1:-1]  # token i + 1 is an answer's, and i + 2 exists
         count += int(supervised.sum())

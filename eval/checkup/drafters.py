@@ -13,6 +13,7 @@ from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.identity import differences
 from specdraft.eval.measure.measurement import REFERENCE, measure
 from specdraft.models.falcon import FalconHead
+from specdraft.models.feature_layers import cache_command
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, TargetError, UserError
 from specdraft.recipes.schema import Recipe
@@ -77,6 +78,12 @@ def check_shape(head: FalconHead, target: Target, manifest: dict[str, Any] | Non
             same = 0.9 < getattr(config, name) / manifest[name] < 1.1
             pairs[name] = (getattr(config, name), getattr(config, name) if same else manifest[name])
     wrong = [f"{name} {a:g}, wanted {b:g}" for name, (a, b) in pairs.items() if a != b]
+    stored = list(config.feature_layers)
+    if manifest is not None:
+        stored = manifest["settings"].get("layers", [])
+    if stored != list(config.feature_layers):
+        add = cache_command(config.feature_layers)
+        wrong.append(f"reads layers {list(config.feature_layers)}, the cache has {stored} ({add})")
     note = (
         ", ".join(wrong) or f"hidden size {config.hidden_size}, {config.block_size} tokens a pass"
     )

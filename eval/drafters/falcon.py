@@ -31,7 +31,7 @@ from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree
 from specdraft.models.falcon import FalconHead, block_index
-from specdraft.models.fusion import State
+from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
 
 
@@ -66,6 +66,9 @@ class FalconDrafter:
         head.check_target(target.identity())
         tree.check_vocabulary(target)
         config = head.config
+        self.feature_layers = config.feature_layers
+        asked = {"key": "the head's feature_layers", "way_out": "train a head for this target"}
+        target.check_layers(self.feature_layers, **asked)
         if tree.block_size != config.block_size:
             raise ValueError(f"tree for blocks of {tree.block_size}, head of {config.block_size}")
         coupled = config.coupling != "none"
@@ -111,7 +114,7 @@ class FalconDrafter:
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         memory = self.memory[row]
         memory.ahead += tokens
-        memory.features.append(features.float())
+        memory.features.append(self.head.join(features.float()))
 
     def draft(self, rows: list[int]) -> list[Tree]:
         """Draft the static tree for each row; an empty one while too few tokens are known."""

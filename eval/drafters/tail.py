@@ -27,6 +27,7 @@ class MaxGramTail:
         self.drafter, self.maxgram, self.count, self.paths = drafter, maxgram, count, paths
         self.max_nodes = drafter.max_nodes + count * paths
         self.from_tokens = drafter.from_tokens
+        self.feature_layers = getattr(drafter, "feature_layers", ())
 
     @property
     def forwards(self) -> int:

@@ -33,7 +33,8 @@ def rank_shares(
     found, seen = torch.zeros(passes * k, WIDTH), torch.zeros(passes * k)
     for start, ids in texts:
         tokens = torch.tensor([ids], device=target.device)
-        features, ahead = target.features(tokens)[:, :-1], target.embed(tokens[:, 1:])
+        features = target.features(tokens, layers=head.config.feature_layers)[:, :-1]
+        ahead = target.embed(tokens[:, 1:])
         for phase in range(1, k + 1):
             blocks = block_index(len(ids) - 1, k, phase).to(target.device)[None]
             rolled = head(ahead.float(), features.float(), blocks, passes=passes)[:, 0]

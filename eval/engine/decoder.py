@@ -5,7 +5,8 @@ packed forward of the target over all rows: a new row brings its prompt or a par
 row its last committed token and the tree drafted behind it. Every step of a row commits what was
 accepted and one bonus token.
 
-Shapes: A newly cached tokens of a row, N packed tokens of all rows, H hidden.
+Shapes: A newly cached tokens of a row, N packed tokens of all rows, H hidden; (1 + n) * H where the
+drafter reads n layers of the target.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,7 @@ from specdraft.eval.engine.timing import Stopwatch, Timing
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree
 from specdraft.eval.engine.verdict import Verdict, accept, verdicts
+from specdraft.models.feature_layers import Layers
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 
@@ -42,7 +44,8 @@ class Decoder:
     the others' drafts, at most `prefill` prompt tokens a step.
     """
 
-    packing: Callable[[Target, int, int], PackedTarget] = PackedTarget  # of rows and capacity
+    # Of rows, capacity and the layers that the drafter reads.
+    packing: Callable[[Target, int, int, Layers], PackedTarget] = PackedTarget
 
     def __init__(
         self,
@@ -55,7 +58,8 @@ class Decoder:
         if prefill < 1:
             raise ValueError(f"prefill is {prefill}; at least one prompt token a step")
         self.target, self.drafter, self.prefill = target, drafter, prefill
-        self.packed = self.packing(target, rows, capacity)
+        layers = getattr(drafter, "feature_layers", ())
+        self.packed = self.packing(target, rows, capacity, layers)
         self.rows: list[Row | None] = [None] * rows
         self.timing = Timing()
         self._fallback = Fallback()
@@ -135,6 +139,8 @@ class Decoder:
         with Stopwatch() as forward:
             features = self.packed.forward(batch.ids, batch.positions, batch.segments)
             nodes = features if batch.nodes is None else features.index_select(0, batch.nodes)
+            if self.packed.layers:  # lm_head reads the last feature
+                nodes = nodes[:, : self.target.hidden_size].contiguous()
             logits = self.target.logits(nodes)
         timing.verify += forward.seconds
         timing.inputs += len(batch.ids)

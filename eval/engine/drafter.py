@@ -1,6 +1,9 @@
 """What the decoder asks of a drafter; those there are live in eval/drafters/.
 
-Shapes: A newly cached tokens of a row, H hidden.
+A drafter that reads layers of the target, too, names them in an attribute `feature_layers`
+(models/feature_layers.py); without one it is shown the last feature.
+
+Shapes: A newly cached tokens of a row, H hidden; (1 + n) * H where it reads n layers.
 """
 
 from typing import Protocol

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from specdraft.models.feature_layers import Layers
 from specdraft.models.target import Target
 from specdraft.recipes.errors import TargetError, in_a_line
 
@@ -162,16 +163,20 @@ def position_limit(target: Target) -> int | None:
     return rope.get("original_max_position_embeddings") or target.context
 
 
-def check_forward(target: Target, packed: Callable[[Tensor], Tensor], capacity: int) -> None:
+def check_forward(
+    target: Target, packed: Callable[[Tensor], Tensor], capacity: int, layers: Layers = ()
+) -> None:
     """Compare features of a packed forward with the model's own, on the same few tokens.
 
-    packed: ids [T] to features [T, H], by as many packed forwards as it likes. Raises TargetError
-    when a token's features differ by more than rounding: sqrt(eps) of their length.
+    packed: ids [T] to features [T, H], wide with `layers`, by as many packed forwards as it likes.
+    Raises TargetError when a token's features, or one of its layers, differ by more than rounding:
+    sqrt(eps) of their length.
     """
     ids = torch.arange(min(PROBE_TOKENS, capacity), device=target.device) % target.vocab_size
-    expected = target.features(ids[None])[0].float()
+    expected = target.features(ids[None], layers=layers)[0].float()
     with _refusing(target, "a packed forward fails"):
         found = packed(ids).float()
+    found, expected = (x.unflatten(-1, (1 + len(layers), -1)) for x in (found, expected))
     error = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
     limit = torch.finfo(target.dtype).eps ** 0.5
     if not error <= limit:  # catches NaN, too

@@ -30,6 +30,7 @@ from specdraft.eval.engine.families import check_forward, check_positions, check
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology, chain
+from specdraft.models.feature_layers import Layers, wide_features
 from specdraft.models.placement import shared
 from specdraft.models.target import Target
 
@@ -238,9 +239,12 @@ def _attention(module, query, key, value, attention_mask, scaling=None, plan=Non
 
 
 class PackedTarget:
-    """A target ready for packed forwards: its own KV pool, the target's tensors, shared."""
+    """A target ready for packed forwards: its own KV pool, the target's tensors, shared.
 
-    def __init__(self, target: Target, rows: int, capacity: int):
+    layers: of the target, that features have behind them: models/feature_layers.py.
+    """
+
+    def __init__(self, target: Target, rows: int, capacity: int, layers: Layers = ()):
         target.check_runs()
         check_supported(target)
         check_positions(target, capacity)
@@ -251,7 +255,7 @@ class PackedTarget:
         geometry = measure(target, view)
         view.config._attn_implementation = ATTENTION
         self.base = view.base_model
-        self.target = target
+        self.target, self.layers = target, layers
         self.pool = KVPool(**vars(geometry), rows=rows, capacity=capacity, dtype=target.dtype)
         self.inputs = 0  # tokens that the linear layers saw in the last forward, pads included
 
@@ -260,7 +264,7 @@ class PackedTarget:
 
         # Kept for the next draft of the same shape; not bound to self, which would be a cycle.
         self._bias, self._kept_bias = bias, lru_cache(KEPT_BIASES)(bias)
-        check_forward(target, self._read_in_two, capacity)
+        check_forward(target, self._read_in_two, capacity, layers)
 
     def segment(self, row: int, topology: Topology) -> Segment:
         """Plan one row's tree (or, on an empty row, its prompt as a chain) behind its cache."""
@@ -271,15 +275,14 @@ class PackedTarget:
         return Segment(row, start, count, bias(topology).after(start))
 
     def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Run packed ids [N] at absolute positions [N]; return features [N, H]."""
+        """Run packed ids [N] at absolute positions [N]; return features [N, H], wide with layers of
+        the target."""
         self.inputs = len(ids)
         return self._run(ids, positions, Plan(self.pool, segments, ids.device))
 
     def _run(self, ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
-        hidden = self.base(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan
-        )
-        return hidden.last_hidden_state[0].to(ids.device)
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], "plan": plan}
+        return wide_features(self.base, self.layers, ids.device, **inputs)[0]
 
     @torch.inference_mode()
     def _read_in_two(self, ids: Tensor) -> Tensor:

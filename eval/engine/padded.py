@@ -21,6 +21,7 @@ from specdraft.eval.engine.packed import PackedTarget, Segment, hide_later
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology
 from specdraft.eval.engine.verdict import Verdict
+from specdraft.models.feature_layers import Layers
 from specdraft.models.target import Target
 
 PADDINGS = {"padded": (True, True), "pad_kv": (True, False), "pad_inputs": (False, True)}
@@ -29,8 +30,17 @@ PADDINGS = {"padded": (True, True), "pad_kv": (True, False), "pad_inputs": (Fals
 class PaddedTarget(PackedTarget):
     """A packed target whose cache, inputs or both are padded to the longest row of a batch."""
 
-    def __init__(self, target: Target, rows: int, capacity: int, pad_kv: bool, pad_inputs: bool):
-        super().__init__(target, rows, capacity)
+    def __init__(
+        self,
+        target: Target,
+        rows: int,
+        capacity: int,
+        layers: Layers = (),
+        *,
+        pad_kv: bool,
+        pad_inputs: bool,
+    ):
+        super().__init__(target, rows, capacity, layers)
         self.pad_kv, self.pad_inputs = pad_kv, pad_inputs
         self.members: list[int] = []
         shape = (rows, capacity)

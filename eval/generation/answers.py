@@ -73,6 +73,7 @@ def build_caches(
     With data.features=online there is no feature cache: the target goes on computing them.
     announce: see `build_features`.
     """
+    target.check_layers(recipe.data.feature_layers)
     tokens = build_token_cache(recipe, target, accelerator)
     if recipe.data.features == "online":
         return tokens, OnlineFeatures(recipe, tokens, target)

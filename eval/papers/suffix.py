@@ -16,8 +16,7 @@ from specdraft.data.chat import read_conversations
 from specdraft.eval.drafters.maxgram import CONTINUATIONS
 from specdraft.eval.drafters.suffix import Suffixes
 from specdraft.eval.papers.table import Plan, Row, SeededTable
-from specdraft.models.target_files import bundled_target_dir
-from specdraft.models.tokenizer import load_tokenizer
+from specdraft.models.target_files import bundled_target_dir, load_tokenizer
 from specdraft.recipes.fields import Interval
 from specdraft.recipes.sections.target import BUNDLED
 

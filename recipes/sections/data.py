@@ -37,6 +37,9 @@ class DataSection(Section):
     # Stored are features with a supervised token among the next so many; the others are zeros in
     # training. As many as max_length: only what no loss reads is missing. null: all are stored.
     feature_context: Tokens | None = None
+    # Decoder layers of the target, counted from 1, whose outputs a Falcon or EAGLE-1 head reads
+    # beside the last feature, e.g. [2, 6]: models/feature_layers.py.
+    feature_layers: tuple[Few, ...] = ()
     limit: Count | None = None  # conversations read at most
     holdout: Natural = 0  # last rows of the sources, never trained on
     prompt_tokens: Tokens | None = None  # format text: prompt length; null: all is supervised
@@ -59,6 +62,8 @@ class DataSection(Section):
         """Sources there are, and answers that can be made."""
         if not self.sources:
             yield self.complaint("sources", "name at least one file, Hub id, or tiny")
+        if len(set(self.feature_layers)) < len(self.feature_layers):
+            yield self.complaint("feature_layers", "name each layer once")
         if self.prompt_tokens is not None and self.prompt_tokens >= self.max_length:
             limit = f"must be below data.max_length ({self.max_length})"
             yield self.complaint("prompt_tokens", f"leaves nothing to learn; {limit}")

@@ -133,11 +133,11 @@ class Breaking:
     def __getattr__(self, name: str):
         return getattr(self._target, name)
 
-    def features(self, ids):
+    def features(self, ids, **options):
         if self.left == self.forwards:
             raise KeyboardInterrupt
         self.forwards += 1
-        return self._target.features(ids)
+        return self._target.features(ids, **options)
 
 
 def test_a_build_that_was_cut_off_goes_on_where_it_stopped(made, tmp_path):

@@ -175,9 +175,9 @@ def watched(made, monkeypatch):
     recipe, tokens, target = made
     forwards = queue.SimpleQueue()
 
-    def features(ids):
+    def features(ids, **options):
         forwards.put(ids)
-        return Target.features(target, ids)
+        return Target.features(target, ids, **options)
 
     monkeypatch.setattr(target, "features", features)
     return OnlineFeatures(recipe, tokens, target), forwards

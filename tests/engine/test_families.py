@@ -16,6 +16,7 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.tree import chain
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.target import Target
 from specdraft.models.target_files import identity_of
@@ -112,6 +113,34 @@ def test_decoding_gives_the_models_own_tokens(target, rows):
     for drafter in (None, right, *blind):
         decoder = Decoder(target, drafter, rows, 100)
         assert decode(decoder, requests, accepts=drafter is right) == expected, drafter
+
+
+def test_layers_behind_a_feature_are_the_models_own_hidden_states(target):
+    if target.name == "opt-projected":
+        with pytest.raises(TargetError, match="widths 32 for them, and 16 for its feature"):
+            target.features(torch.tensor(prompts()[:1]), layers=(1,))
+        return
+    ids, found = torch.tensor(prompts()[2:3]), []
+    layers = next(m for m in target.model.modules() if isinstance(m, nn.ModuleList) and len(m) == 3)
+    note = lambda _, inputs, output: found.append(output)  # noqa: E731
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    features, wide = target.features(ids), target.features(ids, layers=(2, 1))
+    states = [x if isinstance(x, torch.Tensor) else x[0] for x in found]
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(wide, torch.cat((features, states[1], states[0]), -1))
+    packed, count = PackedTarget(target, 1, 100, (2, 1)), ids.shape[1]
+    read = packed.forward(ids[0], torch.arange(count), [packed.segment(0, chain(count - 1))])
+    torch.testing.assert_close(read, wide[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_that_reads_layers_decodes_the_models_own_tokens(target):
+    if target.name == "opt-projected":
+        return
+    head = random_head(target, 2, feature_layers=(2, 1))
+    drafter = FalconDrafter(head, target, StaticTree(PATHS, 2), 3, 100)
+    done = decode(Decoder(target, drafter, 3, 100), [Request(p, 14) for p in prompts()], False)
+    assert done == [plain_tokens(target, prompt, 14) for prompt in prompts()]
 
 
 def test_logits_of_features_are_the_models_logits(target):

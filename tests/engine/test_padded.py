@@ -30,6 +30,7 @@ def test_pads_change_no_output(target, mode, rows):
         Foreseeing(answers),
         PromptLookup(1, 5, rows),
         FalconDrafter(random_head(target, 2), target, tree, rows, 128),
+        FalconDrafter(random_head(target, 2, feature_layers=(1,)), target, tree, rows, 128),
         SSD(random_target(seed=3), rows, 128, gamma=3),
     ):
         decoder = PaddedDecoder(target, drafter, rows, 256, *PADDINGS[mode])

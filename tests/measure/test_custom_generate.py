@@ -60,6 +60,8 @@ def methods(model):
     yield Speculative(no_drafter)
     yield Drafting(prompt_lookup(1, 4))
     yield Drafting(falcon(random_head(Target.of_model(model), 2), tree="tiny_k2"))
+    deep = random_head(Target.of_model(model), 2, feature_layers=(1,))
+    yield Drafting(falcon(deep, tree="tiny_k2"))
 
 
 def batch(rows: int = 3) -> dict:

@@ -79,6 +79,9 @@ def test_features_logits_and_ends_are_those_of_the_whole_target(folder, spread, 
     ids = torch.tensor([prompts()[3], prompts()[3][::-1]])
     features = target.features(ids)
     assert torch.equal(features, whole.features(ids))
+    wide = target.features(ids, layers=(1, 3))
+    assert torch.equal(wide, whole.features(ids, layers=(1, 3)))
+    assert torch.equal(wide[..., :16], features)
     assert torch.equal(target.logits(features), whole.logits(features))
     assert torch.equal(target.embed(ids), whole.embed(ids))
     ends, expected = target.embeddings(), whole.embeddings()
@@ -97,7 +100,9 @@ def test_decoding_is_that_of_the_whole_target(folder, spread):
     answers = zip(requests, expected, strict=True)
     right = Foreseeing({tuple(request.prompt): answer for request, answer in answers})
     falcon = FalconDrafter(random_head(target, 2), target, StaticTree(PATHS, 2), 2, 64)
-    for drafter in (None, right, PromptLookup(1, 5, 2), falcon):
+    deep = random_head(target, 2, feature_layers=(2, 1))
+    deep = FalconDrafter(deep, target, StaticTree(PATHS, 2), 2, 64)
+    for drafter in (None, right, PromptLookup(1, 5, 2), falcon, deep):
         decoder = Decoder(target, drafter, 2, 64)
         assert decode(decoder, requests, accepts=drafter is right) == expected
 

@@ -171,6 +171,10 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
             "eval.prompt_tokens = None: a text has no prompt of its own",
         ),
         (["eval.tree=tinyk2"], "eval.tree = 'tinyk2': unknown tree; nearest is tiny_k2 of eagle"),
+        (["data.feature_layers=[4,4]"], "data.feature_layers = [4, 4]: name each layer once"),
+        (["data.feature_layers=[0]"], "data.feature_layers = [0]: entry 0 (0) must be >= 1"),
+        (["data.feature_layers=[4]", "medusa.heads=4"], "[4]: Medusa heads do not read them"),
+        (["data.feature_layers=[4]", "student.layers=1"], "[4]: students do not read them"),
         (["eval.tree=no/tree.yaml"], "no/tree.yaml: cannot be read (No such file or directory)"),
     ],
 )

@@ -317,8 +317,8 @@ def test_ranks_and_micro_batches_take_the_same_rows_with_the_same_draws():
     assert [key for part in parts for key in part.keys] == whole.keys
     phases = [row[:5].tolist() for part in parts for row in part.blocks]
     assert phases == [row[:5].tolist() for row in whole.blocks]
-    noise = torch.cat([part.noise(0.1)[:, :5] for part in parts])
-    assert torch.equal(noise, whole.noise(0.1)[:, :5])
+    noise = torch.cat([part.noise(0.1, HIDDEN)[:, :5] for part in parts])
+    assert torch.equal(noise, whole.noise(0.1, HIDDEN)[:, :5])
 
 
 def test_a_position_is_supervised_when_the_token_it_drafts_is():

@@ -102,7 +102,7 @@ class HeadBatch(Batch):
     """A micro-batch of a head. Position i reads (t_(i+1), f_i) and answers f_(i+k)."""
 
     tokens: Tensor  # [B, T] int64
-    features: Tensor  # [B, T, H]
+    features: Tensor  # [B, T, H], wide with data.feature_layers
     blocks: Tensor  # [B, L] int64, the block each position belongs to
     offsets: Tensor  # [B, L] int64, its place within that block, 0..k-1
     valid: Tensor  # [B, L] bool
@@ -118,14 +118,15 @@ class HeadBatch(Batch):
         """Yield one generator per row, keyed by the row's place in training."""
         return (keyed_generator(*key, purpose, device=device) for key in self.keys)
 
-    def noise(self, amplitude: float) -> Tensor:
-        """Draw U(-amplitude, amplitude) noise for the input features, [B, L, H] float32."""
-        device, (rows, width, hidden) = self.features.device, self.features[:, 1:].shape
+    def noise(self, amplitude: float, hidden: int) -> Tensor:
+        """Draw U(-amplitude, amplitude) noise for the input features, [B, L, H] float32; layers of
+        the target beside them have none, for drafting feeds back none of them."""
+        device, (rows, width, whole) = self.features.device, self.features[:, 1:].shape
         noise = torch.zeros(rows, width, hidden, device=device)
         generators = self.generators("noise", device)
         for row, length, generator in zip(noise, self.lengths, generators, strict=True):
             row[: length - 1].uniform_(-amplitude, amplitude, generator=generator)
-        return noise
+        return nn.functional.pad(noise, (0, whole - hidden))
 
 
 def collate(

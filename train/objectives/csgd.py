@@ -32,6 +32,7 @@ class CoupledGlancing:
     def __init__(self, recipe: Recipe, target: TargetEmbeddings | Target, config: FalconConfig):
         self.recipe, self.target = recipe, target
         self.feature_scale, self.block_size = config.feature_scale, config.block_size
+        self.hidden_size = config.hidden_size
 
     def collate(self, rows: list[dict], keys: list[Key]) -> HeadBatch:
         """Pad rows {"input_ids" [T], "loss_mask" [T], "features" [T, H]} to a micro-batch."""
@@ -85,7 +86,7 @@ class CoupledGlancing:
         rows, positions = counted.nonzero(as_tuple=True)  # N positions
         sums = head_loss(
             predicted[:, rows, positions],
-            batch.features[rows, positions + k],
+            batch.features[rows, positions + k, : self.hidden_size],
             batch.tokens[rows, positions + k + 1],
             self.target.lm_head_weight,
             feature_scale=self.feature_scale,
@@ -111,7 +112,7 @@ class CoupledGlancing:
         amplitude = self.recipe.loss.feature_noise * self.feature_scale
         features = batch.features[:, :-1].float()
         if amplitude > 0:
-            features = features + batch.noise(amplitude)
+            features = features + batch.noise(amplitude, self.hidden_size)
         return self.target.embed(batch.tokens[:, 1:]).float(), features
 
     @staticmethod

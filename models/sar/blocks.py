@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdraft.models.fusion import Fusion, State
+from specdraft.models.sar.fusion import Fusion, State
 
 
 class BlockLayout:
