@@ -20,7 +20,6 @@ Shapes: B rows, T time, H hidden, K block size, C blocks, Q queries of a block, 
 tokens, D head dimension.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,20 +29,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from specdraft.models.feature_layers import cache_command
 from specdraft.models.sar.blocks import BlockLayout, rollout_mask
 from specdraft.models.sar.coupling import COUPLINGS
-from specdraft.models.feature_layers import cache_command
 from specdraft.models.sar.fusion import FUSIONS, State
+from specdraft.models.sar.layer import Attend, DecoderLayer, Rope
 from specdraft.models.sar.reading import READINGS
 from specdraft.models.saved import SavedConfig, SavedHead, Scale, Vocabulary, load_saved
 from specdraft.recipes.errors import HeadError
 from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Width, shown
 
-# attend(layer, query [S, heads, Q, D], key, value [S, kv_heads, T, D]) -> [S, heads, Q, D]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # Of every layer, keys and values [B, kv_heads, T, D] of the passes so far.
 Seen = list[tuple[tuple[Tensor, Tensor], ...]]
-Rope = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -122,64 +119,6 @@ def block_offsets(blocks: Tensor) -> Tensor:
     return torch.arange(len(blocks), device=blocks.device) - (sizes.cumsum(0) - sizes)[blocks]
 
 
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and SwiGLU MLP; who attends to whom is the caller's `attend`."""
-
-    def __init__(self, config: FalconConfig, normed: bool = True):
-        super().__init__()
-        width, self.eps = config.hidden_size, config.norm_eps
-        self.dim = width // config.heads
-        self.heads = (config.heads, config.kv_heads, config.kv_heads)
-        self.attention_norm = nn.Parameter(torch.ones(width)) if normed else None
-        self.mlp_norm = nn.Parameter(torch.ones(width))
-        self.qkv = nn.Linear(width, sum(self.heads) * self.dim, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.gate_up = nn.Linear(width, 2 * config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, width, bias=False)
-
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope,
-        layer: int,
-        attend: Attend,
-        source: tuple[Tensor, Rope] | None = None,
-    ) -> Tensor:
-        """x [S, Q, H] -> [S, Q, H]. source: what keys and values are made of, [S, T, H] with its
-        rope; None: x itself."""
-        y, key_value = self._normed(x), self.heads[1] + self.heads[2]
-        if source is None:
-            query_key, value = self._project(y, self.qkv.weight).split(
-                (self.heads[0] + self.heads[1], self.heads[2]), 1
-            )
-            query, key = _rotate(query_key, *rope).split(self.heads[:2], 1)
-        else:
-            asks, answers = self.qkv.weight.split((self.heads[0] * self.dim, key_value * self.dim))
-            query = _rotate(self._project(y, asks), *rope)
-            key, value = self._project(self._normed(source[0]), answers).chunk(2, 1)
-            key = _rotate(key, *source[1])
-        x = x + self.out(attend(layer, query, key, value).transpose(1, 2).flatten(2))
-        y = F.rms_norm(x, x.shape[-1:], self.mlp_norm, self.eps)
-        gate, up = self.gate_up(y).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
-
-    def _normed(self, x: Tensor) -> Tensor:
-        if self.attention_norm is None:
-            return x
-        return F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
-
-    def _project(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[S, T, H] -> [S, heads, T, D]."""
-        return F.linear(x, weight).unflatten(-1, (-1, self.dim)).transpose(1, 2)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x [S, heads, T, D]; cos and sin [S or 1, 1, T, D], sin with
-    the sign of rotate_half in its first half."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((second, first), -1) * sin
-
-
 class FalconHead(SavedHead, tags=["falcon"]):
     """Draft k features per pass from the target's features and the tokens one ahead."""
 
@@ -193,7 +132,14 @@ class FalconHead(SavedHead, tags=["falcon"]):
         coupling = COUPLINGS[config.coupling]
         self.coupling = coupling and coupling(width)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, normed=config.input_norm or number > 0)
+            DecoderLayer(
+                width,
+                config.heads,
+                config.kv_heads,
+                config.intermediate_size,
+                config.norm_eps,
+                normed=config.input_norm or number > 0,
+            )
             for number in range(config.layers)
         )
         half = width // config.heads // 2

@@ -24,8 +24,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdraft.models.falcon import DecoderLayer, FalconConfig, FalconHead
+from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.medusa import MedusaHeads
+from specdraft.models.sar.layer import DecoderLayer
 from specdraft.recipes.errors import HeadError
 
 ENGINES = ("vllm", "sglang")

@@ -15,8 +15,8 @@ from specdraft.data.sources import BUNDLED as TINY_SOURCE
 from specdraft.data.store.storage import Storage, feature_bytes
 from specdraft.data.store.tokens import TokenCache, token_settings
 from specdraft.models.falcon import FalconHead
-from specdraft.models.sar.fusion import FUSIONS
 from specdraft.models.medusa import MedusaHeads
+from specdraft.models.sar.fusion import FUSIONS
 from specdraft.models.shapes import (
     BYTES,
     BYTES_PER_PARAMETER,

@@ -31,13 +31,12 @@ def head_for(target, reads: str, coupling: str, k: int):
 
 
 @every_head
-@pytest.mark.parametrize("k", [2, 3])
 @pytest.mark.parametrize("rule", ["recursive", "kseq"])
 @torch.inference_mode()
-def test_every_node_says_what_its_children_were_drawn_from(target, reads, coupling, k, rule):
+def test_every_node_says_what_its_children_were_drawn_from(target, reads, coupling, rule):
     """Against whole-sequence forwards of the head, token by token, for two rows at once."""
-    head = head_for(target, reads, coupling, k)
-    drafter = FalconDrafter(head, target, StaticTree(PATHS, k), 2, 128)
+    head = head_for(target, reads, coupling, 3)
+    drafter = FalconDrafter(head, target, StaticTree(PATHS, 3), 2, 128)
     rows = list(enumerate(prompts(3)[1:]))
     for row, prompt in rows:
         drafter.start(row, Request(prompt, 9, seed=row, rule=rule, **WARP))
@@ -64,7 +63,7 @@ def test_a_coupled_draft_emits_the_targets_law(reads, coupling, rule):
     """Every branch of draft, decisions and bonus is played, over two passes of the head."""
     small = random_target(vocab=3, sharpness=1.0)
     head, prompt = head_for(small, reads, coupling, 2), [0, 2, 1, 1, 0]
-    topology = chain(3) if rule == "block" else Topology([-1, 0, 0, 1, 1, 2, 3])
+    topology = chain(3) if rule == "block" else Topology([-1, 0, 0, 1, 3])
     length, p, q = max(topology.depths) + 1, {}, {}
     for text in (t for n in range(length) for t in itertools.product(range(3), repeat=n)):
         with torch.inference_mode():
@@ -78,7 +77,7 @@ def test_a_coupled_draft_emits_the_targets_law(reads, coupling, rule):
     assert played.accepted > 0.3
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["recursive", "block"])
 def test_outputs_with_a_coupled_head_follow_the_targets_law(target, rule):
     tree = StaticTree.chain(4, 2) if rule == "block" else StaticTree(PATHS, 2)
     head = head_for(target, "newest", "recurrent", 2)

@@ -34,53 +34,88 @@ def test_a_chain_is_a_chain():
     assert not Topology([-1, 0, 0]).is_chain
 
 
+def followed(tree: StaticTree) -> list[dict]:
+    """Follow a plan by hand, pass by pass: the paths that are expanded, the distributions (which
+    path each expands, what it knows of the block after it) and the ranked tokens (of which
+    distribution each is, and its rank)."""
+    k, passes = tree.block_size, []
+    for number, plan in enumerate(tree.passes):
+        own = sorted({path[: number * k] for path in tree.paths if len(path) > number * k})
+        drawn, ranked, earlier = [], [], (0, 0)
+        for part in plan.rounds:
+            first = len(drawn), len(ranked)
+            for n, slot in enumerate(part.slots.tolist()):
+                path, known = own[slot // k], slot % k
+                if tree.coupled:
+                    known = ()
+                    if part.before is not None:
+                        came_from, rank = ranked[earlier[1] + int(part.tokens[n])]
+                        assert came_from == earlier[0] + part.before[n]  # drawn from that slot
+                        assert drawn[came_from][0] == path
+                        known = (*drawn[came_from][1], rank)
+                    assert len(known) == slot % k
+                assert part.depth <= part.depths[n] == len(path) + slot % k + 1
+                drawn.append((path, known))
+            size = part.width
+            ranked += [(first[0] + n, r) for n in range(len(part.slots)) for r in range(size)]
+            earlier = first
+        passes.append({"own": own, "drawn": drawn, "ranked": ranked, "plan": plan})
+    return passes
+
+
+def fits(path: tuple, drawn: tuple, rank: int, k: int) -> bool:
+    """Whether a path's last token is the one of a rank from a distribution."""
+    start, known = drawn
+    within = path[len(start) : -1]
+    told = known == (within if isinstance(known, tuple) else len(within))
+    return told and path[: len(start)] == start and path[-1] == rank and len(within) < k
+
+
+every_plan = pytest.mark.parametrize("coupled", [False, True], ids=["alone", "coupled"])
+
+
+@every_plan
 @pytest.mark.parametrize("name", known_trees())
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_every_node_takes_its_token_from_its_own_path(name, k):
-    """Redo by hand which pass, path, depth and rank each node takes its token from."""
+def test_every_node_takes_its_token_from_its_own_path(name, k, coupled):
     paths = load_tree_paths(name)
-    tree = StaticTree(paths, k)
+    tree = StaticTree(paths, k, coupled)
     assert len(tree.passes) == -(-max(map(len, paths)) // k)
-    expanded = [
-        sorted({path[: number * k] for path in paths if len(path) > number * k})
-        for number in range(len(tree.passes))
-    ]
-    ranked = [  # of every ranked token: the path expanded, the depth, the rank
-        (path, len(path) + offset + 1, rank)
-        for own, plan in zip(expanded, tree.passes, strict=True)
-        for path in own
-        for offset in range(k)
-        for rank in range(plan.width)
-    ]
+    drawn, ranked = [], []
+    for each in followed(tree):
+        ranked += [(len(drawn) + number, rank) for number, rank in each["ranked"]]
+        drawn += each["drawn"]
     assert sorted(tree.paths) == sorted(paths)
+    assert len(set(drawn)) == len(drawn)
     for node, path in enumerate(tree.paths, start=1):
         parent = tree.topology.parents[node]
         assert path[:-1] == (tree.paths[parent - 1] if parent else ())
-        source, depth, rank = ranked[tree.choices[node - 1]]
-        assert (path[: len(source)], len(path), path[-1]) == (source, depth, rank)
-        assert len(path) - len(source) <= k
+        number, rank = ranked[tree.choices[node - 1]]
+        assert fits(path, drawn[number], rank, k)
+        assert tree.sources[parent] == number
+    leaves = [node for node, children in enumerate(tree.topology.children) if not children]
+    assert {tree.sources[node] for node in leaves} == {-1}
 
 
+@every_plan
 @pytest.mark.parametrize("name", known_trees())
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_a_pass_reads_the_blocks_of_its_paths_and_sees_their_ancestors(name, k):
-    paths = load_tree_paths(name)
-    passes, keys = StaticTree(paths, k).passes, []
-    before = [()]
-    for number, (last, plan) in enumerate(pairwise(passes), start=1):
-        own = sorted({path[: number * k] for path in paths if len(path) > number * k})
-        assert [before[parent] for parent in plan.parents] == [path[:-k] for path in own]
-        tokens = zip(plan.parents.repeat_interleave(k).tolist(), plan.blocks.tolist(), strict=True)
-        for place, (parent, token) in enumerate(tokens):
-            source, rank = divmod(token, last.width)
-            assert source == parent * k + place % k
-            assert rank == own[place // k][(number - 1) * k + place % k]
+def test_a_pass_reads_the_blocks_of_its_paths_and_sees_their_ancestors(name, k, coupled):
+    passes, keys = followed(StaticTree(load_tree_paths(name), k, coupled)), []
+    for last, this in pairwise(passes):
+        own, plan = this["own"], this["plan"]
+        assert [last["own"][parent] for parent in plan.parents] == [path[:-k] for path in own]
+        read = zip(plan.blocks.tolist(), plan.features.tolist(), strict=True)
+        for place, (token, feature) in enumerate(read):
+            number, rank = last["ranked"][token]
+            assert number == feature  # the feature that the token was drawn from
+            path = own[place // k]
+            assert fits(path[: len(path) - k + place % k + 1], last["drawn"][number], rank, k)
         keys += own
         for row, path in enumerate(own):
             expected = [path[: len(key)] == key for key in keys for _ in range(k)]
             for place in range(k):
                 assert plan.visible[row * k + place].tolist() == expected
-        before = own
 
 
 @pytest.mark.parametrize("name", known_trees())

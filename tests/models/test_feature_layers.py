@@ -365,7 +365,7 @@ def test_the_plan_counts_what_layers_take():
     assert after.drafter_parameters - before.drafter_parameters == 3 * 4096**2
     assert after.memory_per_gpu > before.memory_per_gpu
     lines = dict(plan_lines(after, deep, 1, 1e12))
-    assert "reads layers 2, 16, 29 of the target" in lines["head"]
+    assert "layers 2, 16, 29 of the target" in lines["head"]
     assert "3 layers beside the feature" in lines["feature cache"]
 
 
