@@ -103,6 +103,13 @@ def _of_length(train: TrainSection, student: StudentSection) -> Iterator[str]:
         yield "train.steps and train.epochs are both null: set exactly one"
 
 
+def _of_depth(head: HeadSection, loss: LossSection, train: TrainSection) -> Iterator[str]:
+    """Weights by depth, and depths for them."""
+    if loss.by_depth and head.block_size == train.rollout == 1:
+        lacks = "every token is trained at depth 1; set train.rollout, e.g. 3"
+        yield loss.complaint(("depth_decay", "pace_smoothing"), lacks)
+
+
 def _of_on_policy(data: DataSection, distill: DistillSection) -> Iterator[str]:
     if distill.on_policy and data.format == "text" and not data.prompt_tokens:
         lacks = "a text has no prompt that the student could continue"
@@ -123,4 +130,12 @@ def _of_layers(data: DataSection, student: StudentSection, medusa: MedusaSection
 
 
 # Each is about the sections that its parameters name.
-_CHECKS = (_of_stream, _of_holdout, _of_length, _of_on_policy, _of_medusa, _of_layers)
+_CHECKS = (
+    _of_stream,
+    _of_holdout,
+    _of_length,
+    _of_depth,
+    _of_on_policy,
+    _of_medusa,
+    _of_layers,
+)

@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specdraft.recipes.fields import Fraction, NonNegative, Sampling, Section, Temperature, Tokens
+from specdraft.recipes.fields import (
+    Fraction,
+    NonNegative,
+    Sampling,
+    Section,
+    Share,
+    Temperature,
+    Tokens,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +32,28 @@ class LossSection(Section):
 
     feature_weight: NonNegative = 1.0  # of SmoothL1 on features
     distill_weight: NonNegative = 0.1  # of the token loss (w_dist)
-    soft_weight: Fraction = 0.9  # alpha: share of KL in the token loss, the rest is CE
+    soft_weight: Fraction = 0.9  # alpha: share of KL and LK in the token loss, the rest is CE
+    lk_weight: Fraction = 0.0  # of these, share of LK, -log sum min(p, q) (arXiv 2602.23881)
+    depth_decay: Share = 1.0  # a token at depth d of a draft counts depth_decay^(d - 1)
+    pace_smoothing: Fraction | None = None  # or what it adds to its length (D-PACE: 0.5)
     feature_noise: NonNegative = 0.1  # U(-x, x) on input features, in their standard deviations
 
+    @property
+    def by_depth(self) -> bool:
+        """Whether tokens of different depths count differently."""
+        return self.depth_decay < 1 or self.pace_smoothing is not None
+
     def conflicts(self) -> Iterator[str]:
-        """Something is left to minimise."""
+        """Something is left to minimise, each part of it once."""
         if self.feature_weight == self.distill_weight == 0:
             both = ("feature_weight", "distill_weight")
             yield self.complaint(both, "nothing to train on; one must be above 0")
+        if self.lk_weight > 0 and self.soft_weight == 0:
+            both = ("lk_weight", "soft_weight")
+            yield self.complaint(both, "a share of nothing; set loss.soft_weight above 0")
+        if self.depth_decay < 1 and self.pace_smoothing is not None:
+            both = ("depth_decay", "pace_smoothing")
+            yield self.complaint(both, "one weight by depth; set depth_decay=1.0 or the other null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +66,7 @@ class DistillSection(Section):
     jsd: NonNegative = 0.0  # generalised Jensen-Shannon divergence
     beta: Fraction = 0.5  # its share of p in the mixture; 0 and 1 are excluded
     total_variation: NonNegative = 0.0  # 1 - the share of sampled drafts that is accepted
+    lk: NonNegative = 0.0  # -log of that share (LK losses, arXiv 2602.23881)
     cross_entropy: NonNegative = 0.0  # on the tokens of the text
     temperature: Temperature = 1.0  # of p and q in the divergences
     on_policy: Fraction = 0.0  # lambda: share of rows whose answer the student writes
@@ -53,7 +76,8 @@ class DistillSection(Section):
     @property
     def divergences(self) -> bool:
         """Whether the target's distributions are needed, not just tokens."""
-        return max(self.forward_kl, self.reverse_kl, self.jsd, self.total_variation) > 0
+        weights = (self.forward_kl, self.reverse_kl, self.jsd, self.total_variation, self.lk)
+        return max(weights) > 0
 
     def conflicts(self) -> Iterator[str]:
         """Something is left to minimise, and a mixture that is one."""
@@ -65,6 +89,6 @@ class DistillSection(Section):
             )
         if not self.divergences and self.cross_entropy == 0:
             yield (
-                "distill.forward_kl, reverse_kl, jsd, total_variation and cross_entropy are all 0: "
-                "nothing to train on; one must be above 0"
+                "distill.forward_kl, reverse_kl, jsd, total_variation, lk and cross_entropy are "
+                "all 0: nothing to train on; one must be above 0"
             )

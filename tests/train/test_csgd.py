@@ -5,6 +5,7 @@ import torch
 from test_loop import ToyRows, make_ends, make_head, make_recipe
 
 from specdraft.train.objectives.csgd import CoupledGlancing
+from specdraft.train.objectives.depth import Drafts
 from specdraft.train.objectives.glance import choose_runs
 from specdraft.train.objectives.losses import head_loss
 
@@ -89,3 +90,25 @@ def test_the_loss_is_that_of_every_counted_position_behind_revealed_inputs(tmp_p
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
     assert sums["counted"] == counted.sum() > 10
     assert sums["revealed"] == revealed.sum() > 3
+
+
+def test_the_recipe_says_how_much_acceptance_and_depth_count(tmp_path):
+    """Every distribution kept, and autograd; the weights themselves are told by test_depth.py."""
+    weights = {"loss.lk_weight": 0.3, "loss.pace_smoothing": 0.5, "loss.feature_weight": 0.0}
+    objective, head, batch = prepared(tmp_path, **weights, **{"glance.enabled": False})
+    total, _ = objective.loss(head, batch, *objective.plan(head, batch, 0.0))
+    ends, loss = objective.target, objective.recipe.loss
+    ahead = ends.embed(batch.tokens[:, 1:])
+    predicted = head(ahead, batch.features[:, :-1], batch.blocks, batch.valid, passes=2)
+    rows, places = batch.supervised.nonzero(as_tuple=True)
+    q = (predicted[:, rows, places] @ ends.lm_head_weight.T).softmax(-1)
+    p = (batch.features[rows, places + K] @ ends.lm_head_weight.T).softmax(-1)
+    right = q[:, torch.arange(len(rows)), batch.tokens[rows, places + K + 1]]
+    soft = 0.7 * (p * (p / q).log()).sum(-1) - 0.3 * torch.minimum(p, q).sum(-1).log()
+    drafts = Drafts(rows, places, batch.offsets[rows, places], K, batch.supervised.shape)
+    counts = drafts.expected(right.detach(), 0.5)
+    expected = counts * (loss.soft_weight * soft - (1 - loss.soft_weight) * right.log())
+    expected = loss.distill_weight * expected.sum() / 2
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+    ours, theirs = (torch.autograd.grad(value, [*head.parameters()]) for value in (total, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

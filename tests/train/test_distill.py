@@ -170,7 +170,7 @@ def test_a_tied_student_continues_bit_for_bit(tmp_path):
 # -- it learns -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jsd", "total_variation"])
+@pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jsd", "total_variation", "lk"])
 def test_a_divergence_brings_the_student_to_the_target(tmp_path, objective):
     weights = {"distill.forward_kl": 0.0, f"distill.{objective}": 1.0}
     changes = {"student.keep_layers": [0, 1], "train.steps": 40, "train.log_every": 5}

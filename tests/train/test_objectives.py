@@ -13,10 +13,11 @@ SINGLE = {
     "reverse_kl": Mixture(reverse_kl=1.0),
     "jsd": Mixture(jsd=1.0, beta=0.3),
     "total_variation": Mixture(total_variation=1.0),
+    "lk": Mixture(lk=1.0),
     "cross_entropy": Mixture(cross_entropy=1.0),
 }
 MIXTURES = SINGLE | {
-    "warm": Mixture(forward_kl=0.5, reverse_kl=0.2, temperature=2.5),
+    "warm": Mixture(forward_kl=0.5, reverse_kl=0.2, lk=0.3, temperature=2.5),
     "cold": Mixture(jsd=0.7, total_variation=0.4, cross_entropy=0.3, beta=0.9, temperature=0.5),
 }
 
@@ -44,6 +45,7 @@ def eager(hidden, lm_head, tokens, features, target_lm_head, mixture):
         "jsd": mixture.beta * kl_div(m.log(), p, reduction="sum")
         + (1 - mixture.beta) * kl_div(m.log(), q, reduction="sum"),
         "total_variation": 1.0 * len(p) - torch.minimum(p, q).sum(),
+        "lk": -torch.minimum(p, q).sum(-1).log().sum(),
         "cross_entropy": cross_entropy(logits, tokens, reduction="sum"),
     }
     total = sum(getattr(mixture, name) * value for name, value in values.items())

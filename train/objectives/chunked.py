@@ -9,6 +9,7 @@ graph through them is ever kept. What a formula makes of the target's logits ser
 Shapes: R passes, N positions, n of a chunk, H hidden (the target's may differ), V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +27,12 @@ class Formula(Protocol):
         """Return what is needed of the target's logits [n, V]."""
 
     def __call__(self, logits: Tensor, target: Any, tokens: Tensor) -> tuple[list, Tensor, Tensor]:
-        """Return the parts' sums over a chunk, the weighted sum's slope in the logits [n, V], and
+        """Return the parts of a chunk [n], the weighted sum's slope in the logits [n, V], and
         where their argmax is right [n]. target: as `of_target` gave it, or None."""
+
+
+# Of the parts by name [R, N]: how much the loss of each position counts [R, N].
+Weigh = Callable[[dict[str, Tensor]], Tensor]
 
 
 def chunked_loss(
@@ -39,26 +44,30 @@ def chunked_loss(
     *,
     size: int,
     dtype: torch.dtype,
+    weigh: Weigh | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return a loss and its parts, summed over passes and positions, and where the argmax is right
     [R, N]. The loss is differentiable in hidden states and lm_head.
 
     size: positions of a chunk. dtype: of the products with lm_head; sums are float32 or wider.
+    weigh: what positions count in the loss, its parts are as they were; for a frozen lm_head,
+    whose slope would be summed before the weights are known.
     """
+    assert weigh is None or not lm_head.requires_grad
     inputs = (hidden, lm_head, tokens, target)
-    total, parts, right = _ChunkedLoss.apply(*inputs, formula, max(1, size), dtype)
+    total, parts, right = _ChunkedLoss.apply(*inputs, formula, max(1, size), dtype, weigh)
     return total, dict(zip(formula.weights(), parts.unbind(), strict=True)), right
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, lm_head, tokens, target, formula, size, dtype):
+    def forward(ctx, hidden, lm_head, tokens, target, formula, size, dtype, weigh):
         wide, weights = torch.promote_types(hidden.dtype, torch.float32), formula.weights()
         slopes = [
             torch.zeros_like(tensor, dtype=wide) if needed else None
             for tensor, needed in zip((hidden, lm_head), ctx.needs_input_grad, strict=False)
         ]
-        parts = hidden.new_zeros(len(weights), dtype=wide)
+        parts = hidden.new_zeros(len(weights), *hidden.shape[:2], dtype=wide)
         right = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             matrix = lm_head.to(dtype)
@@ -70,17 +79,23 @@ class _ChunkedLoss(torch.autograd.Function):
                 for r, states in enumerate(hidden[:, chunk].to(dtype)):
                     logits = (states @ matrix.T).to(wide)
                     values, slope, right[r, chunk] = formula(logits, known, tokens[chunk])
-                    parts += torch.stack(values)
+                    parts[:, r, chunk] = torch.stack(values)
                     slope = slope.to(dtype)
                     if slopes[0] is not None:
                         slopes[0][r, chunk] = (slope @ matrix).to(wide)
                     if slopes[1] is not None:
                         slopes[1] += slope.T @ states
+        counted, sums = parts, parts.sum((1, 2))
+        if weigh is not None:
+            counts = weigh(dict(zip(weights, parts, strict=True)))
+            if slopes[0] is not None:
+                slopes[0] *= counts.unsqueeze(-1)
+            counted = parts * counts
         ctx.save_for_backward(*slopes)
         ctx.dtypes = hidden.dtype, lm_head.dtype
-        ctx.mark_non_differentiable(parts, right)
-        total = sum(weight * part for weight, part in zip(weights.values(), parts, strict=True))
-        return total, parts, right
+        ctx.mark_non_differentiable(sums, right)
+        weighted = zip(weights.values(), counted.sum((1, 2)), strict=True)
+        return sum(weight * part for weight, part in weighted), sums, right
 
     @staticmethod
     @once_differentiable
@@ -89,4 +104,4 @@ class _ChunkedLoss(torch.autograd.Function):
             None if slope is None else (grad_total * slope).to(dtype)
             for slope, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return *slopes, *[None] * 5
+        return *slopes, *[None] * 6

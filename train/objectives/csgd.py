@@ -17,6 +17,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.batches import HeadBatch, Key, collate
 from specdraft.train.fit.run import Sums
+from specdraft.train.objectives.depth import Drafts
 from specdraft.train.objectives.glance import choose_runs, glancing_ratio, reveal, wrong_per_row
 from specdraft.train.objectives.losses import head_loss
 
@@ -84,6 +85,8 @@ class CoupledGlancing:
             drafted=given[0],
         )  # [R, B, L, H]
         rows, positions = counted.nonzero(as_tuple=True)  # N positions
+        offsets = batch.offsets[rows, positions]
+        drafts = Drafts(rows, positions, offsets, k, counted.shape)
         sums = head_loss(
             predicted[:, rows, positions],
             batch.features[rows, positions + k, : self.hidden_size],
@@ -93,8 +96,10 @@ class CoupledGlancing:
             feature_weight=loss.feature_weight,
             distill_weight=loss.distill_weight,
             soft_weight=loss.soft_weight,
+            lk_weight=loss.lk_weight,
+            weigh=drafts.weighing(loss),
         )
-        answered = one_hot(batch.offsets[rows, positions], k).to(torch.float32)  # [N, k]
+        answered = one_hot(offsets, k).to(torch.float32)  # [N, k]
         return sums.total, {
             "loss": sums.total.detach(),
             "feature": sums.feature,

@@ -7,6 +7,7 @@ the text, which enters at temperature 1. With weights w a mixture is the sum of
     reverse_kl        KL(q || p)
     jsd               beta * KL(p || m) + (1 - beta) * KL(q || m),  m = beta * p + (1 - beta) * q
     total_variation   sum |p - q| / 2, one minus the chance that a draft sampled from q is accepted
+    lk                -log sum min(p, q), of that chance (LK losses, arXiv 2602.23881)
     cross_entropy     -log q(t)
 
 (DistillSpec, arXiv 2310.08461, section 3; the JSD is that of GKD, arXiv 2306.13649, eq. 1.) A
@@ -36,6 +37,7 @@ class Mixture:
     reverse_kl: float = 0.0
     jsd: float = 0.0
     total_variation: float = 0.0
+    lk: float = 0.0
     cross_entropy: float = 0.0
     beta: float = 0.5
     temperature: float = 1.0
@@ -112,20 +114,20 @@ def objective_sums(
     return ObjectiveSums(total, parts, agreed.sum().to(total.dtype))
 
 
-# Each takes p and q of a chunk [n, V], their logarithms and beta. It returns its sum over the chunk
-# and its slope [n, V] in the student's logits / T.
+# Each takes p and q of a chunk [n, V], their logarithms and beta. It returns its values [n] and its
+# slope [n, V] in the student's logits / T.
 Divergence = tuple[Tensor, Tensor]
 
 
 def forward_kl(p: Tensor, q: Tensor, p_log: Tensor, q_log: Tensor, _: float) -> Divergence:
     """KL(p || q)."""
-    return (p * (p_log - q_log)).sum(), q - p
+    return (p * (p_log - q_log)).sum(-1), q - p
 
 
 def reverse_kl(p: Tensor, q: Tensor, p_log: Tensor, q_log: Tensor, _: float) -> Divergence:
     """KL(q || p)."""
     ratio = q_log - p_log
-    return (q * ratio).sum(), _through_softmax(q, ratio)
+    return (q * ratio).sum(-1), _through_softmax(q, ratio)
 
 
 def jsd(p: Tensor, q: Tensor, p_log: Tensor, q_log: Tensor, beta: float) -> Divergence:
@@ -133,23 +135,30 @@ def jsd(p: Tensor, q: Tensor, p_log: Tensor, q_log: Tensor, beta: float) -> Dive
     mean = torch.logaddexp(p_log + math.log(beta), q_log + math.log1p(-beta))
     ratio = q_log - mean
     value = beta * p * (p_log - mean) + (1.0 - beta) * q * ratio
-    return value.sum(), _through_softmax(q, (1.0 - beta) * ratio)
+    return value.sum(-1), _through_softmax(q, (1.0 - beta) * ratio)
 
 
 def total_variation(p: Tensor, q: Tensor, *_: Tensor | float) -> Divergence:
     """Half the L1 distance of p and q."""
     gap = q - p
-    return 0.5 * gap.abs().sum(), _through_softmax(q, 0.5 * gap.sign())
+    return 0.5 * gap.abs().sum(-1), _through_softmax(q, 0.5 * gap.sign())
+
+
+def lk(p: Tensor, q: Tensor, p_log: Tensor, q_log: Tensor, _: float = 0.0) -> Divergence:
+    """-log sum min(p, q), in logarithms throughout: it stays finite where nothing is shared."""
+    shared = torch.minimum(p_log, q_log).logsumexp(-1, keepdim=True)
+    falling = torch.where(q_log < p_log, (q_log - shared).exp(), 0.0)  # min(p, q) is q there
+    return -shared.squeeze(-1), q * falling.sum(-1, keepdim=True) - falling
 
 
 def cross_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """-log q(t) at temperature 1."""
     q_log, chosen = logits.log_softmax(-1), tokens.unsqueeze(1)
-    value = -q_log.gather(1, chosen).sum()
+    value = -q_log.gather(1, chosen).squeeze(1)
     return value, q_log.exp_().scatter_add_(1, chosen, logits.new_full(chosen.shape, -1.0))
 
 
-DIVERGENCES = {term.__name__: term for term in (forward_kl, reverse_kl, jsd, total_variation)}
+DIVERGENCES = {term.__name__: term for term in (forward_kl, reverse_kl, jsd, total_variation, lk)}
 
 
 def _through_softmax(q: Tensor, slope: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
 """The loss of a drafting head, as sums over supervised positions.
 
-    L = w_f * SmoothL1(f, f^) + w_d * (alpha * KL(p || p^) + (1 - alpha) * CE(t, p^))
+    L = w_f * SmoothL1(f, f^) + w_d * w * (alpha * soft + (1 - alpha) * CE(t, p^))
+    soft = (1 - beta) * KL(p || p^) - beta * log sum min(p, p^)
 
 p = softmax(lm_head(f)) is the target's distribution, p^ = softmax(lm_head(f^)) the drafter's;
 SmoothL1 is taken in units of the target's feature scale and averaged over H, or its weight would
-mean something else for every target (source: Falcon, section "Training").
+mean something else for every target (source: Falcon, section "Training", where beta is 0 and w 1).
+The second part of `soft` is the LK loss (arXiv 2602.23881): minus the logarithm of the chance that
+a draft sampled from p^ is accepted. w is what a prediction counts by its depth, see `depth.py`.
 
 Shapes: R passes (rollouts), N supervised positions, n of a chunk, H hidden, V vocabulary.
 """
@@ -15,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from specdraft.train.objectives.chunked import chunked_loss
+from specdraft.train.objectives.chunked import Weigh, chunked_loss
+from specdraft.train.objectives.divergences import lk
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class LossSums:
 
     total: Tensor  # scalar, carries the gradient
     feature: Tensor  # scalar, SmoothL1
-    soft: Tensor  # scalar, KL(p || p^)
-    hard: Tensor  # scalar, CE(t, p^)
+    soft: Tensor  # scalar, KL(p || p^) and LK, not weighed by depth
+    hard: Tensor  # scalar, CE(t, p^), not weighed either
     correct: Tensor  # [R, N] bool, argmax p^ equals the token
 
 
@@ -39,6 +43,8 @@ def head_loss(
     feature_weight: float,
     distill_weight: float,
     soft_weight: float,
+    lk_weight: float = 0.0,
+    weigh: Weigh | None = None,
     elements: int | None = None,
 ) -> LossSums:
     """Return the loss of the predicted features, summed over positions, averaged over passes.
@@ -58,9 +64,10 @@ def head_loss(
         lm_head,
         tokens,
         (features, lm_head),
-        DistilledTokens(soft_weight),
+        DistilledTokens(soft_weight, lk_weight),
         size=elements // (lm_head.shape[0] * (passes + 1)),
         dtype=lm_head.dtype,  # the product as the target does it
+        weigh=weigh,
     )
     return LossSums(
         total=feature_weight * feature + distill_weight * distill / passes,
@@ -73,10 +80,11 @@ def head_loss(
 
 @dataclass(frozen=True)
 class DistilledTokens:
-    """alpha * KL(p || p^) + (1 - alpha) * CE(t, p^), a `Formula`; the slope in the logits is
+    """alpha * soft + (1 - alpha) * CE(t, p^), a `Formula`; without LK, the slope in the logits is
     p^ - alpha * p - (1 - alpha) * onehot(t)."""
 
     alpha: float
+    lk: float = 0.0  # beta
 
     def weights(self) -> dict[str, float]:
         return {"soft": self.alpha, "hard": 1.0 - self.alpha}
@@ -89,8 +97,14 @@ class DistilledTokens:
     def __call__(self, logits: Tensor, target: tuple[Tensor, Tensor], tokens: Tensor) -> tuple:
         (p, p_log), draft_log, chosen = target, logits.log_softmax(-1), tokens.unsqueeze(1)
         right = draft_log.argmax(-1) == tokens
-        hard = -draft_log.gather(1, chosen).sum()
-        soft = (p * (p_log - draft_log)).sum()
-        slope = draft_log.exp_().sub_(p, alpha=self.alpha)
+        hard = -draft_log.gather(1, chosen).squeeze(1)
+        soft = (p * (p_log - draft_log)).sum(-1)
+        if self.lk:
+            shared, falling = lk(p, draft_log.exp(), p_log, draft_log)
+            soft = torch.lerp(soft, shared, self.lk)
+        slope = draft_log.exp_()
+        if self.lk:
+            slope.mul_(1.0 - self.alpha * self.lk).add_(falling, alpha=self.alpha * self.lk)
+        slope.sub_(p, alpha=self.alpha * (1.0 - self.lk))
         slope.scatter_add_(1, chosen, slope.new_full(chosen.shape, self.alpha - 1.0))
         return [soft, hard], slope, right

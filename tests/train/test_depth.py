@@ -1,0 +1,111 @@
+"""What predictions count by their depth, against drafts that are walked one by one."""
+
+import pytest
+import torch
+
+from specdraft.models.falcon import block_index, block_offsets
+from specdraft.recipes.sections.objectives import LossSection
+from specdraft.train.objectives.depth import Drafts
+
+ROWS, LENGTH = 3, 11
+
+
+def sample(k, passes):
+    """Blocks [B, L] of every alignment, counted positions [B, L], and chances [R, B, L]."""
+    generator = torch.Generator().manual_seed(k * 10 + passes)
+    blocks = torch.stack([block_index(LENGTH, k, 1 + row % k) for row in range(ROWS)])
+    counted = torch.rand(ROWS, LENGTH, generator=generator) < 0.8
+    counted[:, LENGTH - k :] = False  # they have no answer
+    counted[1, :4] = False
+    for row in range(ROWS):
+        counted[row, : row % k + 1] &= row % k + 1 == k  # blocks are whole
+    chances = torch.rand(passes, ROWS, LENGTH, generator=generator, dtype=torch.float64)
+    return blocks, counted, chances
+
+
+def drafts_of(blocks, counted, k):
+    rows, positions = counted.nonzero(as_tuple=True)
+    offsets = torch.stack([block_offsets(row) for row in blocks])[rows, positions]
+    return Drafts(rows, positions, offsets, k, counted.shape)
+
+
+def walk(blocks, counted, k, passes, row):
+    """Yield every draft of a row: (pass, position) of its predictions, in order of depth."""
+    ends = [int((blocks[row] <= b).sum()) - 1 for b in range(int(blocks[row, -1]))]
+    for first in range(-passes, len(ends)):
+        draft = []
+        for r in range(passes):
+            if 0 <= first + r < len(ends):
+                end = ends[first + r]
+                draft += [(r, i) for i in range(end - k + 1, end + 1)]
+            else:
+                draft += [(r, None)] * k
+        yield [(r, i) if i is not None and i >= 0 else None for r, i in draft]
+
+
+def of_mean_one(weights, counted):
+    for row in range(ROWS):
+        weights[:, row, counted[row]] /= weights[:, row, counted[row]].mean()
+    return weights[:, counted]
+
+
+@pytest.mark.parametrize(("k", "passes"), [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.5])
+def test_a_prediction_counts_by_what_it_adds_to_the_expected_length(k, passes, smoothing):
+    """The slope, by autograd, of the lengths of all drafts in the logarithms of all chances."""
+    blocks, counted, chances = sample(k, passes)
+    logs = ((1 - smoothing) * chances + smoothing).log().requires_grad_()
+    expected_lengths = torch.zeros((), dtype=torch.float64)
+    for row in range(ROWS):
+        for draft in walk(blocks, counted, k, passes, row):
+            so_far = torch.zeros((), dtype=torch.float64)
+            for place in draft:
+                if place is not None and counted[row, place[1]]:
+                    so_far = so_far + logs[place[0], row, place[1]]
+                    expected_lengths = expected_lengths + so_far.exp()
+    expected_lengths.backward()
+    weights = drafts_of(blocks, counted, k).expected(chances[:, counted], smoothing)
+    torch.testing.assert_close(weights, of_mean_one(logs.grad, counted))
+
+
+@pytest.mark.parametrize(("k", "passes"), [(1, 4), (2, 3), (3, 2)])
+def test_a_decay_counts_the_depth_in_the_draft(k, passes):
+    blocks, counted, chances = sample(k, passes)
+    expected = torch.zeros_like(chances)
+    for row in range(ROWS):
+        for draft in walk(blocks, counted, k, passes, row):
+            for depth, place in enumerate(draft):
+                if place is not None:
+                    expected[place[0], row, place[1]] = 0.7**depth
+    weights = drafts_of(blocks, counted, k).decayed(0.7, chances[:, counted])
+    torch.testing.assert_close(weights, of_mean_one(expected, counted))
+
+
+def test_a_draft_that_is_sure_counts_its_first_tokens_most():
+    blocks, counted = block_index(40, 2, 2)[None], torch.ones(1, 40, dtype=torch.bool)
+    sure = torch.ones(3, 40)
+    weights = drafts_of(blocks, counted, 2).expected(sure, smoothing=0.0)
+    middle = weights[:, 10:12].flatten()  # a block in the middle: depths 1 and 2, 3 and 4, 5 and 6
+    torch.testing.assert_close(middle / middle[-1], torch.arange(6.0, 0.0, -1.0))
+
+
+def test_chances_of_nothing_leave_weights_finite():
+    blocks, counted, chances = sample(2, 3)
+    weights = drafts_of(blocks, counted, 2).expected(0.0 * chances[:, counted], smoothing=0.0)
+    assert not weights.any()
+
+
+@pytest.mark.parametrize("changes", [{}, {"depth_decay": 0.8}, {"pace_smoothing": 0.5}])
+def test_a_recipe_says_how_predictions_are_weighed(changes):
+    blocks, counted, chances = sample(2, 3)
+    drafts, parts = drafts_of(blocks, counted, 2), {"hard": -chances[:, counted].log()}
+    weigh = drafts.weighing(LossSection(**changes))
+    expected = {
+        (): None,
+        ("depth_decay",): drafts.decayed(0.8, parts["hard"]),
+        ("pace_smoothing",): drafts.expected(chances[:, counted], 0.5),
+    }[tuple(changes)]
+    if expected is None:
+        assert weigh is None
+    else:
+        torch.testing.assert_close(weigh(parts), expected)
