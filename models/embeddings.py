@@ -3,12 +3,18 @@
 On cached features nothing else of the target is needed, and these two matrices are read from its
 weight files alone: a head for a 70B target trains on one small GPU.
 
-Shapes: H hidden, V vocabulary.
+At 128k tokens lm_head costs more than a small head. A head with a draft vocabulary works with the
+rows of N tokens: what it says of the others is that they do not come. That changes which drafts are
+made, never what is decoded: q is zero there, and the acceptance rules see it as it is.
+
+Shapes: H hidden, V vocabulary, N tokens drafted among.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +62,53 @@ class TargetEmbeddings:
         return nn.functional.embedding(ids, self.embedding)
 
 
-def check_no_bias(lm_head: nn.Module, name: str) -> None:
+class DraftVocabulary:
+    """What a head and its target say of tokens: logits [.., N], and places 0..N-1 for ids.
+
+    Without `ids` the N tokens are all of the target's, and a place is an id.
+    """
+
+    def __init__(self, ids: Tensor | None, target: Any):
+        """ids: [N], ascending. target: a `Target`, or its `TargetEmbeddings`. Raises TargetError
+        for a part of an lm_head that has a bias."""
+        if ids is not None:
+            check_no_bias(getattr(target, "lm_head", None), getattr(target, "name", ""))
+            ids = ids.to(target.lm_head_weight.device)
+        self.ids, self._target = ids, target
+
+    @cached_property
+    def lm_head(self) -> Tensor:
+        """Its rows, [N, H]."""
+        weight = self._target.lm_head_weight
+        return weight if self.ids is None else weight[self.ids]
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Features [.., H] to logits [.., N], of a target that is whole."""
+        features = features.to(self._target.dtype)
+        if self.ids is None:
+            return self._target.logits(features)
+        return nn.functional.linear(features, self.lm_head)
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """Return the ids at places [..]."""
+        return places if self.ids is None else self.ids[places]
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """Return where ids [..] are; -1 for those that are never drafted."""
+        if self.ids is None:
+            return tokens
+        places = torch.searchsorted(self.ids, tokens.contiguous()).clamp(max=len(self.ids) - 1)
+        return torch.where(self.ids[places] == tokens, places, -1)
+
+    def spread(self, probs: Tensor) -> Tensor:
+        """Return probabilities [.., N] over the whole vocabulary, [.., V]."""
+        if self.ids is None:
+            return probs
+        whole = probs.new_zeros(*probs.shape[:-1], self._target.vocab_size)
+        return whole.index_copy_(-1, self.ids, probs)
+
+
+def check_no_bias(lm_head: nn.Module | None, name: str) -> None:
     """Raise TargetError for an lm_head that is more than a matrix."""
     if getattr(lm_head, "bias", None) is not None:
         raise TargetError(

@@ -69,6 +69,7 @@ class FalconConfig(SavedConfig):
     embed_scale: Scale = 1.0
     feature_scale: Scale = 1.0
     target: dict = field(default_factory=dict)  # identity of the target it was trained for
+    draft_vocab: Vocabulary | None = None  # tokens it drafts among; None: all
     # Of the target, read beside its last feature: models/feature_layers.py.
     feature_layers: tuple[Few, ...] = ()
 
@@ -85,6 +86,11 @@ class FalconConfig(SavedConfig):
             raise ValueError(
                 f"block_size = 1: a block of one slot has reads = own and coupling = none, not "
                 f"{self.reads} and {self.coupling}"
+            )
+        if self.draft_vocab is not None and self.draft_vocab > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab = {self.draft_vocab}: must be at most the vocabulary "
+                f"({self.vocab_size}), or null for all of it"
             )
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
             raise ValueError(
@@ -145,6 +151,9 @@ class FalconHead(SavedHead, tags=["falcon"]):
         half = width // config.heads // 2
         inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
         self.register_buffer("inverse_frequency", inverse, persistent=False)
+        # Ascending; whoever makes a new head says which, until then the first.
+        drafted = config.draft_vocab
+        self.register_buffer("draft_ids", None if drafted is None else torch.arange(drafted))
         count = len(config.feature_layers)
         # Zero, and drawn from no generator: a head with layers begins as the head without.
         self.layer_fusion = nn.Parameter(torch.zeros(width, count * width)) if count else None
@@ -380,4 +389,11 @@ def load_head(source: str | Path, target_identity: dict, revision: str | None = 
     maker = "accelerate launch train/falcon.py"
     head = load_saved(FalconHead, source, revision, noun="trained head", maker=maker)
     head.check_target(target_identity)
+    if head.draft_ids is not None:
+        ends = torch.tensor([-1]), torch.tensor([head.config.vocab_size])
+        if (torch.cat((ends[0], head.draft_ids, ends[1])).diff() < 1).any():
+            raise HeadError(
+                f"{source} holds no whole head: its draft_ids must be ascending ids below "
+                f"{head.config.vocab_size}; train it again"
+            )
     return head

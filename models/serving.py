@@ -129,6 +129,9 @@ def _check_eagle(config: FalconConfig) -> None:
     elif config.feature_layers:
         reason = f"it reads layers {list(config.feature_layers)} of the target, the layout's none: "
         reason += "train one with data.feature_layers=[]"
+    elif config.draft_vocab is not None:
+        reason = f"it drafts among {config.draft_vocab} tokens, the layout's with all of lm_head: "
+        reason += "train one with head.draft_vocab=null"
     else:
         return
     raise HeadError(f"this head has no serving format: {reason}")

@@ -179,8 +179,8 @@ def head_config(
     """Return the config of the recipe's head: what it leaves open is as in the target.
 
     scales: the config's embed_scale and feature_scale, where they are known. Raises RecipeError
-    when the head's attention heads do not fit the target's width, TargetError for layers that the
-    target does not have.
+    when its attention heads do not fit the target's width, or its draft vocabulary the target's;
+    TargetError for layers that the target does not have.
     """
     head = recipe.head
     check_feature_layers(recipe.data.feature_layers, shape.layers, recipe.target.model)
@@ -199,6 +199,7 @@ def head_config(
             rope_theta=shape.rope_theta,
             norm_eps=shape.norm_eps,
             input_norm=head.input_norm,
+            draft_vocab=head.draft_vocab,
             target=identity or {},
             feature_layers=recipe.data.feature_layers,
             **scales,

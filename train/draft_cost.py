@@ -34,7 +34,8 @@ class DraftCost:
         weights = sum(p.numel() for p in head.parameters())
         weights += (config.block_size - 2) * coupling if coupling else 0
         rounds = config.block_size if head.coupling else 1
-        lm_head = rounds * config.vocab_size * config.hidden_size * lm_head_bytes
+        tokens = config.draft_vocab or config.vocab_size
+        lm_head = rounds * tokens * config.hidden_size * lm_head_bytes
         return cls(HEAD_BYTES * weights, lm_head, config.block_size)
 
     def __str__(self) -> str:
@@ -47,7 +48,7 @@ class DraftCost:
 
 def compared(config: FalconConfig, lm_head_bytes: int) -> dict[str, DraftCost]:
     """A head's cost, and that of EAGLE-1 and of the paper's head for the same target."""
-    paper = {"fusion": "lstm", "reads": "own", "coupling": "none"}
+    paper = {"fusion": "lstm", "reads": "own", "coupling": "none", "draft_vocab": None}
     eagle = paper | {"fusion": "linear", "block_size": 1, "input_norm": False}
     heads = {
         "draft": config,

@@ -14,6 +14,7 @@ from torch import nn
 
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.data.store.feature_cache import FeatureCache, Features
+from specdraft.data.store.tokens import frequent_tokens
 from specdraft.eval.drafters.registry import needs
 from specdraft.eval.drafters.trained import CARDS, KINDS, Trained
 from specdraft.eval.generation.answers import build_caches
@@ -44,6 +45,8 @@ class Kind:
     make: Callable[[Recipe, Target, Features], nn.Module]
     objective: Callable[[Recipe, TargetEmbeddings, nn.Module], Objective]
     load: Callable[[Path], nn.Module]
+    # Raises RecipeError for a recipe's head that does not fit the target.
+    check: Callable[[Recipe, Target], None] = lambda recipe, target: None
 
     def check_methods(self, recipe: Recipe) -> None:
         """Raise RecipeError for a recipe that measures with what this kind is not."""
@@ -64,9 +67,21 @@ def sar_head(method: str) -> Kind:
         field="head",
         method=method,
         make=_new_sar_head,
-        objective=lambda recipe, target, head: CoupledGlancing(recipe, target, head.config),
+        objective=lambda recipe, target, head: CoupledGlancing(
+            recipe, target, head.config, head.draft_ids
+        ),
         load=FalconHead.from_pretrained,
+        check=_check_sar_head,
     )
+
+
+def _check_sar_head(recipe: Recipe, target: Target) -> None:
+    """Raise RecipeError for a shape that no head has, and for eos tokens that are never drafted."""
+    head, ends = recipe.head, target.eos_ids
+    head_config(recipe, TargetShape.of(target.config))
+    if head.draft_vocab is not None and head.draft_vocab < len(ends):
+        needed = f"must be {len(ends)} at least: {target.name} ends answers with as many tokens"
+        raise RecipeError(head.complaint("draft_vocab", needed))
 
 
 def _new_sar_head(recipe: Recipe, target: Target, data: Features) -> FalconHead:
@@ -76,6 +91,9 @@ def _new_sar_head(recipe: Recipe, target: Target, data: Features) -> FalconHead:
         recipe, TargetShape.of(target.config), **data.scales, identity=target.identity()
     )
     head = FalconHead(config)
+    if config.draft_vocab is not None:
+        vocabulary = config.draft_vocab, config.vocab_size, target.eos_ids
+        head.draft_ids.copy_(frequent_tokens(data.answers(), *vocabulary))
     head.checkpointing = recipe.train.checkpointing
     return head
 
@@ -103,6 +121,7 @@ def train_head(
     """Run every stage of a recipe; all ranks call this."""
     check_login(recipe.hub)
     target = load_target()
+    kind.check(recipe, target)
     _, data = build_caches(recipe, target, accelerator)
     prompts = load_prompts(recipe, target.tokenizer)
     measure = measuring(recipe, target, kind.method, lambda head: Trained(**{kind.field: head}))

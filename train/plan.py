@@ -167,6 +167,8 @@ def _head_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
         kind += f", reads {head.reads}, coupling {head.coupling}"
         if layers := recipe.data.feature_layers:
             kind += f", layers {', '.join(map(str, layers))} of the target"
+        if head.draft_vocab is not None:
+            kind += f", {head.draft_vocab} tokens drafted among"
         costs = compared(head_config(recipe, plan.target), BYTES[recipe.target.dtype])
     size = f"{plan.drafter_parameters / 1e6:.1f} M parameters"
     line = f"{kind}: {size} = {plan.head_layers:.2f} decoder layers of the target"

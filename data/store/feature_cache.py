@@ -21,7 +21,7 @@ Shapes: T tokens of a row, N tokens of a shard, M of them with a stored feature,
 
 import math
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,12 @@ class FeatureCache:
     def scales(self) -> dict[str, float]:
         """Standard deviations of the target's embeddings and features, {"embed_scale", ..}."""
         return {name: self.manifest[name] for name in ("embed_scale", "feature_scale")}
+
+    def answers(self) -> Iterator[Tensor]:
+        """Yield the supervised tokens of every shard, [..]."""
+        for entry in self.manifest["shards"].values():
+            shard = self._tensors(entry["file"])
+            yield shard["input_ids"][shard["loss_mask"].bool()]
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -48,6 +48,12 @@ class OnlineFeatures:
         """The scales of `FeatureCache.scales`, measured on a sample (see `sample_scales`)."""
         return sample_scales(self.tokens, self.target)
 
+    def answers(self) -> Iterator[Tensor]:
+        """Yield the supervised tokens of every row, [..]."""
+        for row in range(len(self)):
+            item = self.tokens[row]
+            yield item["input_ids"][item["loss_mask"]]
+
     def __len__(self) -> int:
         return len(self.tokens)
 

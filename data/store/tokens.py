@@ -14,7 +14,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,20 @@ class TokenCache:
     def origin(self, index: int) -> str:
         """Return source:line of a row."""
         return self.dataset[index]["origin"]
+
+
+def frequent_tokens(
+    answers: Iterable[Tensor], count: int, vocab_size: int, always: Collection[int] = ()
+) -> Tensor:
+    """Return the `count` most frequent ids of answers [..], ascending; ties go to the lower id.
+
+    always: ids that are among them however rare, `count` at most.
+    """
+    seen = torch.zeros(vocab_size, dtype=torch.int64)
+    for ids in answers:
+        seen += ids.long().bincount(minlength=vocab_size)
+    seen[torch.tensor([*always], dtype=torch.int64)] = seen.sum() + 1
+    return seen.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def token_settings(

@@ -10,7 +10,7 @@ token gives its children a distribution of their own, at the price of the coupli
 lm_head for the nodes that have any: no attention, no new pass.
 
 Shapes: R rows, E paths of a pass, K block size, Q queries of a block, L layers of the fusion's
-state, H hidden, M inputs of a row, D distributions of a round.
+state, H hidden, M inputs of a row, D distributions of a round, V tokens drafted among.
 """
 
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree
+from specdraft.models.embeddings import DraftVocabulary
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
@@ -64,8 +65,8 @@ class FalconDrafter:
         capacity: int = 2048,
     ):
         head.check_target(target.identity())
-        tree.check_vocabulary(target)
         config = head.config
+        tree.check_vocabulary(target, config.draft_vocab)
         self.feature_layers = config.feature_layers
         asked = {"key": "the head's feature_layers", "way_out": "train a head for this target"}
         target.check_layers(self.feature_layers, **asked)
@@ -77,6 +78,7 @@ class FalconDrafter:
         self.head = head.to(target.device).eval()
         self.target, self.tree, self.k = target, tree, config.block_size
         self.reach = head.reading.reach
+        self.vocabulary = DraftVocabulary(head.draft_ids, target)
         self.passes = [self._to_device(plan) for plan in tree.passes]
         self.choices = tree.choices.to(target.device)
         scratch = sum(len(plan.blocks) for plan in self.passes)
@@ -160,7 +162,7 @@ class FalconDrafter:
                 tokens = ranked[-1].index_select(1, part.tokens)
                 hidden = self.head.couple(hidden, before, self.target.embed(tokens).float())
             features = hidden * self.head.config.feature_scale
-            scores = self.target.logits(features.to(self.target.dtype))  # [R, D, V]
+            scores = self.vocabulary.logits(features)  # [R, D, V]
             ranked.append(self._rank(rows, part, scores, probs))
             drawn.append(hidden)
         return torch.cat(drawn, 1), torch.cat(ranked, 1)
@@ -173,11 +175,12 @@ class FalconDrafter:
         ranked = scores.topk(part.width).indices.flatten(1)
         for number, drawn in probs.items():
             request, read = self.memory[rows[number]].request, self.pool.lengths[rows[number]]
-            step = (read, part.depth)
-            tokens, law = draw(scores[number], request, read + part.depths, step, part.width)
+            step, ids = (read, part.depth), self.vocabulary.ids
+            positions = read + part.depths
+            tokens, law = draw(scores[number], request, positions, step, part.width, ids)
             ranked[number] = tokens.flatten()
-            drawn += [] if law is None else [law]
-        return ranked
+            drawn += [] if law is None else [self.vocabulary.spread(law)]
+        return self.vocabulary.tokens(ranked)
 
     def _extend(
         self,

@@ -102,13 +102,15 @@ class StaticTree:
         """The most probable token at every depth."""
         return cls([(0,) * length for length in range(1, depth + 1)], block_size, coupled)
 
-    def check_vocabulary(self, target: Target) -> None:
-        """Raise RecipeError for a tree that takes a rank that the target's vocabulary lacks."""
-        rank = max(path[-1] for path in self.paths)
-        if rank >= target.vocab_size:
+    def check_vocabulary(self, target: Target, drafted: int | None = None) -> None:
+        """Raise RecipeError for a tree that takes a rank that the vocabulary lacks, be it the
+        target's or that of a head that drafts among so many tokens."""
+        rank, size = max(path[-1] for path in self.paths), drafted or target.vocab_size
+        if rank >= size:
+            whose = f"the head drafts among {size}" if drafted else f"{target.name} has {size}"
             raise RecipeError(
-                f"the tree takes the token of rank {rank}, and {target.name} has "
-                f"{target.vocab_size} tokens; take another eval.tree, or drop its last siblings"
+                f"the tree takes the token of rank {rank}, and {whose} tokens; take another "
+                "eval.tree, or drop its last siblings"
             )
 
     @cached_property

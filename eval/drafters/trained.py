@@ -59,6 +59,16 @@ class Kind:
     problems: Callable[[str, Sections], list[str]] = lambda method, sections: []
 
 
+def _beyond_draft_vocab(method: str, sections: Sections) -> list[str]:
+    if "head" not in sections or (size := sections["head"].draft_vocab) is None:
+        return []
+    rank = max(path[-1] for path in load_tree_paths(sections["eval"].tree))
+    if rank < size:
+        return []
+    few = f"takes the token of rank {rank}, and head.draft_vocab = {size} drafts among as many"
+    return [sections["eval"].complaint("tree", f"{few}; raise it, or take another tree")]
+
+
 def _without_student(method: str, sections: Sections) -> list[str]:
     if "student" not in sections or sections["student"].given:
         return []
@@ -98,6 +108,7 @@ KINDS: dict[str, Kind] = {
         load=lambda recipe, target, run: load_head(run / "head", target.identity()),
         fetch=lambda name, revision, target: load_head(name, target.identity(), revision),
         card=Card("head", "Falcon head", "falcon", 'falcon("{repo}", tree="{tree}"'),
+        problems=_beyond_draft_vocab,
     ),
     "medusa": Kind(
         "Medusa heads; train them first: train/medusa.py",

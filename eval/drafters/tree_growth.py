@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
+from specdraft.models.embeddings import DraftVocabulary
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
@@ -27,10 +28,12 @@ WIDTH = 20  # ranks counted
 def rank_shares(
     head: FalconHead, target: Target, texts: list[tuple[int, list[int]]], depth: int
 ) -> Tensor:
-    """Share of positions whose true token has rank r at depth d: [D, W]."""
-    k = head.config.block_size
+    """Share of positions whose true token has rank r at depth d: [D, W], or fewer ranks where the
+    head drafts among fewer tokens."""
+    k, vocabulary = head.config.block_size, DraftVocabulary(head.draft_ids, target)
     passes = -(-depth // k)
     found, seen = torch.zeros(passes * k, WIDTH), torch.zeros(passes * k)
+    never = torch.full((passes,), WIDTH)
     for start, ids in texts:
         tokens = torch.tensor([ids], device=target.device)
         features = target.features(tokens, layers=head.config.feature_layers)[:, :-1]
@@ -40,14 +43,15 @@ def rank_shares(
             rolled = head(ahead.float(), features.float(), blocks, passes=passes)[:, 0]
             for i in range(max(start - 1, passes * k), len(ids) - k - 1):
                 place = (i - phase) % k
-                scores = target.logits(rolled[:, i].to(target.dtype))  # [R, V]
-                true = scores[:, ids[i + k + 1], None]
-                ranks = (scores > true).sum(-1)
+                scores = vocabulary.logits(rolled[:, i])  # [R, V]
+                true = int(vocabulary.places(tokens[0, i + k + 1]))
+                # A token that is never drafted has no rank.
+                ranks = (scores > scores[:, true, None]).sum(-1) if true >= 0 else never
                 for number, rank in enumerate(ranks.tolist()):
                     seen[number * k + place] += 1
                     if rank < WIDTH:
                         found[number * k + place, rank] += 1
-    return (found / seen.clamp(min=1)[:, None])[:depth]
+    return (found / seen.clamp(min=1)[:, None])[:depth, : head.config.draft_vocab]
 
 
 @torch.inference_mode()

@@ -43,12 +43,14 @@ def warp(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0)
     return logits
 
 
-def gumbel(seed: int, positions: Tensor, size: int) -> Tensor:
-    """Gumbel noise [.., V] for absolute positions [..], a pure function of (seed, position, id).
+def gumbel(seed: int, positions: Tensor, ids: Tensor | int) -> Tensor:
+    """Gumbel noise [.., N] for absolute positions [..] and token ids [N], or all below a number: a
+    pure function of (seed, position, id).
 
-    The same noise on any device, for any subset of positions, in any order.
+    The same noise on any device, for any subset of positions and ids, in any order.
     """
-    ids = torch.arange(size, device=positions.device)
+    if isinstance(ids, int):
+        ids = torch.arange(ids, device=positions.device)
     # Mixed twice: once for (seed, position), once for the id, so that neighbours are unrelated.
     start = _mix(_mix(torch.full_like(positions, seed)) ^ positions)
     bits = _mix(start[..., None] ^ ids) >> 11 & (1 << 53) - 1

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from specdraft.recipes.fields import Draft, Few, Fraction, Natural, Positive, Section, Width
+from specdraft.recipes.fields import Draft, Few, Fraction, Natural, Positive, Section, Tokens, Width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,9 @@ class HeadSection(Section):
     kv_heads: Few | None = None
     intermediate: Width | None = None  # width of the MLP
     input_norm: bool = True  # of the first decoder layer; EAGLE-1 and its serving format: false
+    # Drafted are only this many tokens, the most frequent of the training answers and the target's
+    # eos; lm_head shrinks with it. null: all.
+    draft_vocab: Tokens | None = None
 
     def conflicts(self) -> Iterator[str]:
         """Query heads share key/value heads evenly; a block of one slot has no other."""

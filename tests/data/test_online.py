@@ -30,6 +30,7 @@ from specdraft.train.plan import make_plan, plan_lines
 
 KINDS = {
     "falcon": (sar_head("falcon_tree"), {}),
+    "few tokens": (sar_head("falcon_tree"), {"head.draft_vocab": 20, "loss.lk_weight": 0.5}),
     "eagle": (sar_head("eagle_tree"), {"head.block_size": 1, "head.fusion": "linear"}),
     "medusa": (medusa_heads(), {"medusa.heads": 3, "medusa.soft_weight": 0.5}),
 }

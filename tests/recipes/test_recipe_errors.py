@@ -162,6 +162,10 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
         ),
         (["data.prompt_tokens=512"], "must be below data.max_length (512)"),
         (["head.heads=6", "head.kv_heads=4"], "head.kv_heads = 4: must divide head.heads (6)"),
+        (
+            ["head.draft_vocab=10", "eval.tree=falcon_k2_depth8_wide"],
+            "head.draft_vocab = 10 drafts among as many; raise it, or take another tree",
+        ),
         (["loss.feature_weight=0", "loss.distill_weight=0"], "nothing to train on"),
         (["loss.lk_weight=0.5", "loss.soft_weight=0.0"], "a share of nothing; set loss.soft"),
         (["loss.lk_weight=1.5"], "loss.lk_weight = 1.5: must be >= 0 and <= 1"),

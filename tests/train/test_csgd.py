@@ -105,10 +105,39 @@ def test_the_recipe_says_how_much_acceptance_and_depth_count(tmp_path):
     p = (batch.features[rows, places + K] @ ends.lm_head_weight.T).softmax(-1)
     right = q[:, torch.arange(len(rows)), batch.tokens[rows, places + K + 1]]
     soft = 0.7 * (p * (p / q).log()).sum(-1) - 0.3 * torch.minimum(p, q).sum(-1).log()
-    drafts = Drafts(rows, places, batch.offsets[rows, places], K, batch.supervised.shape)
+    drafts = Drafts(rows, places, batch.offsets[rows, places], rows >= 0, K, batch.supervised.shape)
     counts = drafts.expected(right.detach(), 0.5)
     expected = counts * (loss.soft_weight * soft - (1 - loss.soft_weight) * right.log())
     expected = loss.distill_weight * expected.sum() / 2
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
     ours, theirs = (torch.autograd.grad(value, [*head.parameters()]) for value in (total, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_beyond_the_draft_vocabulary_a_head_is_wrong_and_has_no_ce(tmp_path):
+    """Both passes see the rows of lm_head that the head drafts with, and nothing else."""
+    objective, head, batch = prepared(tmp_path, **{"glance.enabled": False})
+    ids, ends = torch.arange(0, len(objective.target.lm_head_weight), 2), objective.target
+    few = CoupledGlancing(objective.recipe, ends, head.config, ids)
+    total, sums = few.loss(head, batch, *few.plan(head, batch, 0.0))
+    predicted = head(
+        ends.embed(batch.tokens[:, 1:]), batch.features[:, :-1], batch.blocks, batch.valid, passes=2
+    )
+    rows, places = batch.supervised.nonzero(as_tuple=True)
+    tokens = batch.tokens[rows, places + K + 1]
+    loss, listed = objective.recipe.loss, ids.tolist()
+    expected = head_loss(
+        predicted[:, rows, places],
+        batch.features[rows, places + K],
+        torch.tensor([listed.index(n) if n in listed else -1 for n in tokens.tolist()]),
+        ends.lm_head_weight[ids],
+        feature_scale=objective.feature_scale,
+        feature_weight=loss.feature_weight,
+        distill_weight=loss.distill_weight,
+        soft_weight=loss.soft_weight,
+        partial=True,
+    )
+    torch.testing.assert_close(total, expected.total)
+    assert sums["counted"] == len(rows)  # they still have a feature to predict
+    glancing = CoupledGlancing(make_recipe(tmp_path), ends, head.config, ids)
+    assert glancing.plan(head, batch, 0.0)[0].sum() > 3

@@ -23,10 +23,11 @@ def sample(k, passes):
     return blocks, counted, chances
 
 
-def drafts_of(blocks, counted, k):
+def drafts_of(blocks, counted, k, known=None):
     rows, positions = counted.nonzero(as_tuple=True)
     offsets = torch.stack([block_offsets(row) for row in blocks])[rows, positions]
-    return Drafts(rows, positions, offsets, k, counted.shape)
+    known = torch.ones_like(rows, dtype=torch.bool) if known is None else known
+    return Drafts(rows, positions, offsets, known, k, counted.shape)
 
 
 def walk(blocks, counted, k, passes, row):
@@ -109,3 +110,14 @@ def test_a_recipe_says_how_predictions_are_weighed(changes):
         assert weigh is None
     else:
         torch.testing.assert_close(weigh(parts), expected)
+
+
+def test_a_token_that_is_never_drafted_ends_a_draft():
+    """Its CE is left out, and so says nothing of its chance."""
+    blocks, counted, chances = sample(2, 3)
+    rows, _ = counted.nonzero(as_tuple=True)
+    known = torch.arange(len(rows)) % 4 > 0
+    hard = -chances[:, counted].log() * known
+    weigh = drafts_of(blocks, counted, 2, known).weighing(LossSection(pace_smoothing=0.3))
+    expected = drafts_of(blocks, counted, 2).expected(chances[:, counted] * known, 0.3)
+    torch.testing.assert_close(weigh({"hard": hard}), expected)

@@ -33,7 +33,7 @@ def eager(predicted, features, tokens, lm_head, lk=0.0, counts=None):
         divergence = kl_div(logits.log_softmax(-1), target, reduction="none").sum(-1)
         shared = torch.minimum(logits.softmax(-1), target).sum(-1)
         soft = (1 - lk) * divergence - lk * shared.log()
-        hard = cross_entropy(logits, tokens, reduction="none")
+        hard = cross_entropy(logits, tokens, reduction="none", ignore_index=-1)
         distill = WEIGHTS["soft_weight"] * soft + (1 - WEIGHTS["soft_weight"]) * hard
         total = total + WEIGHTS["feature_weight"] * regression
         total = total + WEIGHTS["distill_weight"] * (count * distill).sum()
@@ -54,6 +54,27 @@ def test_value_and_gradient_equal_the_eager_loss_for_every_chunk_size(elements, 
     expected.backward()
     torch.testing.assert_close(sums.total, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("lk", LK)
+def test_a_token_beyond_the_draft_vocabulary_has_no_ce(lk, weighed):
+    """The others as ever; of p and p^ there is only what they are among the drafted tokens."""
+    predicted, features, tokens, lm_head = sample()
+    drafted = torch.tensor([0, 3, 4, 7])
+    place = {int(token): n for n, token in enumerate(drafted)}
+    places = torch.tensor([place.get(int(token), -1) for token in tokens])
+    assert 2 < (places < 0).sum() < 9
+    ours, theirs = predicted.clone().requires_grad_(), predicted.clone().requires_grad_()
+    counts = torch.rand(predicted.shape[:2], generator=torch.Generator().manual_seed(1))
+    options = {"lk_weight": lk, "weigh": (lambda _: counts) if weighed else None, "partial": True}
+    sums = head_loss(ours, features, places, lm_head[drafted], **WEIGHTS, **options, elements=30)
+    expected = eager(theirs, features, places, lm_head[drafted], lk, counts if weighed else None)
+    sums.total.backward()
+    expected.backward()
+    torch.testing.assert_close(sums.total, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    assert not sums.correct[:, places < 0].any()
 
 
 @pytest.mark.parametrize("lk", LK)

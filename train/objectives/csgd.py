@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from specdraft.models.embeddings import TargetEmbeddings
+from specdraft.models.embeddings import DraftVocabulary, TargetEmbeddings
 from specdraft.models.falcon import FalconConfig
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
@@ -25,13 +25,21 @@ from specdraft.train.objectives.losses import head_loss
 class CoupledGlancing:
     """The `Objective` of a Falcon head.
 
-    target: its `embed(ids)` and `lm_head_weight` [V, H].
+    target: its `embed(ids)` and `lm_head_weight` [V, H]. draft_ids: the tokens that the head drafts
+    among, None: all; the others have no rank and no CE, and p is what it is among these.
     """
 
     folder = "head"
 
-    def __init__(self, recipe: Recipe, target: TargetEmbeddings | Target, config: FalconConfig):
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: TargetEmbeddings | Target,
+        config: FalconConfig,
+        draft_ids: Tensor | None = None,
+    ):
         self.recipe, self.target = recipe, target
+        self.vocabulary = DraftVocabulary(draft_ids, target)
         self.feature_scale, self.block_size = config.feature_scale, config.block_size
         self.hidden_size = config.hidden_size
 
@@ -57,7 +65,8 @@ class CoupledGlancing:
         ahead, features = self._inputs(batch)
         predicted = head(ahead, features, batch.blocks, batch.valid)[0]  # [B, L, H]
         answers = batch.tokens.roll(-batch.block_size - 1, dims=1)[:, :-1]
-        wrong = wrong_per_row(predicted, self.target.lm_head_weight, answers, batch.supervised)
+        answers, lm_head = self.vocabulary.places(answers), self.vocabulary.lm_head
+        wrong = wrong_per_row(predicted, lm_head, answers, batch.supervised)
         revealed = torch.zeros_like(batch.supervised, device="cpu")
         blocks, supervised = batch.blocks.cpu(), batch.supervised.cpu()
         for row, (distance, generator) in enumerate(
@@ -85,19 +94,21 @@ class CoupledGlancing:
             drafted=given[0],
         )  # [R, B, L, H]
         rows, positions = counted.nonzero(as_tuple=True)  # N positions
+        tokens = self.vocabulary.places(batch.tokens[rows, positions + k + 1])
         offsets = batch.offsets[rows, positions]
-        drafts = Drafts(rows, positions, offsets, k, counted.shape)
+        drafts = Drafts(rows, positions, offsets, tokens >= 0, k, counted.shape)
         sums = head_loss(
             predicted[:, rows, positions],
             batch.features[rows, positions + k, : self.hidden_size],
-            batch.tokens[rows, positions + k + 1],
-            self.target.lm_head_weight,
+            tokens,
+            self.vocabulary.lm_head,
             feature_scale=self.feature_scale,
             feature_weight=loss.feature_weight,
             distill_weight=loss.distill_weight,
             soft_weight=loss.soft_weight,
             lk_weight=loss.lk_weight,
             weigh=drafts.weighing(loss),
+            partial=self.vocabulary.ids is not None,
         )
         answered = one_hot(offsets, k).to(torch.float32)  # [N, k]
         return sums.total, {

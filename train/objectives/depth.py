@@ -31,13 +31,16 @@ class Drafts:
     rows: Tensor  # [N]
     positions: Tensor  # [N], input positions
     offsets: Tensor  # [N], their places within their blocks, which are whole: 0..k-1
+    known: Tensor  # [N] bool, the true token is one that can be drafted
     block_size: int
     shape: torch.Size  # B, L
 
     def weighing(self, loss: LossSection) -> Weigh | None:
         """Return how a recipe weighs these predictions; None where all count the same."""
         if loss.pace_smoothing is not None:
-            return lambda parts: self.expected((-parts["hard"]).exp(), loss.pace_smoothing)
+            return lambda parts: self.expected(
+                (-parts["hard"]).exp() * self.known, loss.pace_smoothing
+            )
         if loss.depth_decay < 1:
             return lambda parts: self.decayed(loss.depth_decay, parts["hard"])
         return None

@@ -36,7 +36,7 @@ class LossSums:
 def head_loss(
     predicted: Tensor,  # [R, N, H]
     features: Tensor,  # [N, H]
-    tokens: Tensor,  # [N]
+    tokens: Tensor,  # [N], or with `partial` -1 where lm_head has no row of the token
     lm_head: Tensor,  # [V, H]
     *,
     feature_scale: float,
@@ -45,11 +45,14 @@ def head_loss(
     soft_weight: float,
     lk_weight: float = 0.0,
     weigh: Weigh | None = None,
+    partial: bool = False,
     elements: int | None = None,
 ) -> LossSums:
     """Return the loss of the predicted features, summed over positions, averaged over passes.
 
-    `elements` bounds chunk * V * (R + 1), the logits that are in work at one time.
+    With `partial`, V is a draft vocabulary: p is what it is among its tokens, and a position whose
+    token is none of them has no CE. `elements` bounds chunk * V * (R + 1), the logits that are in
+    work at one time.
     """
     passes, _, hidden = predicted.shape
     if elements is None:  # a CPU's caches want small chunks, a GPU large ones
@@ -64,7 +67,7 @@ def head_loss(
         lm_head,
         tokens,
         (features, lm_head),
-        DistilledTokens(soft_weight, lk_weight),
+        DistilledTokens(soft_weight, lk_weight, partial),
         size=elements // (lm_head.shape[0] * (passes + 1)),
         dtype=lm_head.dtype,  # the product as the target does it
         weigh=weigh,
@@ -85,6 +88,7 @@ class DistilledTokens:
 
     alpha: float
     lk: float = 0.0  # beta
+    partial: bool = False  # tokens may be -1
 
     def weights(self) -> dict[str, float]:
         return {"soft": self.alpha, "hard": 1.0 - self.alpha}
@@ -95,16 +99,20 @@ class DistilledTokens:
         return p_log.exp(), p_log
 
     def __call__(self, logits: Tensor, target: tuple[Tensor, Tensor], tokens: Tensor) -> tuple:
-        (p, p_log), draft_log, chosen = target, logits.log_softmax(-1), tokens.unsqueeze(1)
+        (p, p_log), draft_log = target, logits.log_softmax(-1)
+        known, chosen = tokens.unsqueeze(1) >= 0, tokens.unsqueeze(1).clamp(min=0)
         right = draft_log.argmax(-1) == tokens
-        hard = -draft_log.gather(1, chosen).squeeze(1)
+        hard = -(draft_log.gather(1, chosen) * known).squeeze(1)
         soft = (p * (p_log - draft_log)).sum(-1)
         if self.lk:
             shared, falling = lk(p, draft_log.exp(), p_log, draft_log)
             soft = torch.lerp(soft, shared, self.lk)
         slope = draft_log.exp_()
+        given = (1.0 - self.alpha) * known.to(slope.dtype)  # what CE counts, [n, 1]
+        if self.lk or self.partial:
+            slope.mul_(self.alpha * (1.0 - self.lk) + given)
         if self.lk:
-            slope.mul_(1.0 - self.alpha * self.lk).add_(falling, alpha=self.alpha * self.lk)
+            slope.add_(falling, alpha=self.alpha * self.lk)
         slope.sub_(p, alpha=self.alpha * (1.0 - self.lk))
-        slope.scatter_add_(1, chosen, slope.new_full(chosen.shape, self.alpha - 1.0))
+        slope.scatter_add_(1, chosen, -given)
         return [soft, hard], slope, right
