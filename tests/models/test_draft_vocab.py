@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decoding import PATHS, decode, plain_tokens, prompts
+from enumeration import drawn, law_error, play, random_laws
 from random_models import VOCAB, random_head, random_target
 from test_rules_in_decoder import WARP, check_law
 
@@ -17,6 +18,7 @@ from specdraft.eval.drafters.tree_growth import WIDTH, best_paths, rank_shares
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.tree import Topology, chain
 from specdraft.models.embeddings import DraftVocabulary
 from specdraft.models.falcon import FalconHead, load_head
 from specdraft.recipes.errors import HeadError, RecipeError
@@ -94,6 +96,21 @@ def test_sampled_outputs_follow_the_targets_law(target, rule):
     tree = StaticTree.chain(4, 2) if rule == "block" else StaticTree(PATHS, 2)
     drafter = FalconDrafter(few_tokens_head(target), target, tree, 32, 128)
     check_law(target, drafter, rule, 32)
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "walk"])
+def test_every_rule_is_exact_for_what_is_drawn_from_a_draft_vocabulary(rule):
+    """By enumeration: two of four tokens are drafted, three siblings are wanted."""
+    ids, matrix = torch.tensor([1, 3]), torch.eye(4, dtype=torch.float64)
+    vocabulary = DraftVocabulary(ids, SimpleNamespace(lm_head_weight=matrix, vocab_size=4))
+    p, q = random_laws("alike", 4, 3)
+    q = {text: vocabulary.spread(law[ids] / law[ids].sum()) for text, law in q.items()}
+    topology = chain(2) if rule == "block" else Topology([-1, 0, 0, 0, 1, 1, 3])
+    drafts = RULES[rule].drafts
+    how = "without_replacement" if drafts == "without_replacement" else "iid"
+    played = play(RULES[rule].rule, drawn(topology, how, q), p)
+    assert law_error(played.law, p, 3) <= 1e-12
+    assert played.accepted > 0.3
 
 
 def test_ids_are_saved_with_the_head_and_judged_when_it_is_loaded(target, tmp_path):
