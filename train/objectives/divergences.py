@@ -144,11 +144,11 @@ def total_variation(p: Tensor, q: Tensor, *_: Tensor | float) -> Divergence:
     return 0.5 * gap.abs().sum(-1), _through_softmax(q, 0.5 * gap.sign())
 
 
-def lk(p: Tensor, q: Tensor, p_log: Tensor, q_log: Tensor, _: float = 0.0) -> Divergence:
-    """-log sum min(p, q), in logarithms throughout: it stays finite where nothing is shared."""
-    shared = torch.minimum(p_log, q_log).logsumexp(-1, keepdim=True)
-    falling = torch.where(q_log < p_log, (q_log - shared).exp(), 0.0)  # min(p, q) is q there
-    return -shared.squeeze(-1), q * falling.sum(-1, keepdim=True) - falling
+def lk(p: Tensor, q: Tensor, *_: Tensor | float) -> Divergence:
+    """-log sum min(p, q), finite where nothing is shared."""
+    shared = torch.minimum(p, q).sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+    falling = torch.where(q < p, q, 0.0).div_(shared)  # min(p, q) is q there
+    return -shared.log().squeeze(-1), (q * falling.sum(-1, keepdim=True)).sub_(falling)
 
 
 def cross_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,15 +104,13 @@ class DistilledTokens:
         right = draft_log.argmax(-1) == tokens
         hard = -(draft_log.gather(1, chosen) * known).squeeze(1)
         soft = (p * (p_log - draft_log)).sum(-1)
+        slope, alpha = draft_log.exp_(), self.alpha
+        given = (1.0 - alpha) * known.to(slope.dtype)  # what CE counts, [n, 1]
         if self.lk:
-            shared, falling = lk(p, draft_log.exp(), p_log, draft_log)
+            shared, falling = lk(p, slope)
             soft = torch.lerp(soft, shared, self.lk)
-        slope = draft_log.exp_()
-        given = (1.0 - self.alpha) * known.to(slope.dtype)  # what CE counts, [n, 1]
-        if self.lk or self.partial:
-            slope.mul_(self.alpha * (1.0 - self.lk) + given)
-        if self.lk:
-            slope.add_(falling, alpha=self.alpha * self.lk)
-        slope.sub_(p, alpha=self.alpha * (1.0 - self.lk))
-        slope.scatter_add_(1, chosen, -given)
+            slope.mul_(alpha * (1.0 - self.lk) + given).add_(falling, alpha=alpha * self.lk)
+        elif self.partial:
+            slope.mul_(alpha + given)
+        slope.sub_(p, alpha=alpha * (1.0 - self.lk)).scatter_add_(1, chosen, -given)
         return [soft, hard], slope, right
