@@ -58,10 +58,12 @@ def drafts(drafter, target, requests) -> list:
     return [[(step.tokens, step.accepted) for step in one.steps] for one in done]
 
 
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(
+    ("k", "changes"), [(1, {}), (2, {}), (2, {"reads": "both", "coupling": "recurrent"})]
+)
 @pytest.mark.parametrize("rule", [None, *RULES])
-def test_drafts_are_those_of_a_head_whose_other_logits_are_minus_infinity(target, k, rule):
-    head = few_tokens_head(target, k)
+def test_drafts_are_those_of_a_head_whose_other_logits_are_minus_infinity(target, k, changes, rule):
+    head = few_tokens_head(target, k, **changes)
     tree = StaticTree.chain(4, k) if rule == "block" else StaticTree(PATHS, k)
     settings = {"rule": rule, **WARP} if rule else {}
     requests = [Request(p, 12, seed=n, **settings) for n, p in enumerate(prompts())]
