@@ -6,6 +6,7 @@ on trees of 16 nodes each.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from specdraft.eval.papers.jobs import Job
 from specdraft.eval.papers.table import Plan, Row, SeededTable
@@ -20,7 +21,8 @@ class FalconTable(SeededTable):
     def head(self, plan: Plan, row: str, seed: int) -> Job:
         """The training of a row's head from a seed."""
         variant = self.variants[row]
-        folder = f"falcon/{','.join(variant) or 'recipe'}-seed{seed}"
+        recipe = Path(plan.recipe or self.recipe).stem
+        folder = f"{recipe}/{','.join(variant) or 'recipe'}-seed{seed}"
         return self.job(plan, "train/falcon.py", folder, *variant, f"train.seed={seed}")
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:

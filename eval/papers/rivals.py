@@ -3,7 +3,7 @@
 Every head is trained by its own script from every seed; then all of them take turns on the same
 prompts, with plain decoding. Two rows more show the method's parts: the Falcon head as a chain,
 without tree attention, and one that was trained without CSGD (with it, where the recipe has none).
-The last two columns are Falcon's tree over a row. The paper's are of its section 5, by wall-clock.
+Its `variants` are heads of other forms: other block sizes, the paper's. The last two columns are Falcon's tree over a row. The paper's are of its section 5, by wall-clock.
 """
 
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ OVER = {"ours over it: tokens/step": "tokens_per_step", "ours over it: time": "s
 class Rival:
     """A row: a head that is trained from every seed, and how it decodes."""
 
+    table: str  # whose row it is
     name: str
     path: str  # of its recipe
     overrides: tuple[str, ...]
@@ -42,11 +43,11 @@ class Rival:
 
     def job(self, plan: Plan, seed: int) -> Job:
         """Its run from a seed. A chain is decoded with the head of the tree's run."""
-        name = self.name.removesuffix(", chain").replace(" ", "_")
+        name = self.name.removesuffix(", chain").replace(" ", "_").replace("'", "")
         trained = TREE if self.method == CHAIN else self.method
         overrides = (*self.overrides, f"train.seed={seed}", f"eval.methods=[plain,{trained}]")
         script = METHODS[self.method].trainer
-        return Job(script, self.path, overrides, plan.runs / "rivals" / f"{name}-seed{seed}")
+        return Job(script, self.path, overrides, plan.runs / self.table / f"{name}-seed{seed}")
 
     def contender(self, plan: Plan, seed: int, target: Target) -> Contender:
         """The head of a seed."""
@@ -64,16 +65,19 @@ class RivalTable(Table):
     def line_up(self, plan: Plan) -> list[Rival]:
         """Falcon's rows, then the others'; RecipeError where the comparison would not be fair."""
         path, common = plan.recipe or self.recipe, (*self.overrides, *plan.overrides)
-        ours = Rival("falcon", path, common, TREE)
+        ours = Rival(self.name, "falcon", path, common, TREE)
         other, glance = "falcon with CSGD", "glance.enabled=true"
         if ours.recipe.glance.enabled:
             other, glance = "falcon without CSGD", "glance.enabled=false"
-        rivals = [ours, Rival("falcon, chain", path, common, CHAIN)]
-        rivals.append(Rival(other, path, (*common, glance), TREE))
+        rivals = [ours, Rival(self.name, "falcon, chain", path, common, CHAIN)]
+        rivals.append(Rival(self.name, other, path, (*common, glance), TREE))
+        for name, changes in self.variants.items():
+            rivals.append(Rival(self.name, name, path, (*common, *changes), TREE))
         for rival_path in self.against:
             recipe = load_recipe(rival_path, list(common), check=problems)
             method = "medusa_tree" if recipe.medusa.given else "eagle_tree"
-            rivals.append(Rival(method.removesuffix("_tree"), rival_path, common, method))
+            name = method.removesuffix("_tree")
+            rivals.append(Rival(self.name, name, rival_path, common, method))
             check_fair(ours.recipe, rivals[-1].recipe)
         return rivals
 

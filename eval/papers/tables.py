@@ -14,6 +14,7 @@ from specdraft.recipes.errors import RecipeError
 
 KINDS = {
     "rivals": RivalTable,
+    "heads": RivalTable,
     "gsd": GraphTable,
     "tau": TauTable,
     "cascades": CascadeTable,

@@ -41,14 +41,28 @@ def test_the_commands_in_a_recipe_header_name_files_that_exist(path: Path):
     assert [name for name in named if not (RECIPES.parent / name).is_file()] == []
 
 
-@pytest.mark.parametrize("name", ["vicuna7b", "vicuna13b", "llama2_7b_chat", "llama2_13b_chat"])
+@pytest.mark.parametrize(
+    "name", ["vicuna7b", "vicuna7b_paper", "vicuna13b", "llama2_7b_chat", "llama2_13b_chat"]
+)
 def test_the_recipes_of_the_paper_have_its_settings(name: str):
     recipe = load_recipe(RECIPES / f"{name}.yaml")
-    assert (recipe.head.block_size, recipe.head.fusion) == (2, "lstm")
+    assert recipe.head.block_size == 2
     assert (recipe.optim.lr, recipe.optim.betas) == (3.0e-5, (0.9, 0.95))
     loss = recipe.loss
     assert (loss.distill_weight, loss.soft_weight, loss.feature_noise) == (0.1, 0.9, 0.1)
     assert (recipe.glance.enabled, recipe.glance.start) == (True, 0.4)
+
+
+@pytest.mark.parametrize("name", ["vicuna7b", "tiny"])
+def test_the_papers_head_has_a_recipe_of_its_own(name: str):
+    ours, paper = (load_recipe(RECIPES / f"{stem}.yaml") for stem in (name, f"{name}_paper"))
+    head = paper.head
+    parts = (head.block_size, head.fusion, head.layers, head.reads, head.coupling)
+    assert parts == (2, "lstm", 1, "own", "none")
+    assert paper.glance.enabled
+    assert paper.train.alignments == "one"
+    assert ours.head != head
+    assert (ours.target, ours.data) == (paper.target, paper.data)  # the same, to be compared
 
 
 RELIED_ON = """target.model target.dtype data.sources data.format data.answers data.max_length
