@@ -3,7 +3,8 @@
 Every head is trained by its own script from every seed; then all of them take turns on the same
 prompts, with plain decoding. Two rows more show the method's parts: the Falcon head as a chain,
 without tree attention, and one that was trained without CSGD (with it, where the recipe has none).
-Its `variants` are heads of other forms: other block sizes, the paper's. The last two columns are Falcon's tree over a row. The paper's are of its section 5, by wall-clock.
+`variants` are further forms of it: other block sizes, the paper's. The last two columns are
+Falcon's tree over a row. The paper's are of its section 5, by wall-clock.
 """
 
 from collections.abc import Sequence
