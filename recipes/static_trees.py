@@ -36,7 +36,9 @@ def load_tree_paths(name: str) -> list[tuple[int, ...]]:
         for key in map(str, [*content][:MOST_LINES])
         if key not in KEYS
     ]
-    paths = content.get("paths")
+    size, paths = content.get("block_size", 1), content.get("paths")
+    if type(size) is not int or size < 1:
+        problems.append(f"block_size = {size!r:.40}: must be a whole number from 1")
     if isinstance(paths, list) and paths and all(map(_is_path, paths)):
         paths = [tuple(ranks) for ranks in paths]
         problems += tree_problems(paths)
@@ -45,6 +47,11 @@ def load_tree_paths(name: str) -> list[tuple[int, ...]]:
     if problems:
         raise InvalidRecipeError([f"{path.name}: {problem}" for problem in problems], "tree")
     return paths
+
+
+def tree_block_size(name: str) -> int | None:
+    """Return the block size of the heads that a tree, which is one, was made for; None: any."""
+    return read_mapping(_locate(name)).get("block_size")
 
 
 def tree_problems(paths: list[tuple[int, ...]]) -> list[str]:

@@ -16,7 +16,7 @@ from specdraft.models.student import finished_student, load_student
 from specdraft.models.target import Target
 from specdraft.models.target_files import hash_weights
 from specdraft.recipes.schema import Recipe
-from specdraft.recipes.static_trees import load_tree_paths
+from specdraft.recipes.static_trees import load_tree_paths, tree_block_size
 
 Source = str | Path  # a folder or a Hub id
 Sections = Mapping[str, Any]  # of a recipe, by name; one that is unsound is missing
@@ -59,8 +59,23 @@ class Kind:
     problems: Callable[[str, Sections], list[str]] = lambda method, sections: []
 
 
-def _beyond_draft_vocab(method: str, sections: Sections) -> list[str]:
-    if "head" not in sections or (size := sections["head"].draft_vocab) is None:
+def _of_head(method: str, sections: Sections) -> list[str]:
+    if "head" not in sections:
+        return []
+    return [*_other_blocks(method, sections), *_beyond_draft_vocab(sections)]
+
+
+def _other_blocks(method: str, sections: Sections) -> list[str]:
+    size, settings = sections["head"].block_size, sections["eval"]
+    if "chain" in method or (wanted := tree_block_size(settings.tree)) in (None, size):
+        return []
+    other = f"made for blocks of {wanted}, and head.block_size = {size}"
+    way_out = "take a tree for these; eval/grow.py grows one for a trained head"
+    return [settings.complaint("tree", f"{other}; {way_out}")]
+
+
+def _beyond_draft_vocab(sections: Sections) -> list[str]:
+    if (size := sections["head"].draft_vocab) is None:
         return []
     rank = max(path[-1] for path in load_tree_paths(sections["eval"].tree))
     if rank < size:
@@ -108,7 +123,7 @@ KINDS: dict[str, Kind] = {
         load=lambda recipe, target, run: load_head(run / "head", target.identity()),
         fetch=lambda name, revision, target: load_head(name, target.identity(), revision),
         card=Card("head", "Falcon head", "falcon", 'falcon("{repo}", tree="{tree}"'),
-        problems=_beyond_draft_vocab,
+        problems=_of_head,
     ),
     "medusa": Kind(
         "Medusa heads; train them first: train/medusa.py",

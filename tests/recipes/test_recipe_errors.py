@@ -137,10 +137,22 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["train.epochs=2"], "train.steps = 800 and train.epochs = 2: set exactly one"),
+        (["train.epochs=2"], "train.steps = 600 and train.epochs = 2: set exactly one"),
         (["train.steps=null"], "train.steps and train.epochs are both null: set exactly one"),
         (["train.accumulation=3"], "train.accumulation = 3: must divide train.batch_size (8)"),
         (["data.sources=[]"], "data.sources = []: name at least one"),
+        (
+            ["head.block_size=2"],
+            "eval.tree = 'tiny_coupled_k3': made for blocks of 3, and head.block_size = 2; take",
+        ),
+        (
+            ["head.block_size=1", "eval.tree=tiny_k1", "head.coupling=none"],
+            "head.reads = 'both': needs head.block_size above 1; a block of one slot has own",
+        ),
+        (
+            ["head.block_size=1", "eval.tree=tiny_k1", "head.reads=own"],
+            "head.coupling = 'recurrent': needs head.block_size above 1",
+        ),
         (
             ["data.answers=target", "data.max_new_tokens=null"],
             "data.max_new_tokens = None: data.answers=target needs the length of an answer",
