@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 import small_tokenizer as st
-from commands import ROOT, SURROUNDINGS, run_here
+from commands import ROOT, SURROUNDINGS, run_here, start
 from local_server import DROP, HANG, LocalServer
 from test_tokens import chats, recipe, write
 from tokenizers.processors import TemplateProcessing
@@ -367,12 +367,12 @@ def test_a_run_that_was_killed_asks_for_the_rest_only(server, tmp_path):
         f"data.cache_dir={tmp_path / 'cache'}", "data.batch_rows=2",
     ]  # fmt: skip
     server.trouble["number 9"] = [HANG]
-    env = os.environ | SURROUNDINGS
-    with subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env) as process:
-        while server.trouble["number 9"]:
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.kill()
+    process = start(*command)
+    while server.trouble["number 9"]:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     before = len(server.prompts())
     assert run_here(*command).returncode == 0
     assert len(set(server.prompts())) == 2 * CHATS

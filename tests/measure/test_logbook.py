@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from commands import ROOT, SURROUNDINGS, run_here
+from commands import run_here, start
 from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
@@ -58,9 +56,7 @@ def rows(out, run) -> list[dict]:
 
 def killed_after(lines: int, out) -> list[str]:
     """Start the benchmark, kill -9 it once so many lines are measured; return what is there."""
-    command = [sys.executable, *BENCH, "--out", str(out)]
-    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | SURROUNDINGS, **output)
+    process = start(*BENCH, "--out", out)
     deadline = time.monotonic() + 300
     while not (out / NAME).exists() or (out / NAME).read_bytes().count(b"\n") < lines:
         assert process.poll() is None
