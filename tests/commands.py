@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from accelerate.state import AcceleratorState
-from forks import Fork
+from forks import Fork, nursery
 
 ROOT = Path(__file__).parents[1]
 SURROUNDINGS = {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
@@ -72,15 +72,17 @@ def run_afresh(*command: str, cwd: Path = ROOT, **environment: str) -> subproces
 
 
 @contextmanager
-def children_here() -> Iterator[None]:
-    """Within it, scripts that the code under test starts as processes run in this one, too."""
-    start = subprocess.run
+def children_forked() -> Iterator[None]:
+    """Within it, scripts that the code under test starts as processes are forked, too."""
+    parent, launch = nursery(), subprocess.Popen
 
-    def run(command: list[str], **options) -> subprocess.CompletedProcess:
-        ours = command[0] == sys.executable and command[1].endswith(".py")
-        return run_here(*command[1:]) if ours else start(command, **options)
+    def popen(command: list[str], **options) -> Fork | subprocess.Popen:
+        if command[0] != sys.executable or not command[1].endswith(".py"):
+            return launch(command, **options)
+        where = {"own_session": options["start_new_session"], "errors": options["stderr"].name}
+        return Fork(*command[1:], cwd=Path.cwd(), env=options["env"], parent=parent, **where)
 
-    with patch.object(subprocess, "run", run):
+    with patch.object(subprocess, "Popen", popen):
         yield
 
 

@@ -19,13 +19,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-# What the scripts of the tests import, of ours and of others.
-MODULES = ["pytest", "tensorboard", "specdraft.eval.bench", "specdraft.eval.generate"]
-MODULES += ["specdraft.eval.paper", "specdraft.train.falcon", "specdraft.train.distill"]
+# What the scripts of the tests import, of ours and of others, where they are installed.
+MODULES = ["specdraft.eval.bench", "specdraft.eval.generate", "specdraft.eval.paper"]
+MODULES += ["specdraft.train.falcon", "specdraft.train.distill", "pytest"]
+MODULES += ["deepspeed", "matplotlib.backends.backend_agg"]
 # Read when the interpreter starts or huggingface_hub is imported, so once for all children.
 ONCE = ("HF_HOME", "HF_ENDPOINT", "HF_HUB", "PYTHON")
 
@@ -73,12 +75,13 @@ class Fork:
         own_session: bool = False,
         largest_file: int | None = None,
         terminal: str | None = None,
+        errors: str | None = None,
     ):
         self.parent, self.returncode = parent or nursery(), None
         there, here = ({k: e[k] for k in e if k.startswith(ONCE)} for e in (self.parent.env, env))
         assert there == here, "read when modules are imported: start such a process afresh"
         self.folder = TemporaryDirectory()
-        self.output = [Path(self.folder.name, name) for name in ("out", "err")]
+        self.output = [Path(self.folder.name, "out"), Path(errors or f"{self.folder.name}/err")]
         for path in self.output:
             path.touch()
         self.pid = self.parent.ask(
@@ -119,7 +122,12 @@ class Fork:
 # In the process that forks
 
 
-def serve() -> None:
+def serve(modules: list[str]) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # for what is said by those who are imported
+    for name in modules:
+        with suppress(ImportError):
+            importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
         if "ended" in request:
@@ -129,8 +137,8 @@ def serve() -> None:
             answer = os.fork()
             if not answer:
                 end(partial(become, **request))
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        answers.write(f"{json.dumps(answer)}\n")
+        answers.flush()
 
 
 def end(work: Callable[[], None]) -> None:
@@ -179,6 +187,4 @@ def become(
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
-    serve()
+    serve(sys.argv[1:])

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import ROOT, children_here, run_here
+from commands import ROOT, children_forked, run_here
 
 from specdraft.data.sources import bundled_file
 from specdraft.eval.papers.ems import WAYS
@@ -26,8 +26,8 @@ SMALL += ("eval.max_new_tokens=8", "eval.validation=2")
 
 
 @pytest.fixture(autouse=True)
-def _in_this_process():
-    with children_here():
+def _forked():
+    with children_forked():
         yield
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import children_here, run_here
+from commands import children_forked, run_here
 
 from specdraft.eval.papers.jobs import Job, run_all
 from specdraft.eval.papers.result import cell_text
@@ -89,7 +89,7 @@ def test_heads_are_trained_and_take_turns(tmp_path):
     """Two kinds of heads from one seed, to the table."""
     options = ["table.against=[recipes/tiny_medusa.yaml]", "train.steps=2", "--seeds", "1"]
     places = ["--runs", str(tmp_path), f"data.cache_dir={tmp_path / 'cache'}"]
-    with children_here():
+    with children_forked():
         done = run_here("eval/paper.py", "rivals", *SMALL, *options, *places)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "rivals.json").read_text())
