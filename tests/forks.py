@@ -128,17 +128,22 @@ def serve(modules: list[str]) -> None:
     for name in modules:
         with suppress(ImportError):
             importlib.import_module(name)
+    alive = set()
     for line in sys.stdin:
         request = json.loads(line)
         if "ended" in request:
             pid, status = os.waitpid(request["ended"], os.WNOHANG)
+            alive.discard(pid)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
             answer = os.fork()
             if not answer:
                 end(partial(become, **request))
+            alive.add(answer)
         answers.write(f"{json.dumps(answer)}\n")
         answers.flush()
+    for pid in alive:  # of tests that failed
+        os.kill(pid, signal.SIGKILL)
 
 
 def end(work: Callable[[], None]) -> None:

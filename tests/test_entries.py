@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import ROOT, run_afresh, run_here
+from commands import ROOT, run, run_afresh, run_here
 
 SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=40"]
 SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=16", "train.eval_every=3"]
@@ -98,8 +98,8 @@ def check_refusal(done, message: str) -> None:
 
 
 def test_a_refusal_reaches_the_shell(tmp_path):
-    # The entry that imports least: the others refuse by the same function.
-    push = run_afresh(str(ROOT / "models/push.py"), "gone", "you/x", cwd=tmp_path)
+    # All entries refuse by the same function.
+    push = run(str(ROOT / "models/push.py"), "gone", "you/x", cwd=tmp_path)
     check_refusal(push, "no recipe.yaml in gone")
 
 

@@ -27,6 +27,12 @@ SMALL = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _forked():
+    with children_forked():
+        yield
+
+
 def test_every_head_is_in_it_and_falcon_also_without_its_parts():
     plan = Plan(Path("runs"))
     rivals = TABLE.line_up(plan)
@@ -89,8 +95,7 @@ def test_heads_are_trained_and_take_turns(tmp_path):
     """Two kinds of heads from one seed, to the table."""
     options = ["table.against=[recipes/tiny_medusa.yaml]", "train.steps=2", "--seeds", "1"]
     places = ["--runs", str(tmp_path), f"data.cache_dir={tmp_path / 'cache'}"]
-    with children_forked():
-        done = run_here("eval/paper.py", "rivals", *SMALL, *options, *places)
+    done = run_here("eval/paper.py", "rivals", *SMALL, *options, *places)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "rivals.json").read_text())
     names = ["falcon", "falcon, chain", "falcon without CSGD", "medusa"]
