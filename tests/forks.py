@@ -178,7 +178,8 @@ def become(
     if own_session:
         os.setsid()
     for number, path in enumerate(streams):
-        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
+        os.dup2(stream := os.open(path, os.O_RDWR | os.O_APPEND), number)
+        os.close(stream)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     if largest_file is not None:
