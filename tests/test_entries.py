@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from commands import ROOT, run, run_afresh, run_here
 
-SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=40"]
-SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=16", "train.eval_every=3"]
+SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=16"]
+SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=8", "train.eval_every=3"]
 # What needs no head, and how a shell gives what is no UTF-8.
 UNTRAINED = ["eval.methods=[prompt_lookup]"]
 HALF, LONG = b"\xff".decode(errors="surrogateescape"), "eval.max_new_tokens=10000000"

@@ -24,7 +24,7 @@ from specdraft.recipes.load import from_dict, load_recipe
 # Three small runs are made once for all tests: keep them in one worker.
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["data.limit=24", "eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
+SMALL = ["data.limit=8", "eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
 STEPS = ["train.steps=2", "train.batch_size=2", "train.threads=1", "train.log_every=1"]
 ENTRIES = {  # kind of drafter -> the command that makes it
     "head": ["train/falcon.py", "recipes/tiny.yaml", *STEPS, "eval.methods=[plain,falcon_tree]"],

@@ -21,7 +21,7 @@ TABLES = all_tables()
 ABLATIONS = [table for table in TABLES.values() if isinstance(table, FalconTable)]
 # These measure what there is, in their own process.
 READY = {"tau", "tuned_cascades", "budgets", "ewif", "suffix", "report"}
-SMALL = ("data.limit=24", "train.steps=2", "train.batch_size=4", "eval.limit=2")
+SMALL = ("data.limit=8", "train.steps=2", "train.batch_size=4", "eval.limit=2")
 SMALL += ("eval.max_new_tokens=8", "eval.validation=2")
 
 

@@ -18,7 +18,7 @@ from specdraft.recipes.load import load_recipe
 
 TABLE = all_tables()["rivals"]
 SMALL = (
-    "data.limit=24",
+    "data.limit=8",
     "train.batch_size=4",
     "train.eval_every=null",
     "train.save_every=null",

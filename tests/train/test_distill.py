@@ -336,7 +336,7 @@ def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
 
 
 def test_a_run_leaves_a_measured_student_that_can_be_measured_again(tmp_path):
-    small = ["train.steps=4", "train.batch_size=4", "train.eval_every=2", "data.limit=24"]
+    small = ["train.steps=4", "train.batch_size=4", "train.eval_every=2", "data.limit=8"]
     small += ["eval.limit=2", "eval.validation=2", "eval.max_new_tokens=12"]
     places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     places += ["distill.on_policy=0.5", "distill.max_new_tokens=8"]
