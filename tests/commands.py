@@ -3,6 +3,8 @@
 import io
 import os
 import runpy
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,28 +13,76 @@ from pathlib import Path
 from unittest.mock import patch
 
 from accelerate.state import AcceleratorState
+from forks import Fork, nursery
 
 ROOT = Path(__file__).parents[1]
 SURROUNDINGS = {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
 
 
-def run(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
-    """Run `python *command` as a process of its own."""
+def start(
+    *command: object,
+    cwd: Path = ROOT,
+    own_session: bool = False,
+    largest_file: int | None = None,
+    terminal: str | None = None,
+    **environment: str,
+) -> Fork:
+    """Start `python *command` as a process of its own, forked from one with the imports done.
+
+    own_session: of which all processes are those that it starts.
+    largest_file: bytes that no file may exceed.
+    terminal: what its streams are, in place of files.
+    """
+    how = {"own_session": own_session or terminal is not None, "largest_file": largest_file}
+    env = os.environ | SURROUNDINGS | environment
+    return Fork(*command, cwd=cwd, env=env, terminal=terminal, **how)
+
+
+def run(*command: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """Run it to its end."""
+    process = start(*command, cwd=cwd, **environment)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def start_ranks(*command: object, count: int = 2, **environment: str) -> list[Fork]:
+    """Start it as the processes of one run, in the environment that torchrun gives them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    there |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)} | environment
+    ranks = map(str, range(count))
+    return [start(*command, **there, RANK=rank, LOCAL_RANK=rank) for rank in ranks]
+
+
+def end(ranks: list[Fork]) -> str:
+    """Wait until all are done; return what they said."""
+    try:
+        return "".join(rank.communicate(timeout=300)[1] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+
+
+def run_afresh(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """The same in a new interpreter: launchers, and what is read when modules are imported."""
     env = os.environ | SURROUNDINGS | environment
     arguments = [sys.executable, *command]
     return subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
 @contextmanager
-def children_here() -> Iterator[None]:
-    """Within it, scripts that the code under test starts as processes run in this one, too."""
-    start = subprocess.run
+def children_forked() -> Iterator[None]:
+    """Within it, scripts that the code under test starts as processes are forked, too."""
+    parent, launch = nursery(), subprocess.Popen
 
-    def run(command: list[str], **options) -> subprocess.CompletedProcess:
-        ours = command[0] == sys.executable and command[1].endswith(".py")
-        return run_here(*command[1:]) if ours else start(command, **options)
+    def popen(command: list[str], **options) -> Fork | subprocess.Popen:
+        if command[0] != sys.executable or not command[1].endswith(".py"):
+            return launch(command, **options)
+        where = {"own_session": options["start_new_session"], "errors": options["stderr"].name}
+        return Fork(*command[1:], cwd=Path.cwd(), env=options["env"], parent=parent, **where)
 
-    with patch.object(subprocess, "run", run):
+    with patch.object(subprocess, "Popen", popen):
         yield
 
 

@@ -17,11 +17,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*SHARED, os.environ.get
 # A file is one worker's work (`--dist loadfile`), begun in the order of collection: what takes
 # longest comes first, or one worker is still at it when the others have nothing left.
 LONGEST = [
-    "rivals", "paper_tables", "entries", "docs", "deepspeed", "rules_in_decoder", "hub", "logbook",
-    "doctor", "tree_drafters", "report", "checkpoint", "packaging", "decoder", "placement",
-    "stopping", "drawn_drafts", "online", "cascades_table", "page", "memory", "server",
-    "medusa", "distill", "student_comparisons", "loop", "cascade", "families", "tuning",
-    "accept", "custom_generate", "lm_drafter", "maxgram", "chat_terminal", "eagle", "features",
+    "drawn_drafts", "accept", "entries", "docs", "deepspeed", "paper_tables", "stopping",
+    "logbook", "checkpoint", "hub", "medusa", "report", "decoder", "placement", "doctor",
+    "cascades_table", "rules_in_decoder", "online", "maxgram", "distill", "server", "rivals",
+    "packaging", "cascade", "loop", "memory", "registry", "page", "student_comparisons",
+    "families", "tree_drafters", "sampling", "tuning", "custom_generate", "lm_drafter",
+    "chat_terminal", "prompt_sets", "drafted_answers", "eagle", "features",
 ]  # fmt: skip
 
 

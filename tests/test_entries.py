@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import ROOT, run, run_here
+from commands import ROOT, run, run_afresh, run_here
 
-SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=40"]
-SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=16", "train.eval_every=3"]
+SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=16"]
+SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=8", "train.eval_every=3"]
 # What needs no head, and how a shell gives what is no UTF-8.
 UNTRAINED = ["eval.methods=[prompt_lookup]"]
 HALF, LONG = b"\xff".decode(errors="surrogateescape"), "eval.max_new_tokens=10000000"
@@ -19,7 +19,7 @@ def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart")
     places = [f"output.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
     launcher = ["-m", "accelerate.commands.launch", "train/falcon.py", "recipes/tiny.yaml"]
-    done = run(*launcher, *SMALL, *places)
+    done = run_afresh(*launcher, *SMALL, *places)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "falcon_tree" in done.stdout
     return folder
@@ -98,7 +98,7 @@ def check_refusal(done, message: str) -> None:
 
 
 def test_a_refusal_reaches_the_shell(tmp_path):
-    # The entry that imports least: the others refuse by the same function.
+    # All entries refuse by the same function.
     push = run(str(ROOT / "models/push.py"), "gone", "you/x", cwd=tmp_path)
     check_refusal(push, "no recipe.yaml in gone")
 

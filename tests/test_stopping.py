@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import ROOT, SURROUNDINGS, run
+from commands import ROOT, SURROUNDINGS, run, start
+from forks import Fork
 from rich.console import Console
 from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,8 +27,8 @@ BENCH = ["eval/bench.py", "recipes/tiny.yaml", "--methods", "plain,generate,prom
 BENCH += ["eval.limit=6", "eval.max_new_tokens=8", "eval.repeats=2"]
 
 
-def start(command: list[str]) -> subprocess.Popen:
-    """Start `python *command` in a session of its own, whose processes are all that it leaves."""
+def start_afresh(command: list[str]) -> subprocess.Popen:
+    """A launcher's workers know it by its command line, which a fork has from its parent."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -39,14 +40,14 @@ def start(command: list[str]) -> subprocess.Popen:
     )
 
 
-def stopped_when(condition: Callable[[], bool], process: subprocess.Popen) -> str:
-    """Send SIGTERM once a condition holds; return what the process said, and what is left of it
-    must end by itself."""
+def stopped_when(condition: Callable[[], bool], process: Fork | subprocess.Popen) -> str:
+    """Send SIGTERM once a condition holds; return what the process said, and what is left of its
+    session must end by itself."""
     wait_until(lambda: condition() or process.poll() is not None)
-    assert process.poll() is None, process.stderr.read()
+    assert process.poll() is None, process.communicate()[1]
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)  # whoever is left keeps the pipe open
-    assert not in_session(process.pid)
+    _, errors = process.communicate(timeout=60)
+    wait_until(lambda: not in_session(process.pid), 60)
     return errors
 
 
@@ -82,7 +83,7 @@ def check_line(errors: str, kept: str, command: list[str]) -> None:
 
 def test_a_benchmark_that_is_stopped_goes_on_with_what_it_measured(tmp_path):
     measured, command = tmp_path / "measured.jsonl", [*BENCH, "--out", str(tmp_path)]
-    process = start(command)
+    process = start(*command, own_session=True)
     errors = stopped_when(lambda: measured.exists() and len(lines(measured)) > 3, process)
     assert process.returncode == 130
     check_line(errors, f"{measured} has what was measured", ["python", *command])
@@ -124,7 +125,7 @@ def wide(tmp_path_factory) -> list[str]:
 
 def test_features_that_are_stopped_half_way_keep_their_shards(tmp_path, wide):
     command = ["data/cache.py", "recipes/tiny.yaml", *wide, f"data.cache_dir={tmp_path}"]
-    process = start(command)
+    process = start(*command, own_session=True)
     errors = stopped_when(lambda: shards(tmp_path), process)
     assert process.returncode == 130
     kept = {path: path.stat().st_mtime_ns for path in shards(tmp_path)}
@@ -139,7 +140,7 @@ def test_a_launcher_that_is_ended_takes_its_command_along(tmp_path, wide):
     """`accelerate launch` dies of SIGTERM and passes nothing on."""
     launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
     command = [*launcher, "data/cache.py", "recipes/tiny.yaml", *wide]
-    process = start([*command, f"data.cache_dir={tmp_path}"])
+    process = start_afresh([*command, f"data.cache_dir={tmp_path}"])
     errors = stopped_when(lambda: shards(tmp_path), process)
     kept = f"{len(shards(tmp_path))} shards of features are kept"
     check_line(errors, kept, [sys.executable, *command, f"data.cache_dir={tmp_path}"])
@@ -158,7 +159,7 @@ def test_a_comparison_that_is_stopped_stops_its_runs_and_they_go_on(tmp_path):
     small = ["train.steps=2000", "train.log_every=1", "data.limit=60", "train.eval_every=null"]
     small += ["eval.limit=2", "eval.validation=2", "train.save_every=1000"]
     command = ["eval/paper.py", "noise", *small, "--runs", str(runs), "--seeds", "0"]
-    process = start(command)
+    process = start(*command, own_session=True)
     errors = stopped_when(lambda: any(runs.rglob("log.jsonl")), process)
     assert process.returncode == 130
     check_line(errors, "0 of ", ["python", *command])

@@ -6,14 +6,13 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import small_tokenizer as st
 import torch
+from commands import run
 from test_tokens import chats, recipe, write
 from thread_ranks import on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -186,12 +185,9 @@ def test_after_kill_9_nothing_half_written_is_taken_for_whole(made, tmp_path):
 
     settings, tokens, _ = made
     dump(settings, tmp_path / "test.yaml")
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "test.yaml"), str(tokens.directory)],
-        capture_output=True,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    (tmp_path / "killed.py").write_text(KILLED)
+    killed = run(tmp_path / "killed.py", tmp_path / "test.yaml", tokens.directory)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     (directory,) = Path(settings.data.cache_dir).glob("features-*")
     named = json.loads((directory / storage.MANIFEST).read_text())["shards"]
     assert 0 < len(named) < len(list(directory.iterdir()))

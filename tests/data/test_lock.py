@@ -4,12 +4,11 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
-from commands import run
+from commands import run, start
 from test_features import SMALL, make_target
 from test_tokens import chats, recipe, write
 
@@ -53,18 +52,19 @@ with output_lock(pathlib.Path(sys.argv[1])):
 
 
 def test_the_lock_of_a_killed_run_is_taken_over_with_a_line(tmp_path, capsys):
-    holding = subprocess.Popen(
-        [sys.executable, "-c", HOLDING, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert holding.stdout.readline() == "held\n"
+    (script := tmp_path / "holding.py").write_text(HOLDING)
+    holding, folder = start(script, tmp_path / "out"), tmp_path / "out"
+    while holding.output[0].read_text() != "held\n":
+        assert holding.poll() is None
+        time.sleep(0.01)
     there = f"in use by process {holding.pid} on "
-    with pytest.raises(RecipeError, match=there), output_lock(tmp_path):
+    with pytest.raises(RecipeError, match=there), output_lock(folder):
         pass
     holding.send_signal(signal.SIGKILL)
-    holding.communicate()
-    with output_lock(tmp_path):
+    assert holding.wait() == -signal.SIGKILL
+    with output_lock(folder):
         assert f"left behind by process {holding.pid} on " in capsys.readouterr().err
-        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

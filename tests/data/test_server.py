@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 import httpx2
 import pytest
 import small_tokenizer as st
-from commands import ROOT, SURROUNDINGS, run_here
+from commands import ROOT, run_here, start
 from local_server import DROP, HANG, LocalServer
 from test_tokens import chats, recipe, write
 from tokenizers.processors import TemplateProcessing
@@ -87,30 +86,37 @@ def rejects(cache: TokenCache) -> list[dict]:
 # A real server
 
 
+# What environment variables say where huggingface_hub is not imported yet.
+SERVE = """
+import runpy, sys
+import huggingface_hub.constants
+huggingface_hub.constants.HF_HUB_OFFLINE = True
+huggingface_hub.constants.HF_HUB_CACHE, *sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.fixture
 def transformers_serve(tmp_path: Path) -> Iterator[str]:
     """The bundled target behind `transformers serve`; the address of its API."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    home = tmp_path / "home"
-    home.mkdir()
-    command = [Path(sys.executable).with_name("transformers"), "serve", TINY, "--port", str(port)]
+    (script := tmp_path / "serve.py").write_text(SERVE)
+    command = [Path(sys.executable).with_name("transformers"), "serve", TINY, "--port", port]
     command += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
-    env = os.environ | SURROUNDINGS | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    with (home / "log").open("w") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    process = start(script, tmp_path / "hub", *command)
     try:
         for _ in range(900):
             try:
                 httpx2.get(f"http://127.0.0.1:{port}/health", trust_env=False)
                 break
             except httpx2.TransportError:
-                assert process.poll() is None, (home / "log").read_text()
+                assert process.poll() is None, process.communicate()[1]
                 time.sleep(0.2)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         process.wait()
 
 
@@ -367,12 +373,12 @@ def test_a_run_that_was_killed_asks_for_the_rest_only(server, tmp_path):
         f"data.cache_dir={tmp_path / 'cache'}", "data.batch_rows=2",
     ]  # fmt: skip
     server.trouble["number 9"] = [HANG]
-    env = os.environ | SURROUNDINGS
-    with subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env) as process:
-        while server.trouble["number 9"]:
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.kill()
+    process = start(*command)
+    while server.trouble["number 9"]:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     before = len(server.prompts())
     assert run_here(*command).returncode == 0
     assert len(set(server.prompts())) == 2 * CHATS

@@ -39,7 +39,7 @@ def test_the_walk_emits_exactly_what_the_target_would_say_alone():
     contexts = [(), *((a,) for a in vocabulary), *itertools.product(vocabulary, repeat=2)]
     accepted = set()
     for index, says in enumerate(itertools.product(vocabulary, repeat=len(contexts))):
-        if index % 97:  # 19683 targets times 243 trees: every 97th target is enough
+        if index % 1999:  # of 3**13: any three contexts have all 27 answers among these 798
             continue
         target = dict(zip(contexts, says, strict=True))
         for drafts in itertools.product(vocabulary, repeat=5):

@@ -3,12 +3,12 @@
 import io
 import os
 import re
-import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
-from commands import ROOT, SURROUNDINGS, run_here
+from commands import run_here, start
 from rich.console import Console
 
 from specdraft.eval.engine.decoder import Decoder
@@ -195,25 +195,15 @@ class Terminal:
     """A chat in a pseudo-terminal of its own; what a user types, and what they see."""
 
     def __init__(self, *options: str):
-        script = """
-import os, pty, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background may have it ignored
-sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
-"""
-        command = [sys.executable, "eval/generate.py", "recipes/tiny.yaml", *options, *SMALL[1:]]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", script, *command],
-            cwd=ROOT,
-            env=os.environ | SURROUNDINGS | {"TERM": "xterm", "NO_COLOR": ""},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        os.set_blocking(self.process.stdout.fileno(), False)
+        self.keyboard, theirs = os.openpty()
+        command = ["eval/generate.py", "recipes/tiny.yaml", *options, *SMALL[1:]]
+        env = {"TERM": "xterm", "NO_COLOR": ""}
+        self.process = start(*command, terminal=os.ttyname(theirs), **env)
+        os.set_blocking(self.keyboard, False)
         self.seen = ""
 
     def type(self, keys: str) -> None:
-        self.process.stdin.write(keys.encode())
-        self.process.stdin.flush()
+        os.write(self.keyboard, keys.encode())
 
     def until(self, expected: str) -> str:
         """Wait for a text; return all up to it that was not returned before."""
@@ -221,7 +211,8 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
         while expected not in self.seen:
             assert self.process.poll() is None, self.seen
             assert time.monotonic() < deadline, self.seen
-            self.seen += (self.process.stdout.read() or b"").decode(errors="replace")
+            with suppress(BlockingIOError):
+                self.seen += os.read(self.keyboard, 1 << 16).decode(errors="replace")
             time.sleep(0.01)
         before, _, self.seen = self.seen.partition(expected)
         return before + expected

@@ -18,7 +18,7 @@ from specdraft.data.store import storage
 from specdraft.eval.checkup import drafters as drafter_checkup
 from specdraft.models.target_files import bundled_target_dir
 
-SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=24"]
+SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=12"]
 SMALL += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
 SMALL += ["eval.methods=[plain,prompt_lookup,falcon_tree]"]
 CACHE = ["tokens", "tokenizer", "template", "mask"]

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from commands import ROOT, SURROUNDINGS, run_here
+from commands import run_here, start
 from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
@@ -31,8 +29,8 @@ from specdraft.recipes.load import load_recipe
 
 SMALL = ["eval.limit=6", "eval.max_new_tokens=8", "eval.repeats=2", "train.threads=1"]
 BENCH = ["eval/bench.py", "recipes/tiny.yaml", "--methods", "plain,generate,prompt_lookup"]
-BENCH += ["--batch-sizes", "1,2", *SMALL]
-TURNS = 2 * (6 + 3)  # repeats of the batches of one row and of two
+BENCH += ["--batch-sizes", "1,2", *SMALL, "eval.limit=4", "eval.max_new_tokens=5"]
+TURNS = 2 * (4 + 2)  # repeats of the batches of one row and of two
 TIMES = ("second", "_ms", "speedup", "swi_measured", "ewif_measured", "categories")
 
 
@@ -58,9 +56,7 @@ def rows(out, run) -> list[dict]:
 
 def killed_after(lines: int, out) -> list[str]:
     """Start the benchmark, kill -9 it once so many lines are measured; return what is there."""
-    command = [sys.executable, *BENCH, "--out", str(out)]
-    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | SURROUNDINGS, **output)
+    process = start(*BENCH, "--out", out)
     deadline = time.monotonic() + 300
     while not (out / NAME).exists() or (out / NAME).read_bytes().count(b"\n") < lines:
         assert process.poll() is None

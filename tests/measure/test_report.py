@@ -158,7 +158,7 @@ MEASURED = [name for name in METHODS if not name.startswith(("eagle", "medusa"))
 @pytest.fixture(scope="module")
 def report(tiny):
     """Every method on real prompts, with an untrained head and a table that says one thing."""
-    overrides = ["eval.limit=4", "eval.max_new_tokens=14", "train.threads=1"]
+    overrides = ["eval.limit=3", "eval.max_new_tokens=14", "train.threads=1"]
     recipe = load_recipe("recipes/tiny.yaml", overrides)
     torch.manual_seed(0)
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}
@@ -175,7 +175,7 @@ def test_every_method_gives_plain_decodings_tokens(report):
     rows = {row["method"]: row for row in report["runs"]}
     assert set(rows) == set(MEASURED)
     for row in rows.values():
-        assert row["outputs"] == row["identical"] + row["near_ties"] == 4, row["differences"]
+        assert row["outputs"] == row["identical"] + row["near_ties"] == 3, row["differences"]
         assert row["tokens"] == rows["plain"]["tokens"]
         assert row["speedup"] == row["tokens_per_second"] / rows["plain"]["tokens_per_second"]
     assert rows["plain"]["tokens_per_step"] == rows["generate"]["tokens_per_step"] == 1.0
@@ -273,14 +273,14 @@ def test_a_method_that_samples_is_accepted_by_the_rule_of_its_paper(tiny):
 
 
 def test_batches_of_rows_change_no_output(tiny, report):
-    recipe = load_recipe("recipes/tiny.yaml", ["eval.limit=4", "eval.max_new_tokens=14"])
-    recipe = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, batch_size=3))
+    recipe = load_recipe("recipes/tiny.yaml", ["eval.limit=3", "eval.max_new_tokens=14"])
+    recipe = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, batch_size=2))
     prompts = load_prompts(recipe, tiny.tokenizer)
     methods = ["plain", "generate", "prompt_lookup"]
     together = evaluate(recipe, tiny, Trained(), prompts, methods, progress=False)
     assert [row["method"] for row in together["runs"]] == methods
     for row in together["runs"]:
-        assert row["identical"] + row["near_ties"] == 4
+        assert row["identical"] + row["near_ties"] == 3
         assert row["tokens"] == report["runs"][0]["tokens"]
 
 

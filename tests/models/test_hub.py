@@ -5,10 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from forks import Fork, Nursery
 from local_hub import DROP, LocalHub
 
 from specdraft.eval.drafters.trained import CARDS
@@ -22,7 +24,7 @@ from specdraft.recipes.load import from_dict, load_recipe
 # Three small runs are made once for all tests: keep them in one worker.
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["data.limit=24", "eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
+SMALL = ["data.limit=8", "eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
 STEPS = ["train.steps=2", "train.batch_size=2", "train.threads=1", "train.log_every=1"]
 ENTRIES = {  # kind of drafter -> the command that makes it
     "head": ["train/falcon.py", "recipes/tiny.yaml", *STEPS, "eval.methods=[plain,falcon_tree]"],
@@ -33,36 +35,11 @@ ENTRIES = {  # kind of drafter -> the command that makes it
     "table": ["train/maxgram.py", "recipes/tiny_maxgram.yaml", "eval.methods=[plain,maxgram]"],
 }  # fmt: skip
 
-# Not in the tests' process: huggingface_hub reads its environment once, when it is imported.
-ENTRIES_IN_ONE = """
-import json, runpy, sys
-for command in json.loads(sys.argv[1]):
-    sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
-"""
-# Each push is a process of its own, forked from one that has done the imports: seconds of each.
-PUSHES = """
-import json, os, runpy, sys, time
-import specdraft.eval.drafters.trained, specdraft.models.publish
+PUSH = """
+import runpy, sys, time
 time.sleep = lambda seconds: None  # the client waits between its retries
-for line in sys.stdin:
-    argv, out, err = json.loads(line)
-    child = os.fork()
-    if not child:
-        for number, path in ((1, out), (2, err)):
-            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
-        sys.argv = ["models/push.py", *argv]
-        code = 1
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-            code = 0
-        except SystemExit as end:
-            code = end.code
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+sys.argv[0] = "models/push.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -73,49 +50,43 @@ def hub():
 
 
 @pytest.fixture(scope="module")
-def runs(hub: LocalHub, tmp_path_factory) -> Path:
-    """A head, a student and a table, each made and pushed to you/KIND by its own entry."""
-    folder = tmp_path_factory.mktemp("runs")
-    commands = []
-    for kind, command in ENTRIES.items():
-        places = [f"output.dir={folder / kind}", f"data.cache_dir={folder / 'cache'}"]
-        names = [f"hub.repo_id=you/{kind}", "hub.license=apache-2.0"]
-        commands.append([*command, *SMALL, *places, *names])
-    done = python(hub, folder, "-c", ENTRIES_IN_ONE, json.dumps(commands))
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder
+def nursery(hub: LocalHub, tmp_path_factory) -> Iterator[Nursery]:
+    """Not that of other tests: huggingface_hub reads its environment when it is imported."""
+    cache = tmp_path_factory.mktemp("hf")
+    nursery = Nursery(os.environ | {"COLUMNS": "200"} | hub.environment(cache))
+    yield nursery
+    nursery.close()
 
 
-def surroundings(hub: LocalHub, folder: Path, **changes: str | None) -> dict[str, str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    env |= hub.environment(folder / "hf") | changes
-    return {name: value for name, value in env.items() if value is not None}
-
-
-def python(hub: LocalHub, folder: Path, *arguments: str, **changes: str | None):
-    env, command = surroundings(hub, folder, **changes), [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+def run(nursery: Nursery, *command: object, **changes: str) -> subprocess.CompletedProcess:
+    process = Fork(*command, cwd=ROOT, env=nursery.env | changes, parent=nursery)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @pytest.fixture(scope="module")
-def push(hub, runs, tmp_path_factory):
+def runs(nursery: Nursery, tmp_path_factory) -> Path:
+    """A head, a student and a table, each made and pushed to you/KIND by its own entry."""
+    folder = tmp_path_factory.mktemp("runs")
+    for kind, command in ENTRIES.items():
+        places = [f"output.dir={folder / kind}", f"data.cache_dir={folder / 'cache'}"]
+        names = [f"hub.repo_id=you/{kind}", "hub.license=apache-2.0"]
+        done = run(nursery, *command, *SMALL, *places, *names)
+        assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def push(nursery: Nursery, runs, tmp_path_factory):
     """Run models/push.py with arguments; a run goes by its name."""
-    folder = tmp_path_factory.mktemp("pushes")
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", PUSHES]
-    with subprocess.Popen(command, cwd=ROOT, env=surroundings(hub, runs), **pipes) as parent:
+    script = tmp_path_factory.mktemp("push") / "push.py"
+    script.write_text(PUSH)
 
-        def push(*arguments: str) -> subprocess.CompletedProcess:
-            run, *rest = arguments
-            run = str(runs / run) if (runs / run).is_dir() else run
-            out, err = (folder / f"{name}-{len([*folder.iterdir()])}" for name in ("out", "err"))
-            parent.stdin.write(json.dumps([[run, *rest], str(out), str(err)]) + "\n")
-            parent.stdin.flush()
-            code = int(parent.stdout.readline())
-            return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
+    def push(name: str, *arguments: str) -> subprocess.CompletedProcess:
+        folder = str(runs / name) if (runs / name).is_dir() else name
+        return run(nursery, script, folder, *arguments)
 
-        yield push
-        parent.stdin.close()
+    return push
 
 
 def front_matter(card: str) -> dict:
@@ -195,11 +166,14 @@ except UserError as error:
 """
 
 
-def test_what_was_pushed_loads_back_by_its_name_and_by_the_lines_of_its_card(hub, runs, tmp_path):
+def test_what_was_pushed_loads_back_by_its_name_and_by_the_lines_of_its_card(
+    hub, nursery, runs, tmp_path
+):
     cards = [tmp_path / f"{kind}.py" for kind in ENTRIES]
     for kind, path in zip(ENTRIES, cards, strict=True):
         path.write_text(code(hub.commits[f"you/{kind}"]["main"][-1]["README.md"].decode()))
-    done = python(hub, runs, "-c", USE, str(runs / "head" / "head"), *map(str, cards))
+    (tmp_path / "use.py").write_text(USE)
+    done = run(nursery, tmp_path / "use.py", runs / "head" / "head", *cards)
     assert done.returncode == 0, done.stderr[-2000:]
     refusal = done.stdout.strip().splitlines()[-1]
     assert "this head was trained for tiny" in refusal
@@ -273,9 +247,9 @@ def test_nothing_becomes_public_by_accident(hub, runs, push):
     assert len(hub.commits["you/open"]["main"]) == 2
 
 
-def test_without_credentials_training_does_not_even_start(hub, runs, tmp_path):
+def test_without_credentials_training_does_not_even_start(nursery, tmp_path):
     arguments = [*ENTRIES["table"], "hub.repo_id=you/no", f"output.dir={tmp_path / 'run'}"]
-    done = python(hub, runs, *arguments, HF_TOKEN=None, HF_HOME=str(tmp_path))
+    done = run(nursery, *arguments, HF_TOKEN="")
     assert done.returncode == 2
     assert "nobody is logged in to the Hub; run `hf auth login`" in done.stderr
     assert not (tmp_path / "run").exists()

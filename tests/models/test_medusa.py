@@ -238,7 +238,7 @@ def test_seeded_sampling_gives_plain_decodings_tokens(target, rows):
 def test_outputs_follow_the_targets_law_where_nodes_of_a_depth_share_their_draw(target, rule):
     paths = CHAIN.paths if rule == "block" else PATHS
     tree = StaticTree(paths, max(map(len, paths)))
-    check_law(target, MedusaDrafter(random_heads(target), target, tree, 32), rule, 32)
+    check_law(target, MedusaDrafter(random_heads(target), target, tree, 100), rule, 100)
 
 
 def test_generate_drafts_with_the_heads_of_a_folder(target, tmp_path):
@@ -410,7 +410,7 @@ def test_bad_input_is_one_clear_message_before_any_training(arguments, message):
 
 
 def test_a_run_leaves_measured_heads_that_are_measured_and_exported_again(tmp_path):
-    small = ["train.steps=4", "train.batch_size=4", "train.eval_every=2", "data.limit=24"]
+    small = ["train.steps=4", "train.batch_size=4", "train.eval_every=2", "data.limit=8"]
     small += [
         "eval.limit=2",
         "eval.validation=2",

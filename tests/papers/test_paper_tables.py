@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import ROOT, children_here, run_here
+from commands import ROOT, children_forked, run_here
 
 from specdraft.data.sources import bundled_file
 from specdraft.eval.papers.ems import WAYS
@@ -21,13 +21,13 @@ TABLES = all_tables()
 ABLATIONS = [table for table in TABLES.values() if isinstance(table, FalconTable)]
 # These measure what there is, in their own process.
 READY = {"tau", "tuned_cascades", "budgets", "ewif", "suffix", "report"}
-SMALL = ("data.limit=24", "train.steps=2", "train.batch_size=4", "eval.limit=2")
+SMALL = ("data.limit=8", "train.steps=2", "train.batch_size=4", "eval.limit=2")
 SMALL += ("eval.max_new_tokens=8", "eval.validation=2")
 
 
 @pytest.fixture(autouse=True)
-def _in_this_process():
-    with children_here():
+def _forked():
+    with children_forked():
         yield
 
 

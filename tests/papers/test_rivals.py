@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import children_here, run_here
+from commands import children_forked, run_here
 
 from specdraft.eval.papers.jobs import Job, run_all
 from specdraft.eval.papers.result import cell_text
@@ -18,13 +18,19 @@ from specdraft.recipes.load import load_recipe
 
 TABLE = all_tables()["rivals"]
 SMALL = (
-    "data.limit=24",
+    "data.limit=8",
     "train.batch_size=4",
     "train.eval_every=null",
     "train.save_every=null",
     "eval.limit=2",
     "eval.max_new_tokens=8",
 )
+
+
+@pytest.fixture(autouse=True)
+def _forked():
+    with children_forked():
+        yield
 
 
 def test_every_head_is_in_it_and_falcon_also_without_its_parts():
@@ -89,8 +95,7 @@ def test_heads_are_trained_and_take_turns(tmp_path):
     """Two kinds of heads from one seed, to the table."""
     options = ["table.against=[recipes/tiny_medusa.yaml]", "train.steps=2", "--seeds", "1"]
     places = ["--runs", str(tmp_path), f"data.cache_dir={tmp_path / 'cache'}"]
-    with children_here():
-        done = run_here("eval/paper.py", "rivals", *SMALL, *options, *places)
+    done = run_here("eval/paper.py", "rivals", *SMALL, *options, *places)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "rivals.json").read_text())
     names = ["falcon", "falcon, chain", "falcon without CSGD", "medusa"]

@@ -2,19 +2,19 @@
 
 import json
 import random
-import resource
 import signal
-import subprocess
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_loop
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from commands import end, start, start_ranks
 from safetensors.torch import load_file
-from test_loop import ToyRows, assert_close, command, end, log_lines, train, two_processes
+from test_loop import ToyRows, assert_close, log_lines, train
 
 from specdraft.models.falcon import FalconHead
 from specdraft.recipes.compare import differences
@@ -45,15 +45,13 @@ def assert_equal(weights, others):
 def wait_for(condition, process, seconds=240):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def spawn(out, *arguments):
-    return subprocess.Popen(
-        command(out, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+def spawn(out, *arguments, **options):
+    return start(test_loop.__file__, out, *arguments, **options)
 
 
 # -- resume ----------------------------------------------------------------------------------------
@@ -100,7 +98,7 @@ def test_a_killed_process_continues_bit_for_bit(tmp_path):
     process = spawn(tmp_path / "cut", *arguments, "pace=0.02")
     wait_for((tmp_path / "cut" / "checkpoints" / "step-6").exists, process)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    assert process.wait() == -signal.SIGKILL
     assert not (tmp_path / "cut" / "head").exists()
     state, cut = train(tmp_path / "cut", **{"train.steps": 12, "train.save_every": 6})
     assert state.step == 12
@@ -154,11 +152,13 @@ def test_another_number_of_processes_goes_on_as_if_it_had_been_there_from_the_st
     with pytest.raises(CrashError):
         train(tmp_path / "cut", evaluate=crash_at(4), **changes)
     steps = [f"{key}={value}" for key, value in changes.items()]
-    two = two_processes(tmp_path / "cut", *steps, "pace=0.05")
+    steps += ["train.accumulation=2", "pace=0.05"]
+    two = start_ranks(test_loop.__file__, tmp_path / "cut", *steps)
     try:
-        wait_for((tmp_path / "cut" / "checkpoints" / "step-6").exists, two)
+        wait_for((tmp_path / "cut" / "checkpoints" / "step-6").exists, two[0])
     finally:
-        two.terminate()
+        for rank in two:
+            rank.terminate()
         end(two)
     newest = max(
         (tmp_path / "cut" / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime
@@ -296,14 +296,11 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint_and_says_how_to_go_on(
     weights = (tmp_path / "cut" / "head" / "model.safetensors").stat().st_size
     changes["train.save_every"] = save_every
     limit = int(share * weights)
-    full = subprocess.run(
-        command(tmp_path / "cut", *(f"{key}={value}" for key, value in changes.items())),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-        capture_output=True,
-        text=True,
-    )
-    assert full.returncode == 2, full.stderr
-    last = full.stderr.strip().splitlines()[-1]
+    steps = (f"{key}={value}" for key, value in changes.items())
+    full = spawn(tmp_path / "cut", *steps, largest_file=limit)
+    _, errors = full.communicate()
+    assert full.returncode == 2, errors
+    last = errors.strip().splitlines()[-1]
     assert last.startswith("error: out of disk: ")
     assert f"{what} " in last
     assert last.endswith(

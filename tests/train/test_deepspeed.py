@@ -7,56 +7,72 @@ with.
 import os
 import subprocess
 import sys
-from pathlib import Path
+from importlib.util import find_spec
 
 import pytest
 import test_loop
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
+from commands import ROOT, end, start_ranks
 from test_checkpoint import wait_for
-from test_loop import assert_close, end, log_lines, train
+from test_loop import assert_close, log_lines, train
 
 from specdraft.models.falcon import FalconHead
 from specdraft.train.fit.checkpoint import read_state
 
-deepspeed = pytest.importorskip("deepspeed", reason="needs pip install 'specdraft[deepspeed]'")
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="needs pip install 'specdraft[deepspeed]'"
+)
 STEPS = {"train.steps": 12, "train.log_every": 1}
+LAUNCH = ["--config_file", "recipes/accelerate/deepspeed_zero2.yaml"]
+LAUNCH += ["--num_processes", "2", "--main_process_port", "0", __file__]
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
-def launch(out, *arguments):
+def job(out, *arguments):
+    return [str(out), "train.accumulation=2", *(f"{k}={v}" for k, v in STEPS.items()), *arguments]
+
+
+def launch(*arguments):
     """Start the job as the launch config says, on two CPU processes in place of eight GPUs."""
-    config = "recipes/accelerate/deepspeed_zero2.yaml"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
-    launcher += ["--num_processes", "2", "--main_process_port", "0"]
-    job = [__file__, str(out), "train.accumulation=2", *(f"{k}={v}" for k, v in STEPS.items())]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment.pop("ACCELERATE_USE_CPU", None)  # with it accelerate leaves DeepSpeed out
     return subprocess.Popen(
-        [*launcher, *job, *arguments],
+        [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, *arguments],
         cwd=ROOT,
-        env=environment,
+        env=os.environ | ENVIRONMENT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
+def ranks(monkeypatch, *arguments):
+    """The same without the launcher, in the environment that it gives."""
+    monkeypatch.chdir(ROOT)
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args([*LAUNCH, *arguments]))
+    args.deepspeed_fields_from_accelerate_config = ""
+    _, environment = prepare_deepspeed_cmd_env(args)
+    del environment["PYTHONPATH"]
+    return start_ranks(__file__, *arguments, **environment | ENVIRONMENT)
+
+
 def test_a_run_under_zero2_that_is_stopped_and_resumed_equals_plain_training(tmp_path, monkeypatch):
-    first = launch(tmp_path / "zero", "pace=0.05")  # slow rows leave time to stop it
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # it would leave DeepSpeed out
+    first = launch(*job(tmp_path / "zero", "pace=0.05"))  # slow rows leave time to stop it
     try:
         wait_for((tmp_path / "zero" / "log.jsonl").exists, first)
         wait_for(lambda: (tmp_path / "zero" / "log.jsonl").read_text().count("\n") > 2, first)
     finally:
-        first.terminate()
-        end(first)
+        first.terminate()  # it ends its workers
+        first.communicate(timeout=300)
     (checkpoint,) = (tmp_path / "zero" / "checkpoints").iterdir()
     assert 2 < read_state(checkpoint)["state"]["step"] < 12
     shards = {path.name for path in checkpoint.rglob("*_optim_states.pt")}
     assert shards == {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)}
     assert not (tmp_path / "zero" / "head").exists()
 
-    resumed = launch(tmp_path / "zero")
+    resumed = ranks(monkeypatch, *job(tmp_path / "zero"))
     errors = end(resumed)
-    assert resumed.returncode == 0, errors
+    assert [rank.returncode for rank in resumed] == [0, 0], errors
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     _, plain = train(tmp_path / "plain", **STEPS)
     # Plain files that need no DeepSpeed; what differs is the order in which gradients are added.
@@ -68,6 +84,8 @@ def test_a_run_under_zero2_that_is_stopped_and_resumed_equals_plain_training(tmp
 
 
 def main():
+    import deepspeed
+
     # It is for inference alone, and takes a compiler a minute of each machine's first run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     test_loop.main()

@@ -5,13 +5,12 @@ python tests/train/test_distill.py OUT
 """
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from commands import ROOT, run_here
+from commands import ROOT, end, run_here, start_ranks
 from decoding import plain_tokens
 from random_models import VOCAB, random_target
 from test_loop import assert_close, log_lines
@@ -109,14 +108,9 @@ def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path, changes):
 
 def test_two_processes_equal_one(tmp_path):
     train(tmp_path / "one", **MIXED)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launched = subprocess.run(
-        [*launcher, "--nproc_per_node", "2", __file__, str(tmp_path / "two")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert launched.returncode == 0, launched.stderr
+    two = start_ranks(__file__, tmp_path / "two")
+    errors = end(two)
+    assert [rank.returncode for rank in two] == [0, 0], errors
     one, two = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "student") for name in ("one", "two")
     )
@@ -342,7 +336,7 @@ def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
 
 
 def test_a_run_leaves_a_measured_student_that_can_be_measured_again(tmp_path):
-    small = ["train.steps=4", "train.batch_size=4", "train.eval_every=2", "data.limit=24"]
+    small = ["train.steps=4", "train.batch_size=4", "train.eval_every=2", "data.limit=8"]
     small += ["eval.limit=2", "eval.validation=2", "eval.max_new_tokens=12"]
     places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     places += ["distill.on_policy=0.5", "distill.max_new_tokens=8"]

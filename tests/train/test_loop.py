@@ -6,8 +6,6 @@ As a script it is the job that other processes of these tests run:
 
 import itertools
 import json
-import os
-import subprocess
 import sys
 import time
 from functools import partial
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from commands import end, start_ranks
 from safetensors.torch import load_file
 
 from specdraft.models.embeddings import TargetEmbeddings
@@ -100,32 +99,6 @@ def train(out, data=None, evaluate=None, k=2, **changes):
     return state, {name: tensor.clone() for name, tensor in head.state_dict().items()}
 
 
-def command(out, *arguments):
-    return [sys.executable, __file__, str(out), *arguments]
-
-
-def two_processes(out, *arguments):
-    """Start the job on two processes, joined by gloo."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc_per_node", "2", __file__, str(out), "train.accumulation=2"]
-    return subprocess.Popen(
-        [*launcher, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def end(launched):
-    """Wait for a launcher and return what it said; ended where it does not end by itself."""
-    try:
-        return launched.communicate(timeout=300)[1]
-    finally:
-        launched.terminate()  # asked, not killed: it ends its workers, which would outlive it
-        launched.wait()
-
-
 def log_lines(out, kind="train"):
     records = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
     found = [record for record in records if record["kind"] == kind]
@@ -171,9 +144,9 @@ def test_two_processes_equal_one(tmp_path):
     changes = {"glance.isolated": True, "loss.lk_weight": 0.5, "loss.pace_smoothing": 0.5}
     _, one = train(tmp_path / "one", **changes)
     settings = (f"{key}={json.dumps(value)}" for key, value in changes.items())
-    launched = two_processes(tmp_path / "two", *settings)
-    errors = end(launched)
-    assert launched.returncode == 0, errors
+    two = start_ranks(__file__, tmp_path / "two", "train.accumulation=2", *settings)
+    errors = end(two)
+    assert [rank.returncode for rank in two] == [0, 0], errors
     assert_close(one, load_file(tmp_path / "two" / "head" / "model.safetensors"), 1e-5)
     (a, b), (c, d) = log_lines(tmp_path / "one"), log_lines(tmp_path / "two")
     for single, double in ((a, c), (b, d)):

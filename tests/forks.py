@@ -1,0 +1,196 @@
+"""Scripts in processes of their own, forked from one that has done their imports once.
+
+The imports of torch and transformers are five seconds of every `python train/falcon.py`; a process
+that is forked has a pid, signals and an exit code of its own all the same.
+
+As a script it is that process: python tests/forks.py MODULE ..
+"""
+
+import atexit
+import importlib
+import json
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+# What the scripts of the tests import, of ours and of others, where they are installed.
+MODULES = ["specdraft.eval.bench", "specdraft.eval.generate", "specdraft.eval.paper"]
+MODULES += ["specdraft.train.falcon", "specdraft.train.distill", "pytest"]
+MODULES += ["deepspeed", "matplotlib.backends.backend_agg"]
+# Read when the interpreter starts or huggingface_hub is imported, so once for all children.
+ONCE = ("HF_HOME", "HF_ENDPOINT", "HF_HUB", "PYTHON")
+
+
+class Nursery:
+    """The process that has done the imports, for children in an environment like its own."""
+
+    def __init__(self, env: Mapping[str, str], modules: list[str] = MODULES):
+        self.env = dict(env)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *modules],
+            env=self.env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, **request: object) -> int | None:
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@cache
+def nursery() -> Nursery:
+    """The one of this worker's tests."""
+    found = Nursery(os.environ)
+    atexit.register(found.close)
+    return found
+
+
+class Fork:
+    """`python *command`, as `subprocess.Popen` has it; its output is kept in files."""
+
+    def __init__(
+        self,
+        *command: str,
+        cwd: Path,
+        env: Mapping[str, str],
+        parent: Nursery | None = None,
+        own_session: bool = False,
+        largest_file: int | None = None,
+        terminal: str | None = None,
+        errors: str | None = None,
+    ):
+        self.parent, self.returncode = parent or nursery(), None
+        there, here = ({k: e[k] for k in e if k.startswith(ONCE)} for e in (self.parent.env, env))
+        assert there == here, "read when modules are imported: start such a process afresh"
+        self.folder = TemporaryDirectory()
+        self.output = [Path(self.folder.name, "out"), Path(errors or f"{self.folder.name}/err")]
+        for path in self.output:
+            path.touch()
+        self.pid = self.parent.ask(
+            command=[str(word) for word in command],
+            cwd=str(cwd),
+            env=dict(env),
+            streams=[terminal] * 3 if terminal else [os.devnull, *map(str, self.output)],
+            own_session=own_session,
+            largest_file=largest_file,
+        )
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.parent.ask(ended=self.pid)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout: float = 600) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self.send_signal(signal.SIGKILL)
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.005)
+        return self.returncode
+
+    def communicate(self, timeout: float = 600) -> tuple[str, str]:
+        self.wait(timeout)
+        return tuple(path.read_text(errors="replace") for path in self.output)
+
+
+# In the process that forks
+
+
+def serve(modules: list[str]) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # for what is said by those who are imported
+    for name in modules:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    alive = set()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "ended" in request:
+            pid, status = os.waitpid(request["ended"], os.WNOHANG)
+            alive.discard(pid)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if not answer:
+                end(partial(become, **request))
+            alive.add(answer)
+        answers.write(f"{json.dumps(answer)}\n")
+        answers.flush()
+    for pid in alive:  # of tests that failed
+        os.kill(pid, signal.SIGKILL)
+
+
+def end(work: Callable[[], None]) -> None:
+    """Do it as the last of this process, which ends as the interpreter does."""
+    code: object = 0
+    try:
+        work()
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def become(
+    command: list[str],
+    cwd: str,
+    env: dict[str, str],
+    streams: list[str],
+    own_session: bool,
+    largest_file: int | None,
+) -> None:
+    """Run a command as the process that `python *command` starts."""
+    if own_session:
+        os.setsid()
+    for number, path in enumerate(streams):
+        os.dup2(stream := os.open(path, os.O_RDWR | os.O_APPEND), number)
+        os.close(stream)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv, sys.path[0] = command, str(Path(command[0]).resolve().parent)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])
