@@ -1,6 +1,6 @@
 """Grow a static tree for a trained head from how often each rank is right at each depth.
 
-    python eval/grow.py recipes/tiny.yaml --nodes 25 --depth 6 --out recipes/trees/tiny_k2.yaml
+    python eval/grow.py recipes/tiny.yaml --nodes 12 --depth 9 --out recipes/trees/mine.yaml
 
 The prompts are validation prompts, answered greedily by the target. The head is rolled out over
 those answers, for every position at once, and the rank of each true token is counted by its depth;

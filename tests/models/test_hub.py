@@ -160,7 +160,8 @@ torch.manual_seed(0)
 other = AutoModelForCausalLM.from_config(config)
 other.name_or_path = "another-model"
 try:
-    other.generate(**lines["inputs"], custom_generate=Speculative(falcon("you/head", "tiny_k2")))
+    method = Speculative(falcon("you/head", "tiny_coupled_k3"))
+    other.generate(**lines["inputs"], custom_generate=method)
 except UserError as error:
     print(error)
 """
@@ -234,7 +235,8 @@ def test_a_revision_is_a_branch_of_its_own(hub, runs, push):
     assert set(branches["main"][-1]) == {".gitattributes"}
     assert "model.safetensors" in branches["v2"][-1]
     assert (
-        '"you/branched", tree="tiny_k2", revision="v2"' in branches["v2"][-1]["README.md"].decode()
+        '"you/branched", tree="tiny_coupled_k3", revision="v2"'
+        in branches["v2"][-1]["README.md"].decode()
     )
 
 

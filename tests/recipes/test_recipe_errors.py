@@ -184,8 +184,11 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
         (["loss.depth_decay=0.0"], "loss.depth_decay = 0.0: must be > 0 and <= 1"),
         (["loss.depth_decay=0.8", "loss.pace_smoothing=0.5"], "one weight by depth; set"),
         (
-            ["head.block_size=1", "head.reads=own", "head.coupling=none", "eval.tree=tiny_k1"]
-            + ["train.rollout=1", "loss.pace_smoothing=0.5"],
+            [
+                *["head.block_size=1", "head.reads=own", "head.coupling=none", "eval.tree=tiny_k1"],
+                "train.rollout=1",
+                "loss.pace_smoothing=0.5",
+            ],
             "loss.pace_smoothing = 0.5: every token is trained at depth 1; set train.rollout",
         ),
         (["optim.betas=[0.9,1]"], "each must be below 1"),
