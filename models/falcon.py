@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdraft.models.feature_layers import cache_command
-from specdraft.models.sar.blocks import BlockLayout, rollout_mask
+from specdraft.models.sar.blocks import BlockLayout, Seen, attending, rollout_mask
 from specdraft.models.sar.coupling import COUPLINGS
 from specdraft.models.sar.fusion import FUSIONS, State
 from specdraft.models.sar.layer import Attend, DecoderLayer, Rope
@@ -38,9 +38,6 @@ from specdraft.models.sar.reading import READINGS
 from specdraft.models.saved import SavedConfig, SavedHead, Scale, Vocabulary, load_saved
 from specdraft.recipes.errors import HeadError
 from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Width, shown
-
-# Of every layer, keys and values [B, kv_heads, T, D] of the passes so far.
-Seen = list[tuple[tuple[Tensor, Tensor], ...]]
 
 
 @dataclass(frozen=True)
@@ -183,9 +180,11 @@ class FalconHead(SavedHead, tags=["falcon"]):
 
     def inputs(self, ahead: Tensor, features: Tensor) -> Tensor:
         """Join e(t_{i+1}) and f_i, each [.., H], at the target's scales: [.., 2H] at unit scale."""
-        return torch.cat(
-            (ahead / self.config.embed_scale, features / self.config.feature_scale), -1
-        )
+        return self.pairs(ahead, features / self.config.feature_scale)
+
+    def pairs(self, ahead: Tensor, hidden: Tensor) -> Tensor:
+        """The same of features that are at unit scale, as drafting predicts them."""
+        return torch.cat((ahead / self.config.embed_scale, hidden), -1)
 
     def rope(self, positions: Tensor) -> Rope:
         """cos and signed sin for positions [S, T]: [S, 1, T, D]."""
@@ -310,7 +309,7 @@ class FalconHead(SavedHead, tags=["falcon"]):
     ) -> tuple[Tensor, Seen]:
         after: Seen = []
         if self.config.is_plain:
-            output = self.decode(fused, rope, _attending(seen, after, mask))
+            output = self.decode(fused, rope, attending(seen, after, mask))
         else:
             output = self._run_blocks(fused, rope, seen, after, mask, layout, chosen)
         return output * self.config.feature_scale, after
@@ -332,7 +331,7 @@ class FalconHead(SavedHead, tags=["falcon"]):
             return (x if layout is None else layout.gather(x)).unflatten(1, (-1, size))
 
         if self.config.reads == "own":
-            slots = laid_out(self.decode(fused, rope, _attending(seen, after, mask)))
+            slots = laid_out(self.decode(fused, rope, attending(seen, after, mask)))
         else:
             queries = self.reading.queries(laid_out(fused))  # [B, C, Q, H]
             rows, count = torch.arange(len(fused), device=fused.device)[:, None], queries.shape[2]
@@ -342,7 +341,7 @@ class FalconHead(SavedHead, tags=["falcon"]):
             at = tuple(
                 x.expand(len(fused), -1, -1, -1)[rows, :, where].transpose(1, 2) for x in rope
             )
-            attend = _attending(seen, after, mask[rows, :, where].transpose(1, 2))
+            attend = attending(seen, after, mask[rows, :, where].transpose(1, 2))
             hidden = self.decode(queries.flatten(1, 2), at, attend, (fused, rope))
             slots = self.reading.slots(hidden.view_as(queries))
         if chosen is not None:
@@ -366,18 +365,6 @@ class FalconHead(SavedHead, tags=["falcon"]):
             return self.fuse(inputs)
         fused, state = layout.fuse(self.fuse, layout.gather(inputs), state)
         return layout.in_order(fused), tuple(layout.in_order(part) for part in state)
-
-
-def _attending(seen: Seen, after: Seen, mask: Tensor) -> Attend:
-    """Attend behind what was `seen`, and note in `after` what is seen then."""
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        after.append((*seen[layer], (key, value)))
-        keys, values = (torch.cat(parts, 2) for parts in zip(*after[layer], strict=True))
-        gqa = query.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=gqa)
-
-    return attend
 
 
 def load_head(source: str | Path, target_identity: dict, revision: str | None = None) -> FalconHead:

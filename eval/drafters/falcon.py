@@ -161,8 +161,8 @@ class FalconDrafter:
                 before = drawn[-1].index_select(1, part.before)
                 tokens = ranked[-1].index_select(1, part.tokens)
                 hidden = self.head.couple(hidden, before, self.target.embed(tokens).float())
-            features = hidden * self.head.config.feature_scale
-            scores = self.vocabulary.logits(features)  # [R, D, V]
+            # Of features at unit scale: logits but for a factor, which changes no order.
+            scores = self.vocabulary.logits(hidden)  # [R, D, V]
             ranked.append(self._rank(rows, part, scores, probs))
             drawn.append(hidden)
         return torch.cat(drawn, 1), torch.cat(ranked, 1)
@@ -170,14 +170,15 @@ class FalconDrafter:
     def _rank(
         self, rows: list[int], part: Round, scores: Tensor, probs: dict[int, list[Tensor]]
     ) -> Tensor:
-        """Rank tokens of each distribution of a round, given scores [R, D, V]: [R, D * width]. The
-        distributions of what was drawn are added to `probs`."""
+        """Rank tokens of each distribution of a round, given scores [R, D, V], logits over the
+        feature scale: [R, D * width]. The distributions of what was drawn go to `probs`."""
         ranked = scores.topk(part.width).indices.flatten(1)
         for number, drawn in probs.items():
             request, read = self.memory[rows[number]].request, self.pool.lengths[rows[number]]
             step, ids = (read, part.depth), self.vocabulary.ids
             positions = read + part.depths
-            tokens, law = draw(scores[number], request, positions, step, part.width, ids)
+            logits = scores[number] * self.head.config.feature_scale
+            tokens, law = draw(logits, request, positions, step, part.width, ids)
             ranked[number] = tokens.flatten()
             drawn += [] if law is None else [self.vocabulary.spread(law)]
         return self.vocabulary.tokens(ranked)
@@ -192,9 +193,9 @@ class FalconDrafter:
     ) -> tuple[Tensor, State]:
         """Read one drafted block per path; return its slots [R, E * K, H] and end states."""
         paths = len(plan.parents)
-        features = drawn.index_select(1, plan.features) * self.head.config.feature_scale
+        hidden = drawn.index_select(1, plan.features)
         tokens = ranked.index_select(1, plan.blocks)
-        inputs = self.head.inputs(self.target.embed(tokens).float(), features)
+        inputs = self.head.pairs(self.target.embed(tokens).float(), hidden)
         state = tuple(
             s.unflatten(1, (len(rows), -1)).index_select(2, plan.parents).flatten(1, 2)
             for s in state

@@ -19,6 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdraft.models.sar.fusion import Fusion, State
+from specdraft.models.sar.layer import Attend
+
+# Of every layer, keys and values [B, kv_heads, T, D] of the passes so far.
+Seen = list[tuple[tuple[Tensor, Tensor], ...]]
 
 
 class BlockLayout:
@@ -113,3 +117,15 @@ def rollout_mask(blocks: Tensor, valid: Tensor | None, number: int) -> Tensor:
         itself = F.pad(itself, (number * blocks.shape[1], 0))
         mask = mask & valid.repeat(1, number + 1)[:, None, :] | itself
     return mask[:, None]
+
+
+def attending(seen: Seen, after: Seen, mask: Tensor) -> Attend:
+    """Attend behind what was `seen`, and note in `after` what is seen then."""
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        after.append((*seen[layer], (key, value)))
+        keys, values = (torch.cat(parts, 2) for parts in zip(*after[layer], strict=True))
+        gqa = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=gqa)
+
+    return attend
