@@ -52,7 +52,8 @@ def gumbel(seed: int, positions: Tensor, ids: Tensor | int) -> Tensor:
     if isinstance(ids, int):
         ids = torch.arange(ids, device=positions.device)
     # Mixed twice: once for (seed, position), once for the id, so that neighbours are unrelated.
-    start = _mix(_mix(torch.full_like(positions, seed)) ^ positions)
+    mixed = _mix_int(seed & MASK)
+    start = _mix(positions ^ (mixed - (mixed >> 63 << 64)))  # as a signed number
     bits = _mix(start[..., None] ^ ids) >> 11 & (1 << 53) - 1
     level = (bits.double() + 0.5) * 2.0**-53
     return -(-level.log()).log()

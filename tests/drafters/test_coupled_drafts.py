@@ -81,4 +81,4 @@ def test_a_coupled_draft_emits_the_targets_law(reads, coupling, rule):
 def test_outputs_with_a_coupled_head_follow_the_targets_law(target, rule):
     tree = StaticTree.chain(4, 2) if rule == "block" else StaticTree(PATHS, 2)
     head = head_for(target, "newest", "recurrent", 2)
-    check_law(target, FalconDrafter(head, target, tree, 32, 128), rule, 32)
+    check_law(target, FalconDrafter(head, target, tree, 100, 128), rule, 100)

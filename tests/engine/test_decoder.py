@@ -22,7 +22,7 @@ def target():
 
 
 HEADS = {"lstm": ((1, 1), (2, 2), (4, 1)), "linear": ((2, 1), (3, 2))}  # k and layers
-COUPLED = (("own", "recurrent", 2), ("both", "recurrent", 3), ("newest", "markov", 4))
+COUPLED = (("both", "recurrent", 3), ("newest", "markov", 4))
 
 
 def drafters(target, rows: int):
