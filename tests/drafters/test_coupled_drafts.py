@@ -77,8 +77,7 @@ def test_a_coupled_draft_emits_the_targets_law(reads, coupling, rule):
     assert played.accepted > 0.3
 
 
-@pytest.mark.parametrize("rule", ["recursive", "block"])
-def test_outputs_with_a_coupled_head_follow_the_targets_law(target, rule):
-    tree = StaticTree.chain(4, 2) if rule == "block" else StaticTree(PATHS, 2)
+def test_outputs_with_a_coupled_head_follow_the_targets_law(target):
+    tree, rule = StaticTree(PATHS, 2), "recursive"
     head = head_for(target, "newest", "recurrent", 2)
     check_law(target, FalconDrafter(head, target, tree, 100, 128), rule, 100)

@@ -165,7 +165,7 @@ def test_a_drafter_that_raises_costs_drafts_not_output(target, fault):
 def test_prompts_are_read_in_parts_and_requests_admitted_late(target, prefill):
     """More requests than rows, prompts of 3 to 28 tokens, mixed settings, lengths and seeds."""
     requests = [
-        Request(prompt, 4 + 5 * n, temperature=(0.0, 1.2)[n % 2], top_p=0.9, seed=n)
+        Request(prompt, 4 + 3 * n, temperature=(0.0, 1.2)[n % 2], top_p=0.9, seed=n)
         for n, prompt in enumerate(prompts())
     ]
     expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
