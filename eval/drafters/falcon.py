@@ -94,12 +94,13 @@ class FalconDrafter:
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, len(tree.paths)
         self.rules = REJECTION_RULES if tree.topology.is_chain else REJECTION_RULES - {"block"}
         self._biases = {plan: self._bias(plan.visible) for plan in self.passes[1:]}
-        # Of queries alone, which may be fewer: the last of every block.
-        newest = torch.arange(-self.reach, 0) % self.k
-        self._ask_biases = {
-            plan: self._bias(plan.visible.unflatten(0, (-1, self.k))[:, newest].flatten(0, 1))
-            for plan in self.passes[1:]
-        }
+        self._ask_biases = self._biases
+        if self.reach < self.k:  # queries alone: the last of every block
+            newest = slice(self.k - self.reach, None)
+            self._ask_biases = {
+                plan: self._bias(plan.visible.unflatten(0, (-1, self.k))[:, newest].flatten(0, 1))
+                for plan in self.passes[1:]
+            }
         self._newest_bias = self._bias(torch.ones(self.reach, self.reach, dtype=torch.bool))
         self._read_biases: dict[int, TreeBias] = {}
         self._no_draft = Tree.empty(target.device)

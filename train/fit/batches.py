@@ -80,7 +80,7 @@ class Batch:
     keys: list[Key]
 
     @property
-    def read(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens of the rows, each counted once."""
         return sum(self.lengths)
 
@@ -111,7 +111,7 @@ class HeadBatch(Batch):
     alignments: int = 1  # how many times every row comes, each with other blocks
 
     @property
-    def read(self) -> int:
+    def num_tokens(self) -> int:
         return sum(self.lengths) // self.alignments
 
     def generators(self, purpose: str, device: torch.device | str = "cpu") -> Iterator:

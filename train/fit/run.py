@@ -124,7 +124,7 @@ class Run:
         plans = [self.objective.plan(self.model, b.to(device), progress) for b in batches]
         count, tokens, asks, over = self._reduced(
             sum(counted.sum() for _, counted in plans),
-            sum(batch.read for batch in batches),
+            sum(batch.num_tokens for batch in batches),
             asked,
             self.ranks.is_first and self.out_of_time(),
         )
