@@ -99,10 +99,24 @@ def facts(recipe: Recipe, config: dict) -> str:
         "data": f"{', '.join(data.sources)}; answers by the {data.answers}, up to "
         f"{data.max_length} tokens"
         + (f", {data.limit} conversations at most" if data.limit else ""),
+        **({"head": head_facts(config)} if "block_size" in config else {}),
         "licence": recipe.hub.license
         or "none was chosen (`hub.license`); that of the target may bind what is made from it",
     }  # fmt: skip
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())])
+
+
+def head_facts(config: dict) -> str:
+    """Return what a Falcon or EAGLE-1 head's config says of its form, in a line."""
+    size = config["block_size"]
+    parts = [f"{size} token{'s' * (size > 1)} a pass", f"fusion {config['fusion']}"]
+    if size > 1:
+        parts += [f"slots read {config['reads']}, coupling {config['coupling']}"]
+    if layers := config.get("feature_layers"):
+        parts += [f"reads layers {', '.join(map(str, layers))} of the target, too"]
+    if drafted := config.get("draft_vocab"):
+        parts += [f"drafts among {drafted:,} of {config['vocab_size']:,} tokens"]
+    return "; ".join(parts)
 
 
 def usage(recipe: Recipe, card: Card) -> str:

@@ -318,6 +318,7 @@ class FalconDrafter:
         queries = self.head.reading.queries(blocks)  # [.., Q, H]
         ends = [0, *accumulate(counts)][1:]
         places = [positions[end - n] for end in ends for n in range(self.reach, 0, -1)]
+        at = rope if places == positions else self._rope_at(places)
         asking = Plan(self.pool, asks, sequence.device)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -325,7 +326,7 @@ class FalconDrafter:
             return asking.read(layer, query, key.shape[1], None)
 
         flat = queries.reshape(1, -1, queries.shape[-1])
-        hidden = self.head.decode(flat, self._rope_at(places), attend, (sequence, rope))
+        hidden = self.head.decode(flat, at, attend, (sequence, rope))
         return self.head.reading.slots(hidden.view_as(queries))
 
     def _rope_at(self, positions: list[int]) -> tuple[Tensor, ...]:

@@ -3,12 +3,13 @@
 Every head is trained by its own script from every seed; then all of them take turns on the same
 prompts, with plain decoding. Two rows more show the method's parts: the Falcon head as a chain,
 without tree attention, and one that was trained without CSGD (with it, where the recipe has none).
-`variants` are further forms of it: other block sizes, the paper's. The last two columns are
-Falcon's tree over a row. The paper's are of its section 5, by wall-clock.
+`variants` are further forms of it: other block sizes, the paper's. Rows that differ in `eval` alone
+decode with one head. The last two columns are Falcon's tree over a row. The paper's are of its
+section 5, by wall-clock.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import attrgetter
 
@@ -36,6 +37,13 @@ class Rival:
     path: str  # of its recipe
     overrides: tuple[str, ...]
     method: str
+    trained_as: "Rival | None" = None  # whose head it takes; None: its own
+
+    @property
+    def training(self) -> tuple:
+        """What its head depends on, besides the seed."""
+        learnt = (one for one in self.overrides if not one.startswith("eval."))
+        return METHODS[self.method].trainer, self.path, *learnt
 
     @property
     def recipe(self) -> Recipe:
@@ -43,10 +51,11 @@ class Rival:
         return load_recipe(self.path, [*self.overrides, methods], check=problems)
 
     def job(self, plan: Plan, seed: int) -> Job:
-        """Its run from a seed. A chain is decoded with the head of the tree's run."""
-        name = self.name.removesuffix(", chain").replace(" ", "_").replace("'", "")
-        trained = TREE if self.method == CHAIN else self.method
-        overrides = (*self.overrides, f"train.seed={seed}", f"eval.methods=[plain,{trained}]")
+        """The run that trains its head from a seed."""
+        if self.trained_as:
+            return self.trained_as.job(plan, seed)
+        name = self.name.replace(" ", "_").replace("'", "")
+        overrides = (*self.overrides, f"train.seed={seed}", f"eval.methods=[plain,{self.method}]")
         script = METHODS[self.method].trainer
         return Job(script, self.path, overrides, plan.runs / self.table / f"{name}-seed{seed}")
 
@@ -61,7 +70,13 @@ class Rival:
 class RivalTable(Table):
     """The heads as rows."""
 
-    against: tuple[str, ...] = ("recipes/tiny_eagle.yaml", "recipes/tiny_medusa.yaml")
+    # Other heads, by row: a recipe, and what it is overridden by.
+    against: dict[str, tuple[str, ...]] = field(
+        default_factory=lambda: {
+            "eagle": ("recipes/tiny_eagle.yaml",),
+            "medusa": ("recipes/tiny_medusa.yaml",),
+        }
+    )
 
     def line_up(self, plan: Plan) -> list[Rival]:
         """Falcon's rows, then the others'; RecipeError where the comparison would not be fair."""
@@ -74,13 +89,13 @@ class RivalTable(Table):
         rivals.append(Rival(self.name, other, path, (*common, glance), TREE))
         for name, changes in self.variants.items():
             rivals.append(Rival(self.name, name, path, (*common, *changes), TREE))
-        for rival_path in self.against:
-            recipe = load_recipe(rival_path, list(common), check=problems)
+        for name, (rival_path, *changes) in self.against.items():
+            overrides = (*common, *changes)
+            recipe = load_recipe(rival_path, [*overrides], check=problems)
             method = "medusa_tree" if recipe.medusa.given else "eagle_tree"
-            name = method.removesuffix("_tree")
-            rivals.append(Rival(self.name, name, rival_path, common, method))
-            check_fair(ours.recipe, rivals[-1].recipe)
-        return rivals
+            rivals.append(Rival(self.name, name, rival_path, overrides, method))
+            check_fair(ours.recipe, recipe)
+        return [replace(one, trained_as=_same_head(one, rivals)) for one in rivals]
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:
         """One: the heads."""
@@ -105,6 +120,12 @@ class RivalTable(Table):
         for title, key in OVER.items():
             cells[title] = over_seeds([a[key] / b[key] for a, b in zip(ours, runs, strict=True)])
         return Row(cells, runs)
+
+
+def _same_head(rival: Rival, others: Sequence[Rival]) -> Rival | None:
+    """The first of others that is trained as this one; None: itself."""
+    first = next(one for one in others if one.training == rival.training)
+    return None if first is rival else first
 
 
 def check_fair(ours: Recipe, theirs: Recipe) -> None:

@@ -56,8 +56,9 @@ class Both(Own):
 
     def queries(self, fused: Tensor) -> Tensor:
         newest = fused[..., -1:, :]
-        pairs = torch.cat((fused, newest.expand_as(fused)), -1)
-        return newest + torch.einsum("...si,soi->...so", pairs, self.weight)
+        pairs = torch.cat((fused, newest.expand_as(fused)), -1).flatten(0, -3)  # [.., K, 2H]
+        mixed = pairs.transpose(0, 1) @ self.weight.mT  # [K, .., H]: a slot, a matrix
+        return newest + mixed.transpose(0, 1).view_as(fused)
 
 
 class Newest(Own):

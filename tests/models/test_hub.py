@@ -14,7 +14,7 @@ from forks import Fork, Nursery
 from local_hub import DROP, LocalHub
 
 from specdraft.eval.drafters.trained import CARDS
-from specdraft.models.card import PICTURE
+from specdraft.models.card import PICTURE, head_facts
 from specdraft.models.curve import curve
 from specdraft.models.hub import fetch, is_hub_id
 from specdraft.models.publish import contents
@@ -126,6 +126,17 @@ def test_a_card_says_what_the_drafter_is_and_how_good(hub, runs, kind):
     if kind == "head":
         weights = json.loads(files["config.json"])["target"]["weights"]
         assert weights[:12] in card
+        form = "3 tokens a pass; fusion linear; slots read both, coupling recurrent"
+        assert f"| head | {form} |" in card
+
+
+def test_a_card_says_what_a_head_reads_and_drafts_among():
+    config = {"block_size": 1, "fusion": "linear", "vocab_size": 32000}
+    more = {"feature_layers": [2, 16], "draft_vocab": 8000}
+    assert head_facts(config) == "1 token a pass; fusion linear"
+    assert head_facts(config | more).endswith(
+        "; reads layers 2, 16 of the target, too; drafts among 8,000 of 32,000 tokens"
+    )
 
 
 def test_the_pushed_recipe_is_the_one_that_ran_without_the_places_of_this_machine(hub, runs):
