@@ -51,11 +51,19 @@ def test_every_head_is_in_it_and_falcon_also_without_its_parts():
     assert not without.recipe.glance.enabled
 
 
-def test_what_the_recipe_leaves_out_is_added():
-    plan = Plan(Path("runs"), ("glance.enabled=false",))
-    glanceless = replace(TABLE, against=()).line_up(plan)
-    assert glanceless[2].name == "falcon with CSGD"
-    assert glanceless[2].recipe.glance.enabled
+def test_rows_that_differ_in_decoding_alone_share_a_head():
+    plan = Plan(Path("runs"))
+    rows = {row.name: row for row in all_tables()["heads"].line_up(plan)}
+    ours, shallow = rows["falcon"], rows["falcon, 16 nodes to depth 6"]
+    assert shallow.job(plan, 0) == ours.job(plan, 0)
+    assert shallow.recipe.eval.tree != ours.recipe.eval.tree
+    trained = {row.job(plan, 0).folder.name for row in rows.values()}
+    assert {"falcon-seed0", "medusa-seed0"} < trained
+    assert (
+        sum(name.startswith("eagle") for name in trained)
+        == 1
+        < sum(name.startswith("eagle") for name in rows)
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,7 @@ def test_what_the_recipe_leaves_out_is_added():
     [("train", {"steps": 1}), ("train", {"batch_size": 2}), ("data", {"max_length": 99})],
 )
 def test_an_unfair_comparison_is_refused(key, value):
-    ours = replace(TABLE, against=()).line_up(Plan(Path("runs")))[0].recipe
+    ours = replace(TABLE, against={}).line_up(Plan(Path("runs")))[0].recipe
     theirs = replace(ours, **{key: replace(getattr(ours, key), **value)})
     with pytest.raises(RecipeError, match=f"{key}.* differ"):
         check_fair(ours, theirs)
@@ -93,7 +101,12 @@ def test_figures_over_seeds():
 
 def test_heads_are_trained_and_take_turns(tmp_path):
     """Two kinds of heads from one seed, to the table."""
-    options = ["table.against=[recipes/tiny_medusa.yaml]", "train.steps=2", "--seeds", "1"]
+    options = [
+        "table.against={medusa: [recipes/tiny_medusa.yaml]}",
+        "train.steps=2",
+        "--seeds",
+        "1",
+    ]
     places = ["--runs", str(tmp_path), f"data.cache_dir={tmp_path / 'cache'}"]
     done = run_here("eval/paper.py", "rivals", *SMALL, *options, *places)
     assert done.returncode == 0, done.stderr
