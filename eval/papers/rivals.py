@@ -70,6 +70,14 @@ class Rival:
 class RivalTable(Table):
     """The heads as rows."""
 
+    # What rivals have in common with ours, or the comparison would not be fair.
+    equal: tuple[str, ...] = (
+        "target.model",
+        "data",
+        "train.steps",
+        "train.batch_size",
+        "train.rollout",
+    )
     # Other heads, by row: a recipe, and what it is overridden by.
     against: dict[str, tuple[str, ...]] = field(
         default_factory=lambda: {
@@ -90,7 +98,7 @@ class RivalTable(Table):
             recipe = load_recipe(rival_path, [*overrides], check=problems)
             method = "medusa_tree" if recipe.medusa.given else "eagle_tree"
             rivals.append(Rival(self.name, name, rival_path, overrides, method))
-            check_fair(ours.recipe, recipe)
+            check_fair(ours.recipe, recipe, self.equal)
         return [replace(one, trained_as=_same_head(one, rivals)) for one in rivals]
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:
@@ -124,9 +132,9 @@ def _same_head(rival: Rival, others: Sequence[Rival]) -> Rival | None:
     return None if first is rival else first
 
 
-def check_fair(ours: Recipe, theirs: Recipe) -> None:
-    """RecipeError where two heads would not learn from the same data for the same steps."""
-    for key in ("target.model", "data", "train.steps", "train.batch_size", "train.rollout"):
+def check_fair(ours: Recipe, theirs: Recipe, equal: Sequence[str]) -> None:
+    """RecipeError where two recipes differ in what must be equal; Medusa has no rollout."""
+    for key in equal:
         mine, other = (attrgetter(key)(recipe) for recipe in (ours, theirs))
         if mine != other and not (theirs.medusa.given and key == "train.rollout"):
             raise RecipeError(

@@ -15,6 +15,7 @@ from specdraft.recipes.errors import RecipeError
 KINDS = {
     "rivals": RivalTable,
     "heads": RivalTable,
+    "minutes": RivalTable,
     "gsd": GraphTable,
     "tau": TauTable,
     "cascades": CascadeTable,

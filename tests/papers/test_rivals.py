@@ -74,7 +74,7 @@ def test_an_unfair_comparison_is_refused(key, value):
     ours = replace(TABLE, against={}).line_up(Plan(Path("runs")))[0].recipe
     theirs = replace(ours, **{key: replace(getattr(ours, key), **value)})
     with pytest.raises(RecipeError, match=f"{key}.* differ"):
-        check_fair(ours, theirs)
+        check_fair(ours, theirs, TABLE.equal)
 
 
 def test_a_run_is_not_repeated_and_a_failure_is_told(tmp_path):
