@@ -20,10 +20,12 @@ from specdraft.recipes.sections.target import Dtype
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSection(Section):
-    """AdamW, with warm-up and a schedule of the learning rate, over all optimiser steps."""
+    """An optimiser, with warm-up and a schedule of the learning rate, over all optimiser steps."""
 
+    # muon: torch's, for the matrices of a drafter, AdamW for the rest (train/fit/optimizer.py).
+    name: Literal["adamw", "muon"] = "adamw"
     lr: Positive = 3.0e-5  # peak learning rate; 3.0e-3 suits heads of width 128 to 200
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)  # of AdamW
     weight_decay: NonNegative = 0.0
     warmup: Fraction = 0.05  # share of all steps
     schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after warm-up

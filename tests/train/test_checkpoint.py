@@ -70,8 +70,10 @@ def crash_at(step):
     return evaluate
 
 
-def test_a_crashed_run_continues_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_crashed_run_continues_bit_for_bit(tmp_path, optimizer):
     changes = {
+        "optim.name": optimizer,
         "train.steps": 12,
         "train.save_every": 3,
         "train.eval_every": 4,

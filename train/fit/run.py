@@ -24,6 +24,7 @@ from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.batches import Batch, Key, Loader, Rows, SamplingPlan
 from specdraft.train.fit.checkpoint import SHARDING, Checkpoints, TrainState, save_drafter
 from specdraft.train.fit.journal import Journal, StepTimer
+from specdraft.train.fit.optimizer import make_optimizer
 from specdraft.train.fit.schedules import learning_rate, total_steps
 
 # Decodes prompts with the drafter at a step; its `tokens_per_step` chooses the one that is kept.
@@ -82,13 +83,7 @@ class Run:
             ranks=self.ranks.world,
             pin=on_gpu,
         )
-        optimizer = torch.optim.AdamW(
-            [parameter for parameter in drafter.parameters() if parameter.requires_grad],
-            lr=optim.lr,
-            betas=optim.betas,
-            weight_decay=optim.weight_decay,
-            fused=on_gpu,
-        )
+        optimizer = make_optimizer(drafter, optim, accelerator)
         sharding = accelerator.distributed_type in SHARDING and self.ranks.is_first
         # Where the launcher shards the drafter: what its weights are gathered into.
         self.whole = copy.deepcopy(drafter) if sharding else None

@@ -1,0 +1,75 @@
+"""The optimiser of a recipe: which parameters are whose, and that parts step as one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.sections.training import OptimSection
+from specdraft.train.fit.optimizer import Together, make_optimizer
+
+VOCABULARY = 64
+
+
+def accelerator(kind: DistributedType = DistributedType.NO) -> SimpleNamespace:
+    return SimpleNamespace(device=torch.device("cpu"), distributed_type=kind)
+
+
+def head() -> FalconHead:
+    torch.manual_seed(0)
+    form = {"fusion": "linear", "reads": "both", "coupling": "recurrent", "block_size": 3}
+    return FalconHead(FalconConfig(hidden_size=16, vocab_size=VOCABULARY, **form))
+
+
+def names(module: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    return {name for name, one in module.named_parameters() if id(one) in own}
+
+
+def step(module: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters after three steps on gradients that are the same whoever asks."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for parameter in module.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: one.detach().clone() for name, one in module.named_parameters()}
+
+
+def test_muon_has_the_matrices_and_adamw_the_rest():
+    module = head()
+    module.lm_head = nn.Linear(16, VOCABULARY, bias=True)  # as Medusa's heads bring
+    adamw, muon = make_optimizer(module, OptimSection(name="muon"), accelerator()).parts
+    assert isinstance(muon, torch.optim.Muon)
+    assert {"fuse.weight", "coupling.down.weight", "layers.0.qkv.weight"} < names(module, muon)
+    rest = {name for name, one in module.named_parameters() if one.ndim != 2} | {"lm_head.weight"}
+    assert names(module, adamw) == rest > {"reading.weight", "layers.0.mlp_norm"}
+
+
+def test_parts_step_as_each_would_alone():
+    optim = OptimSection(name="muon", lr=1.0e-2)
+    together = step(one := head(), make_optimizer(one, optim, accelerator()))
+    apart = step(other := head(), *make_optimizer(other, optim, accelerator()).parts)
+    start = dict(head().named_parameters())
+    for name, value in together.items():
+        assert torch.equal(value, apart[name])
+        assert not torch.equal(value, start[name])
+
+
+def test_a_rate_that_is_set_reaches_every_part_also_after_loading():
+    optimizer = make_optimizer(head(), OptimSection(name="muon"), accelerator())
+    assert isinstance(optimizer, Together)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    assert [g["lr"] for part in optimizer.parts for g in part.param_groups] == [0.5, 0.5]
+
+
+def test_where_matrices_are_cut_muon_is_refused():
+    with pytest.raises(RecipeError, match=r"optim.name = 'muon'.*FSDP.*optim.name=adamw"):
+        make_optimizer(head(), OptimSection(name="muon"), accelerator(DistributedType.FSDP))
