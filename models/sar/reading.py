@@ -52,12 +52,14 @@ class Both(Own):
 
     def __init__(self, width: int, block_size: int):
         super().__init__(width, block_size)
-        self.weight = nn.Parameter(torch.zeros(block_size, width, 2 * width))
+        # The matrices of all slots, one below the other: one matrix for an optimiser.
+        self.weight = nn.Parameter(torch.zeros(block_size * width, 2 * width))
 
     def queries(self, fused: Tensor) -> Tensor:
+        weight = self.weight.unflatten(0, fused.shape[-2:])  # [K, H, 2H]
         newest = fused[..., -1:, :]
         pairs = torch.cat((fused, newest.expand_as(fused)), -1).flatten(0, -3)  # [.., K, 2H]
-        mixed = pairs.transpose(0, 1) @ self.weight.mT  # [K, .., H]: a slot, a matrix
+        mixed = pairs.transpose(0, 1) @ weight.mT  # [K, .., H]: a slot, a matrix
         return newest + mixed.transpose(0, 1).view_as(fused)
 
 
@@ -66,13 +68,13 @@ class Newest(Own):
 
     def __init__(self, width: int, block_size: int):
         super().__init__(width, 1)
-        self.weight = nn.Parameter(torch.zeros(block_size - 1, width, width))
+        self.weight = nn.Parameter(torch.zeros((block_size - 1) * width, width))
 
     def queries(self, fused: Tensor) -> Tensor:
         return fused[..., -1:, :]
 
     def slots(self, hidden: Tensor) -> Tensor:
-        moved = F.linear(hidden, self.weight.flatten(0, 1))  # [.., 1, (K - 1) * H]
+        moved = F.linear(hidden, self.weight)  # [.., 1, (K - 1) * H]
         later = hidden + moved.unflatten(-1, (-1, hidden.shape[-1])).squeeze(-3)
         return torch.cat((hidden, later), -2)
 
