@@ -152,6 +152,19 @@ class Target:
         target._use_template(section)
         return target
 
+    @classmethod
+    def random(
+        cls, config: PretrainedConfig, name: str, dtype: torch.dtype, device: torch.device
+    ) -> "Target":
+        """A target with the sizes of a config and random weights, drawn on `device`; it has no
+        tokenizer, and its identity is its name's."""
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        target = cls(model, None, name)
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        target._identity = {"name": name, "revision": None, "weights": f"random {name}"} | sizes
+        return target
+
     def _use_template(self, section: TargetSection) -> None:
         if section.chat_template is not None:
             self.tokenizer.chat_template = read_chat_template(section.chat_template)

@@ -1,0 +1,162 @@
+"""What is timed: forwards of the target, drafts, steps of the loop; all of them in turns.
+
+A machine drifts: measured one after the other, the last of a grid would be those of a slower one.
+So every turn visits everything once, in an order of its own, and medians over turns stand. A visit
+does its thing once unseen, then a few times more.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdraft.eval.costing.grid import Grid
+from specdraft.eval.engine.batch import pack, row_inputs
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.row import Row
+from specdraft.eval.engine.timing import Stopwatch, Timing
+from specdraft.eval.engine.tree import Topology, Tree
+from specdraft.eval.engine.verdict import verdicts
+from specdraft.models.feature_layers import Layers
+from specdraft.models.target import Target
+
+GOES = 3  # of a visit, or as many as ..
+ENOUGH = 0.05  # .. seconds have room for
+STEPS = 4  # of the loop at a time, behind the one that reads the prompt
+PROMPT = 8  # tokens of it: what the loop does does not depend on them
+
+Key = tuple[str, str]  # what, and where: of a cell, as JSON
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to time. `open` makes ready for a visit and returns what is done: seconds."""
+
+    what: str  # verify, loop or draft
+    at: Mapping[str, Any]  # rows, nodes, ..: arguments of its terms in eval/engine/cost.py
+    open: Callable[[], Callable[[], float]]
+
+    @property
+    def key(self) -> Key:
+        return self.what, str(sorted(self.at.items()))
+
+
+def turns(cells: Sequence[Cell], repeats: int) -> Iterator[tuple[int, Cell]]:
+    """Every cell, once per turn; the order is another one in each, and the same in each run."""
+    for turn in range(repeats):
+        order = list(cells)
+        random.Random(turn).shuffle(order)
+        yield from ((turn, cell) for cell in order)
+
+
+@torch.inference_mode()
+def visit(cell: Cell) -> float:
+    """Milliseconds of a cell now: the least of a few, for whatever else runs only ever adds."""
+    go, seconds = cell.open(), []
+    go()  # warms up whatever the cells before have left cold
+    while len(seconds) < GOES and sum(seconds) < ENOUGH:
+        seconds.append(go())
+    return 1e3 * min(seconds)
+
+
+class Guesser:
+    """A `Drafter` that drafts the same tree for every row, in no time."""
+
+    forwards, seconds = 0, 0.0
+    rules: frozenset[str] = frozenset()
+    from_tokens = True
+
+    def __init__(self, most: int, feature_layers: Layers):
+        self.max_nodes, self.feature_layers = most, feature_layers
+        self.tree: Tree | None = None
+
+    def start(self, row: int, request: Request) -> None:
+        """Nothing to know."""
+
+    def draft(self, rows: list[int]) -> list[Tree]:
+        return [self.tree] * len(rows)
+
+    def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
+        """Nothing to learn."""
+
+
+class TargetBench:
+    """A target in a decoder of as many rows as the grid has, and what is timed of it.
+
+    layers: of the target that the drafter reads beside the last feature.
+    """
+
+    def __init__(self, target: Target, grid: Grid, layers: Layers = ()):
+        self.target, self.grid = target, grid
+        self.guesser = Guesser(max(grid.side), layers)
+        capacity = max(grid.capacity, PROMPT + self._answer + max(grid.side))
+        self.decoder = Decoder(target, self.guesser, max(grid.rows), capacity)
+
+    @property
+    def _answer(self) -> int:
+        """Tokens that the steps of the loop may bring."""
+        return (1 + STEPS) * (1 + max(self.grid.side)) + 1
+
+    def cells(self) -> Iterator[Cell]:
+        """The forwards of the grid, and the loop at its ends."""
+        for place in self.grid.places():
+            yield self._verify_cell(*place)
+        ends = (self.grid.side[0], self.grid.side[-1])
+        rows = {self.grid.rows[0], self.grid.rows[len(self.grid.rows) // 2]}
+        for count in sorted(rows):
+            for nodes in sorted(set(ends)):
+                yield self._loop_cell(count, nodes)
+
+    def tree(self, nodes: int) -> Tree:
+        """A tree of random tokens, two children below each node."""
+        topology = Topology([-1, *((node - 1) // 2 for node in range(1, nodes))])
+        tokens = torch.randint(self.target.vocab_size, (nodes - 1,), device=self.target.device)
+        return Tree(topology, tokens)
+
+    def _verify_cell(self, rows: int, nodes: int, cached: int) -> Cell:
+        """What `Timing.verify` of the decoder counts. The cache holds whatever lies there."""
+
+        def opened() -> Callable[[], float]:
+            packed, tree = self.decoder.packed, self.tree(nodes)
+            packed.pool.lengths[:rows] = [cached] * rows
+            request = Request([0] * (cached + 1), max_new_tokens=1)
+            eos = frozenset()
+            shares = [(Row(slot, slot, request, [0], eos, False), 1) for slot in range(rows)]
+            inputs = row_inputs(shares, dict.fromkeys(range(rows), tree), tree)
+            width = self.target.hidden_size
+
+            def go() -> float:
+                batch, waited = pack(inputs, packed), Timing()
+                with Stopwatch() as forward:
+                    features = packed.forward(batch.ids, batch.positions, batch.segments)
+                    logits = self.target.logits(features[:, :width].contiguous())
+                verdicts(inputs, batch.ids, logits, waited)
+                return forward.seconds + waited.verify
+
+            return go
+
+        return Cell("verify", {"rows": rows, "nodes": nodes, "cached": cached}, opened)
+
+    def _loop_cell(self, rows: int, nodes: int) -> Cell:
+        """A step without what the target takes; the drafter takes nothing."""
+
+        def go() -> float:
+            self.guesser.tree = self.tree(nodes)
+            timing = self.decoder.timing = Timing()
+            asked = Request([0] * PROMPT, self._answer, eos_ids=frozenset())
+            steps, before = [], 0.0
+            stream = self.decoder.stream([asked] * rows)
+            while len(steps) <= STEPS:
+                next(stream)
+                if timing.forwards > len(steps):
+                    steps.append(timing.total - timing.verify - before)
+                    before = timing.total - timing.verify
+            stream.close()
+            return mean(steps[1:])
+
+        return Cell("loop", {"rows": rows, "nodes": nodes}, lambda: go)

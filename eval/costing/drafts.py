@@ -1,0 +1,171 @@
+"""Drafts that are timed: of a head by passes, paths and rounds; of Medusa heads; of a student.
+
+A head's trees are chains side by side, which part at some depth: behind the pass, so that later
+passes read as many blocks, or at the root, so that rounds have as many distributions, too. What a
+pass, a path, a round and a distribution cost is what these trees differ by.
+
+Before every draft that is timed, its row has read a prompt, drafted once and been shown the tokens
+of a step: what is read again, and what is read anew, is what a running row reads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdraft.eval.costing.bench import Cell
+from specdraft.eval.costing.grid import Grid
+from specdraft.eval.drafters.branching import Branching
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.static import Path as Ranks
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.trained import KINDS, Trained
+from specdraft.eval.engine.drafter import Drafter
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.timing import Stopwatch
+from specdraft.models.falcon import FalconHead
+from specdraft.models.medusa import MedusaHeads
+from specdraft.models.target import Target
+from specdraft.recipes.schema import Recipe
+
+WIDTHS = (1, 2, 4, 8, 16)  # chains side by side
+SEVERAL = (4, 16)  # rows, beside one
+FRESH = 2  # tokens that a step has brought
+GAMMAS = (1, 2, 4)  # levels of a student's draft
+
+Make = Callable[[int], Drafter]  # of rows
+
+
+def shape_of(tree: StaticTree) -> tuple[list[int], list[int]]:
+    """Return paths by pass and distributions by round: what `CostModel.draft_ms` asks of a tree.
+
+    tree: coupled, where the head is.
+    """
+    levels = [len(part.slots) for plan in tree.passes for part in plan.rounds]
+    return [len(plan.parents) for plan in tree.passes], levels
+
+
+def trained_drafter(recipe: Recipe, target: Target) -> Trained:
+    """Load what the recipe's run has trained to draft with: the first of a head, Medusa heads and a
+    student; nothing where there is none. Raises HeadError, TargetError for one that is not whole.
+    """
+    run = Path(recipe.output.dir)
+    as_it_is = recipe.student.given and recipe.student.training == "none"
+    for kind in ("head", "medusa", "student"):
+        if (run / kind).is_dir() or (kind == "student" and as_it_is):
+            return Trained(**{kind: KINDS[kind].load(recipe, target, run)})
+    return Trained()
+
+
+class DraftBench:
+    """What a run has trained, and the drafts with it that are timed."""
+
+    def __init__(self, target: Target, trained: Trained, grid: Grid):
+        self.target, self.trained, self.grid = target, trained, grid
+        self.prompt = [0] * min(grid.cached)
+        self.capacity = len(self.prompt) + FRESH
+
+    def cells(self) -> Iterator[Cell]:
+        """Drafts of one row, and some of several; none where nothing is trained."""
+        rows = [count for count in SEVERAL if count <= max(self.grid.rows)]
+        for number, (paths, levels, make) in enumerate(self._drafts()):
+            for count in (1, *(rows if number % 3 == 0 else ())):
+                at = {"rows": count, "paths": paths, "levels": levels}
+                yield Cell("draft", at, partial(self._open, make, count))
+
+    def _drafts(self) -> Iterator[tuple[list[int], list[int], Make]]:
+        if head := self.trained.head:
+            yield from self._of_head(head)
+        elif heads := self.trained.medusa:
+            yield from self._of_medusa(heads)
+        elif student := self.trained.student:
+            yield from self._of_student(student)
+
+    def _of_head(self, head: FalconHead) -> Iterator[tuple[list[int], list[int], Make]]:
+        config, seen = head.config, []
+        most = config.draft_vocab or self.target.vocab_size
+        for paths in _trees(config.block_size, [width for width in WIDTHS if width <= most]):
+            tree = StaticTree(paths, config.block_size, config.coupling != "none")
+            if (shape := shape_of(tree)) not in seen:
+                seen.append(shape)
+                yield *shape, partial(self._falcon, head, tree)
+
+    def _falcon(self, head: FalconHead, tree: StaticTree, rows: int) -> FalconDrafter:
+        return FalconDrafter(head, self.target, tree, rows, self.capacity)
+
+    def _of_medusa(self, heads: MedusaHeads) -> Iterator[tuple[list[int], list[int], Make]]:
+        for depth in range(1, heads.config.heads + 1):
+            tree = StaticTree.chain(depth, depth)
+            yield [1], [depth], partial(MedusaDrafter, heads, self.target, tree)
+
+    def _of_student(self, student: Target) -> Iterator[tuple[list[int], list[int], Make]]:
+        def make(branching: Sequence[int], rows: int) -> Branching:
+            # Beside the prompt, what its context holds of what it drafts.
+            return Branching(student, rows, self.capacity, branching)
+
+        for depth in GAMMAS:
+            for width in WIDTHS if depth > 1 else (1,):
+                nodes = [1, *[width] * (depth - 1)]
+                yield nodes, nodes, partial(make, (width, *[1] * (depth - 1)))
+
+    def _open(self, make: Make, rows: int) -> Callable[[], float]:
+        drafter, numbers = make(rows), list(range(rows))
+        long, short = (self._features(count) for count in (len(self.prompt), FRESH))
+
+        def go() -> float:
+            for row in numbers:
+                drafter.start(row, Request(self.prompt, max_new_tokens=1))
+                if not drafter.from_tokens:
+                    drafter.observe(row, self.prompt, long)
+            drafter.draft(numbers)
+            for row in numbers:
+                drafter.observe(row, [0] * FRESH, short)
+            _wait(self.target.device)
+            with Stopwatch() as watch:
+                drafter.draft(numbers)
+                _wait(self.target.device)
+            return watch.seconds
+
+        return go
+
+    def _features(self, count: int) -> Tensor:
+        """Features as a target gives them, [count, H], wide where the head reads more layers."""
+        head: Any = self.trained.head
+        layers, scale = (
+            (len(head.config.feature_layers), head.config.feature_scale) if head else (0, 1.0)
+        )
+        shape = (count, (1 + layers) * self.target.hidden_size)
+        features = scale * torch.randn(shape, device=self.target.device)
+        return features.to(self.target.dtype)
+
+
+def _trees(k: int, widths: Sequence[int]) -> Iterator[list[Ranks]]:
+    """Trees for blocks of k tokens: one chain, of up to four passes, then some side by side."""
+    for passes in range(1, 5):
+        yield _chains(1, 1, passes * k)
+    for width in widths[1:]:
+        yield _chains(width, 1, k)
+        yield _chains(width, k, k + 1)
+        yield _chains(width, k, 2 * k)
+        yield _chains(width, 1, 2 * k)
+        yield _chains(width, k, 3 * k)
+
+
+def _chains(width: int, fork: int, depth: int) -> list[Ranks]:
+    """Chains to a depth which are one before the depth `fork`, 1 or more.
+
+    >>> _chains(2, 2, 3)
+    [(0,), (0, 0), (0, 0, 0), (0, 1), (0, 1, 0)]
+    """
+    ends = [(*[0] * (fork - 1), rank, *[0] * (depth - fork)) for rank in range(width)]
+    return sorted({end[:length] for end in ends for length in range(1, depth + 1)})
+
+
+def _wait(device: torch.device) -> None:
+    """Until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

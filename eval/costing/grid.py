@@ -1,0 +1,69 @@
+"""What is measured: nodes of one row at each cached length, rows at a few numbers of nodes.
+
+The grid is not full. What one term of the curve costs is seen where the others stand still:
+
+    rows \\ nodes   1  2  4  8 12 16 24 ..  128
+               1   x  x  x  x  x  x  x  x    x      behind each cached length
+               2   x     x        x
+               ..  x     x        x                 behind the shortest; one node, behind each
+              32   x     x        x
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from specdraft.recipes.errors import RecipeError
+
+NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+ROWS = (1, 2, 4, 8, 16, 32)
+CACHED = (64, 256)
+SIDE = 16  # nodes at most, of several rows: more are verified for one row alone
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Numbers of nodes, of rows and of cached tokens, ascending, and how often all is measured."""
+
+    nodes: tuple[int, ...] = NODES
+    rows: tuple[int, ...] = ROWS
+    cached: tuple[int, ...] = CACHED
+    repeats: int = 7
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row holds at most."""
+        return max(self.cached) + max(self.nodes)
+
+    @property
+    def side(self) -> tuple[int, ...]:
+        """Numbers of nodes that several rows are measured at: three, from the least on."""
+        small = [count for count in self.nodes if count <= SIDE] or [self.nodes[0]]
+        return tuple(sorted({small[0], small[(len(small) - 1) // 2], small[-1]}))
+
+    def within(self, context: int | None) -> "Grid":
+        """The part that a target's context holds; behind what there is room for, if behind none."""
+        if context is None:
+            return self
+        nodes = tuple(count for count in self.nodes if count < context)
+        cached = tuple(length for length in self.cached if length + max(nodes) <= context)
+        return replace(self, nodes=nodes, cached=cached or (context - max(nodes),))
+
+    def with_rows(self, most: int) -> "Grid":
+        """The part with at most so many rows."""
+        return replace(self, rows=tuple(count for count in self.rows if count <= most))
+
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """Rows, nodes and cached tokens of each forward."""
+        least, *more = self.rows
+        for cached in self.cached:
+            yield from ((least, nodes, cached) for nodes in self.nodes)
+            yield from ((rows, self.side[0], cached) for rows in more)
+        yield from ((rows, nodes, self.cached[0]) for rows in more for nodes in self.side[1:])
+
+
+def of_options(nodes: list[int], rows: list[int], cached: list[int], repeats: int) -> Grid:
+    """A grid as a user gave it, in whatever order. Raises RecipeError for no repeats."""
+    if repeats < 1:
+        raise RecipeError(f"--repeats {repeats}: measure everything at least once")
+    parts = (tuple(sorted(set(numbers))) for numbers in (nodes, rows, cached))
+    return Grid(*parts, repeats)

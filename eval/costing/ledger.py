@@ -1,0 +1,135 @@
+"""costs.json while it is measured, and when it is whole.
+
+It says what its figures depend on: the machine, the target with its dtype, the drafter. Points are
+written down as they come, and the same command goes on behind them; those of another machine or
+target are dropped, those of another drafter where drafts are what was measured.
+
+    {"schema": 1, "recipe": .., "environment": {..}, "target": {..}, "drafter": {..} or null,
+     "points": [{"what": "verify", "rows": 1, "nodes": 4, "cached": 64, "ms": 0.9, "tries": [..]}],
+     "model": null, or what eval/engine/cost.py reads}
+"""
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from specdraft.data.atomic import write_atomic
+from specdraft.eval.costing.bench import Cell, Key
+from specdraft.eval.costing.curves import fit, knots
+from specdraft.eval.engine.cost import CostModel, draft_terms, loop_terms, verify_terms
+from specdraft.recipes.errors import DataError
+
+SCHEMA = 1
+PATIENCE = 1.0  # seconds of measuring that may be lost: to write takes longer than most points
+# Of the environment, what does not say which machine it is.
+ELSEWHERE = ("commit", "python")
+
+
+class Ledger:
+    """Points of a machine, a target and a drafter, by what they are of.
+
+    subject: "environment", "target" and "drafter", as JSON; what is there of another is dropped.
+    """
+
+    def __init__(self, path: Path, recipe: str, subject: Mapping[str, Any]):
+        self.path, self.recipe, self.subject = path, recipe, subject
+        self.points: dict[Key, dict] = {}
+        self.model: CostModel | None = None
+        self.note = ""  # what a user should know
+        self._written = time.monotonic()
+        if path.exists():
+            self._take_over(self._read())
+
+    def _read(self) -> dict:
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            if content["schema"] != SCHEMA:
+                raise ValueError
+            for point in content["points"]:
+                key_of(point), median(point["tries"])
+            list(differing(content, self.subject))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{self.path} holds no costs; delete it, or give another --out"
+            ) from error
+        return content
+
+    def _take_over(self, content: dict) -> None:
+        """Keep the points of the same machine, target and drafter."""
+        changed = list(differing(content, self.subject))
+        kept = [] if changed not in ([], ["drafter"]) else content["points"]
+        if changed:
+            kept = [point for point in kept if point["what"] != "draft"]
+            again = "drafts are measured again" if kept else "measuring again"
+            self.note = f"{self.path} is of another {', '.join(changed)}: {again}"
+        elif kept:
+            self.note = f"{self.path} has {len(kept)} points: going on there"
+        self.points = {key_of(point): point for point in kept}
+
+    def tries(self, cell: Cell) -> list[float]:
+        """What was measured of a cell, in milliseconds."""
+        point = self.points.get(cell.key)
+        return point["tries"] if point else []
+
+    def add(self, cell: Cell, ms: float) -> None:
+        """Note a try of a cell, and write all down, now or soon."""
+        tries = [*self.tries(cell), round(ms, 6)]
+        point = {"what": cell.what, **cell.at, "ms": median(tries), "tries": tries}
+        self.points[cell.key], self.model = point, None
+        if time.monotonic() - self._written > PATIENCE:
+            self.write()
+
+    def of(self, what: str) -> list[dict]:
+        """The points of verify, loop or draft."""
+        return [point for point in self.points.values() if point["what"] == what]
+
+    def fit(self) -> CostModel:
+        """Put curves through all points."""
+        self.model = fitted(self.of("verify"), self.of("loop"), self.of("draft"))
+        return self.model
+
+    def write(self) -> None:
+        """Write the file, whole or not at all."""
+        content = {"schema": SCHEMA, "recipe": self.recipe, **self.subject}
+        content |= {"points": [*self.points.values()]}
+        content |= {"model": self.model and self.model.to_dict()}
+        write_atomic(self.path, f"{json.dumps(content, indent=1)}\n".encode())
+        self._written = time.monotonic()
+
+
+def key_of(point: Mapping[str, Any]) -> Key:
+    """The key of the cell that a point is of."""
+    at = {name: value for name, value in point.items() if name not in ("what", "ms", "tries")}
+    return Cell(point["what"], at, open=lambda: float).key
+
+
+def differing(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:
+    """What differs between two subjects: parts of the machine, target or drafter."""
+    ours, theirs = wanted["environment"], there["environment"]
+    for name in sorted(ours.keys() - set(ELSEWHERE)):
+        if ours[name] != theirs.get(name):
+            yield name
+    for part in ("target", "drafter"):
+        if there[part] != wanted[part]:
+            yield part
+
+
+def fitted(verify: Sequence[dict], loop: Sequence[dict], draft: Sequence[dict]) -> CostModel:
+    """Return the curves through points."""
+    places = knots([point["rows"] * point["nodes"] for point in verify])
+    of_verify = [verify_terms(p["rows"], p["nodes"], p["cached"], places) for p in verify]
+    of_loop = [loop_terms(point["rows"], point["nodes"]) for point in loop]
+    of_draft = [draft_terms(point["rows"], point["paths"], point["levels"]) for point in draft]
+    return CostModel(
+        verify=fit(of_verify, _ms(verify)),
+        knots=places,
+        loop=fit(of_loop, _ms(loop)),
+        draft=fit(of_draft, _ms(draft)) if draft else None,
+    )
+
+
+def _ms(points: Sequence[dict]) -> list[float]:
+    return [point["ms"] for point in points]

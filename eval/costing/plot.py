@@ -1,0 +1,120 @@
+"""A picture of the costs: verifying by nodes, by rows, drafts; dots measured, lines the curve.
+
+It needs matplotlib, which is an extra: pip install 'specdraft[plots]'.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from io import BytesIO
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdraft.data.atomic import write_atomic
+from specdraft.eval.costing.show import error_of
+from specdraft.eval.engine.cost import CostModel, Curve
+from specdraft.eval.measure.page_plots import COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 5.0, 4.0  # inches, of one part
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is there."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write_plot(points: Sequence[dict], costs: CostModel, title: str, path: Path) -> None:
+    """Draw the points of costs.json and the curves through them, as a PNG.
+
+    Raises ImportError without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    verify = [point for point in points if point["what"] == "verify"]
+    draft = [point for point in points if point["what"] == "draft"]
+    parts = 3 if draft else 2
+    figure = Figure((WIDTH * parts, HEIGHT), layout="constrained")
+    axes = figure.subplots(1, parts)
+    _by_nodes(axes[0], verify, costs)
+    _by_rows(axes[1], verify, costs)
+    if draft:
+        _of_drafts(axes[2], draft, costs)
+    figure.suptitle(title, parse_math=False)
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    write_atomic(path, content.getvalue())
+
+
+def _by_nodes(axes: Axes, verify: Sequence[dict], costs: CostModel) -> None:
+    least = min(point["rows"] for point in verify)
+    own = [point for point in verify if point["rows"] == least]
+    most = max(point["nodes"] for point in own)
+    lengths = sorted({point["cached"] for point in own})
+    for cached, colour in zip(lengths, COLOURS, strict=False):
+        there = [point for point in own if point["cached"] == cached]
+        _dots(axes, [point["nodes"] for point in there], there, colour)
+        line = [costs.verify_ms(least, nodes, cached) for nodes in range(1, most + 1)]
+        axes.plot(range(1, most + 1), line, color=colour, label=f"{cached} cached")
+    title = f"verifying, {least} row{'s' * (least > 1)}\n{_off(costs.verify)}"
+    axes.set(title=title, xlabel="nodes")
+    _finish(axes)
+
+
+def _by_rows(axes: Axes, verify: Sequence[dict], costs: CostModel) -> None:
+    cached = min(point["cached"] for point in verify)
+    own = [point for point in verify if point["cached"] == cached]
+    most = max(point["rows"] for point in own)
+    counts = sorted({point["nodes"] for point in own if point["rows"] == most})
+    for nodes, colour in zip(counts, COLOURS, strict=False):
+        there = [point for point in own if point["nodes"] == nodes]
+        _dots(axes, [point["rows"] for point in there], there, colour)
+        line = [costs.verify_ms(rows, nodes, cached) for rows in range(1, most + 1)]
+        axes.plot(range(1, most + 1), line, color=colour, label=f"{nodes} nodes each")
+    axes.set(title=f"verifying, {cached} cached", xlabel="rows")
+    _finish(axes)
+
+
+def _short(costs: CostModel) -> str:
+    return (
+        f"off by {costs.verify.median_error:.1%} (median), {costs.verify.worst_error:.1%} (worst)"
+    )
+
+
+def _of_drafts(axes: Axes, draft: Sequence[dict], costs: CostModel) -> None:
+    """Measured against fitted: on the line, they are one."""
+    ordered = sorted(draft, key=lambda point: point["rows"])
+    for (rows, part), colour in zip(groupby(ordered, lambda p: p["rows"]), COLOURS, strict=False):
+        there = list(part)
+        said = [costs.draft_ms(p["paths"], p["levels"], p["rows"]) for p in there]
+        _dots(axes, said, there, colour, f"{rows} row{'s' * (rows > 1)}")
+    ends = [f(point["ms"] for point in draft) for f in (min, max)]
+    axes.plot(ends, ends, color="#66727f", linewidth=1)
+    axes.set(title=f"drafts\n{_off(costs.draft)}", xlabel="ms of the curve")
+    _finish(axes)
+
+
+def _dots(
+    axes: Axes, at: Sequence[float], points: Sequence[dict], colour: str, label: str | None = None
+) -> None:
+    """What was measured, with the least and the most of its tries."""
+    ms = [point["ms"] for point in points]
+    spread = [
+        [point["ms"] - min(point["tries"]) for point in points],
+        [max(point["tries"]) - point["ms"] for point in points],
+    ]
+    style = {"fmt": "o", "markersize": 4, "linewidth": 1, "alpha": 0.8}
+    axes.errorbar(at, ms, yerr=spread, color=colour, label=label, **style)
+
+
+def _finish(axes: Axes) -> None:
+    """Both axes by factors: costs are compared so."""
+    axes.set(xscale="log", yscale="log", ylabel="ms")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small")

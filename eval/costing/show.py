@@ -1,0 +1,107 @@
+"""Costs on a terminal: what was measured, beside what the curve says, and how far off it is."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from specdraft.eval.engine.cost import CostModel, Curve
+
+
+def print_costs(points: Sequence[dict], costs: CostModel, console: Console | None = None) -> None:
+    """Show verifying by nodes and by rows, drafting by passes and levels, and the loop.
+
+    points: as costs.json has them. A cell has the milliseconds measured and, in brackets, the
+    curve's.
+    """
+    console = console or Console(soft_wrap=True)
+    verify = [point for point in points if point["what"] == "verify"]
+    least = min(point["rows"] for point in verify)
+    console.print(_by_nodes(verify, least, costs))
+    if max(point["rows"] for point in verify) > least:
+        console.print(_by_rows(verify, costs))
+    if costs.draft:
+        console.print(_of_drafts(points, costs))
+    for name, curve in (("verify", costs.verify), ("draft", costs.draft), ("loop", costs.loop)):
+        if curve:
+            console.print(f"{name}: {error_of(curve)}")
+
+
+def error_of(curve: Curve) -> str:
+    """How far a curve is from its points, in words."""
+    return (
+        f"{curve.points} points, the curve is off by {curve.median_error:.1%} (median) to "
+        f"{curve.worst_error:.1%}; by {curve.median_held_out:.1%} of a point it was not shown"
+    )
+
+
+def _by_nodes(verify: Sequence[dict], rows: int, costs: CostModel) -> Table:
+    lengths = sorted({point["cached"] for point in verify})
+    headings = [f"{length}\ncached" for length in lengths]
+    table = _table(f"ms of verifying, rows of the batch: {rows}", "nodes", headings)
+    own = [point for point in verify if point["rows"] == rows]
+    for nodes in sorted({point["nodes"] for point in own}):
+        cells = (_verified(own, costs, rows, nodes, cached) for cached in lengths)
+        table.add_row(str(nodes), *cells)
+    return table
+
+
+def _by_rows(verify: Sequence[dict], costs: CostModel) -> Table:
+    cached = min(point["cached"] for point in verify)
+    rows = sorted({point["rows"] for point in verify})
+    many = {point["nodes"] for point in verify if point["rows"] == rows[-1]}
+    headings = [f"{nodes}\nnode{'s' * (nodes > 1)}" for nodes in sorted(many)]
+    table = _table(f"ms of verifying behind {cached} cached tokens", "rows", headings)
+    for count in rows:
+        cells = (_verified(verify, costs, count, nodes, cached) for nodes in sorted(many))
+        table.add_row(str(count), *cells)
+    return table
+
+
+def _verified(verify: Sequence[dict], costs: CostModel, rows: int, nodes: int, cached: int) -> str:
+    place = {"rows": rows, "nodes": nodes, "cached": cached}
+    found = (point["ms"] for point in verify if place.items() <= point.items())
+    return _pair(next(found, None), costs.verify_ms(rows, nodes, cached))
+
+
+def _of_drafts(points: Sequence[dict], costs: CostModel) -> Table:
+    table = _table("ms of drafting, one row", "paths of each pass; nodes of each level", ["draft"])
+    for point in points:
+        if point["what"] == "draft" and point["rows"] == 1:
+            paths, levels = point["paths"], point["levels"]
+            name = f"{_joined(paths)}; {_joined(levels)}"
+            table.add_row(name, _pair(point["ms"], costs.draft_ms(paths, levels)))
+    return table
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _table(title: str, first: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in (first, *headings):
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _pair(measured: float | None, fitted: float) -> str:
+    return f"{'-' if measured is None else _digits(measured)} ({_digits(fitted)})"
+
+
+def _digits(ms: float) -> str:
+    """Three digits, however small or large."""
+    return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
+
+
+def summary(costs: CostModel) -> Iterator[str]:
+    """The figures that a choice between trees begins with."""
+    one = costs.verify_ms(1, 1, 64)
+    several = ", ".join(
+        f"{nodes} nodes {costs.verify_ms(1, nodes, 64) / one:.2f} x" for nodes in (4, 16, 64)
+    )
+    yield f"a forward of one node behind 64 tokens takes {_digits(one)} ms; {several}"
+    yield f"the loop around it {_digits(costs.loop_ms(1))} ms"
+    if costs.draft:
+        yield f"a pass of the drafter over one path {_digits(costs.draft_ms([1], [1]))} ms"

@@ -1,0 +1,188 @@
+"""Measure what verifying, drafting and the loop cost on this machine, and fit curves to it.
+
+    python eval/costs.py recipes/tiny.yaml [--nodes 1,4,16] [--rows 1,8] [--cached 64,256]
+        [--repeats 7] [--shape llama7b] [--out FILE.json] [section.key=value ..]
+
+Forwards of the target by nodes, rows and cached tokens, drafts of what the recipe has trained, and
+the decoder's own part of a step, all in turns. Writes output.dir/costs.json, a picture beside it,
+and a table; eval/engine/cost.py reads it. Cut off, the same command goes on where it stopped.
+
+With --shape, a target and a Falcon head with random weights take the place of the recipe's: what a
+model costs here is known before it is downloaded. A shape is llama1b, llama7b, llama13b, llama70b,
+or the path of any config.json. It goes to output.dir/costs_SHAPE.json.
+"""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from tqdm import tqdm
+
+from specdraft.data.lock import output_lock
+from specdraft.eval.costing.bench import TargetBench, turns, visit
+from specdraft.eval.costing.drafts import DraftBench, trained_drafter
+from specdraft.eval.costing.grid import CACHED, NODES, ROWS, Grid, of_options
+from specdraft.eval.costing.ledger import Ledger
+from specdraft.eval.costing.plot import can_plot, write_plot
+from specdraft.eval.costing.room import most_rows, row_bytes
+from specdraft.eval.costing.shapes import Shape, build, find_shape, sketch
+from specdraft.eval.costing.show import print_costs, summary
+from specdraft.eval.drafters.registry import problems
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.environment import cpu_threads, environment
+from specdraft.models.shapes import TargetShape
+from specdraft.models.target import Target
+from specdraft.recipes.arguments import recipe_parser, whole_numbers
+from specdraft.recipes.errors import DataError, RecipeError, entry, say
+from specdraft.recipes.interrupt import keeping
+from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import Recipe
+
+
+@entry
+def main() -> None:
+    """Parse, load or build the target and its drafter, measure, fit, show."""
+    parser = recipe_parser(__doc__)
+    parser.add_argument("--nodes", default=_joined(NODES), help="of a row, the root included")
+    parser.add_argument("--rows", default=_joined(ROWS), help="verified in one forward")
+    parser.add_argument("--cached", default=_joined(CACHED), help="tokens of a row")
+    parser.add_argument("--repeats", type=int, default=Grid.repeats, help="turns over all of it")
+    parser.add_argument("--shape", help="random weights: llama7b, .., or a config.json")
+    parser.add_argument("--out", type=Path, help="default: output.dir/costs.json")
+    options = parser.parse_intermixed_args()
+    # Nothing is decoded: the recipe's tree need not fit its head.
+    overrides = [*options.overrides, "eval.methods=[plain]"]
+    recipe = load_recipe(options.recipe, overrides, check=problems)
+    grid, shape = grid_of(options), options.shape and find_shape(options.shape)
+    name = f"costs_{shape.name}.json" if shape else "costs.json"
+    out = options.out or Path(recipe.output.dir) / name
+    check_writable(out)
+    with (
+        output_lock(out.parent),
+        keeping(lambda: f"{out} has what was measured"),
+        cpu_threads(recipe.eval.threads),
+    ):
+        target, trained = shaped(shape, recipe, grid) if shape else loaded(recipe)
+        ledger = Ledger(out, recipe.name, subject(target, trained))
+        measure(ledger, target, trained, with_room(grid, recipe, target))
+        finish(ledger, f"{target.name}, {recipe.target.dtype}, {target.device}")
+
+
+def grid_of(options: argparse.Namespace) -> Grid:
+    """What the options ask for. Raises RecipeError for what are no numbers."""
+    numbers = [
+        whole_numbers(f"--{name}", getattr(options, name), least=1, most=most)
+        for name, most in (("nodes", 4096), ("rows", 1000), ("cached", 10**6))
+    ]
+    return of_options(*numbers, options.repeats)
+
+
+def check_writable(out: Path) -> None:
+    """Raise RecipeError or DataError where costs cannot be written, before anything is loaded."""
+    if out.suffix != ".json":
+        raise RecipeError(f"--out {out}: give the name of a file that ends in .json")
+    probe = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise DataError(
+            f"{out} cannot be written ({error.strerror}); give another --out or output.dir"
+        ) from error
+
+
+def loaded(recipe: Recipe) -> tuple[Target, Trained]:
+    """The recipe's target, and what was trained for it, if anything was."""
+    target = Target.of_recipe(recipe.target)
+    trained = trained_drafter(recipe, target)
+    if trained == Trained():
+        say(f"nothing trained in {recipe.output.dir}: costs of the target alone")
+    return target, trained
+
+
+def shaped(shape: Shape, recipe: Recipe, grid: Grid) -> tuple[Target, Trained]:
+    """A target of a shape, and the recipe's head for it. RecipeError where they have no room."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    skeleton = sketch(shape, recipe)
+    sizes = f"{skeleton.parameters / 1e9:.2f} billion parameters, {skeleton.bytes / 1e9:.1f} GB"
+    say(f"{shape.name}: {sizes} with its head, random weights on {device}")
+    target, head = build(skeleton, recipe, grid.capacity, device)
+    return target, Trained(head=head)
+
+
+def subject(target: Target, trained: Trained) -> dict:
+    """What the figures depend on, as costs.json has it."""
+    kinds = {"head": trained.head, "medusa": trained.medusa, "student": trained.student}
+    drafter = None
+    for kind, part in kinds.items():
+        if part is not None:
+            drawn = target.identity()["weights"].startswith("random")
+            drafter = {"kind": kind, "weights": "random" if drawn else trained.weights()}
+            if kind != "student":
+                drafter |= {"config": asdict(part.config) | {"target": {}}}
+    sizes = {"dtype": str(target.dtype).removeprefix("torch.")}
+    sizes["parameters"] = sum(weight.numel() for weight in target.model.parameters())
+    # A decoder reads these beside the last feature: part of what a forward costs.
+    sizes["feature_layers"] = trained.head.config.feature_layers if trained.head else ()
+    return {
+        "environment": environment(target),
+        "target": target.identity() | sizes,
+        "drafter": drafter,
+    }
+
+
+def with_room(grid: Grid, recipe: Recipe, target: Target) -> Grid:
+    """The part of a grid that the target's context and the memory hold."""
+    grid = grid.within(target.context)
+    shape = TargetShape.of(target.config.get_text_config())
+    row = row_bytes(shape, grid.capacity, recipe.target.dtype)
+    most = max(most_rows(row, target.device), min(grid.rows))
+    if most < max(grid.rows):
+        say(f"a row's cache takes {row / 1e9:.2f} GB: at most {most} rows are measured")
+    return grid.with_rows(most)
+
+
+def measure(ledger: Ledger, target: Target, trained: Trained, grid: Grid) -> None:
+    """Time what the ledger has not got, in turns."""
+    layers = trained.head.config.feature_layers if trained.head else ()
+    cells = [*TargetBench(target, grid, layers).cells()]
+    cells += DraftBench(target, trained, grid).cells()
+    if ledger.note:
+        say(ledger.note)
+    left = [(turn, c) for turn, c in turns(cells, grid.repeats) if len(ledger.tries(c)) <= turn]
+    if not left:
+        say(f"all {len(cells)} points are there: nothing is measured; delete {ledger.path} to")
+    try:
+        ledger.write()
+        for _, cell in tqdm(left, desc="measuring", unit="visit", leave=False):
+            ledger.add(cell, visit(cell))
+    finally:
+        ledger.write()
+
+
+def finish(ledger: Ledger, title: str) -> None:
+    """Fit, write all, draw and show it."""
+    costs = ledger.fit()
+    ledger.write()
+    console = Console(soft_wrap=True)
+    points = [*ledger.points.values()]
+    print_costs(points, costs, console)
+    for line in summary(costs):
+        console.print(line)
+    drawn = ledger.path.with_suffix(".png")
+    if can_plot():
+        write_plot(points, costs, title, drawn)
+        console.print(f"wrote {ledger.path} and {drawn.name}")
+    else:
+        console.print(f"wrote {ledger.path}; for {drawn.name}: pip install 'specdraft[plots]'")
+
+
+def _joined(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""What decoding costs on one machine: milliseconds of verifying, of drafting, of the loop around.
+
+eval/costs.py measures it and writes costs.json; whoever chooses how much to draft reads it there:
+
+    costs = load_costs(Path("runs/tiny/costs.json"), target)
+    step = costs.verify_ms(rows, nodes, cached) + costs.draft_ms(paths, levels, rows)
+    step += costs.loop_ms(rows, nodes)
+
+Linear layers see the N = r n tokens of a packed forward, whoever they belong to; a row adds a call
+and its cache, and attention a score for each node and each cached token:
+
+    verify(r, n, c) = a + a' [r > 1] + g(r n) + b r + d r c + e r n c
+
+g rises from knot to knot by a slope of its own: on a GPU it is flat until the weights are no longer
+what takes the time, on a CPU a single token has a kernel of its own. A single row attends as it
+lies, several are gathered: [r > 1]. No weight is negative: more
+tokens never cost less.
+
+Shapes: r rows, n nodes of a row (the root included), c cached tokens of a row, N tokens of all.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any, Self
+
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError
+
+Terms = dict[str, float]  # of a cost, by name: what a weight is multiplied by
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A sum of terms with weights of at least zero, and how far it is from what was measured.
+
+    Errors are relative: of the points it was fitted to, and (median_held_out) of each point by the
+    curve that is fitted to all others.
+    """
+
+    weights: dict[str, float]  # milliseconds, of each term
+    points: int
+    median_error: float
+    worst_error: float
+    median_held_out: float
+
+    def ms(self, terms: Terms) -> float:
+        """Milliseconds of what has these terms."""
+        return sum(weight * terms[name] for name, weight in self.weights.items())
+
+
+def verify_terms(rows: int, nodes: int, cached: float, knots: Sequence[int]) -> Terms:
+    """Terms of a verifying forward. knots: numbers of tokens, ascending, where g's slope changes.
+
+    >>> verify_terms(2, 3, 10, knots=(1, 4))  # doctest: +NORMALIZE_WHITESPACE
+    {'forward': 1, 'several': 1, 'rows': 2, 'cached': 20, 'scores': 60,
+     'tokens from 1': 3, 'tokens from 4': 2}
+    """
+    tokens = rows * nodes
+    terms = {"forward": 1, "several": int(rows > 1), "rows": rows}
+    terms |= {"cached": rows * cached, "scores": tokens * cached}
+    for first, last in pairwise([*knots, inf]):
+        terms[f"tokens from {first}"] = max(0, min(tokens, last) - first)
+    return terms
+
+
+def draft_terms(rows: int, paths: Sequence[int], levels: Sequence[int]) -> Terms:
+    """Terms of a draft: of its passes, by their paths, and of its rounds, by their distributions.
+
+    The first pass, which reads what was committed, is the draft's own.
+
+    >>> draft_terms(2, paths=[1, 4], levels=[1, 2, 4])  # doctest: +NORMALIZE_WHITESPACE
+    {'draft': 1, 'several': 2, 'rows': 2, 'passes': 1, 'row passes': 2, 'paths': 8,
+     'levels': 3, 'nodes': 14}
+    """
+    later = len(paths) - 1
+    return {
+        "draft": 1,
+        "several": len(paths) * (rows > 1),
+        "rows": rows,
+        "passes": later,
+        "row passes": rows * later,
+        "paths": rows * sum(paths[1:]),
+        "levels": len(levels),
+        "nodes": rows * sum(levels),
+    }
+
+
+def loop_terms(rows: int, nodes: int) -> Terms:
+    """Terms of a step of the decoder outside of its forward and of its drafter."""
+    return {"step": 1, "rows": rows, "nodes": rows * (nodes - 1)}
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Milliseconds of the parts of a step, for one target, one drafter and one machine."""
+
+    verify: Curve
+    knots: tuple[int, ...]
+    loop: Curve
+    draft: Curve | None = None  # None: there was no trained drafter
+
+    def verify_ms(self, rows: int, nodes: int, cached: float) -> float:
+        """A forward over `rows` rows of `nodes` nodes each, the root included, behind `cached`
+        tokens, until its choices are on the host."""
+        return self.verify.ms(verify_terms(rows, nodes, cached, self.knots))
+
+    def draft_ms(self, paths: Sequence[int], levels: Sequence[int], rows: int = 1) -> float:
+        """A draft of `rows` rows.
+
+        paths: of every pass of a head, how many blocks it reads, the first of which is what was
+        committed (1); of every forward of a student, how many nodes. levels: of every round of
+        choices, in all passes, how many distributions it ranks (eval/costing/drafts.py counts both
+        in a static tree).
+
+        Raises DataError where no drafter was measured.
+        """
+        if self.draft is None:
+            raise DataError("these costs are of no drafter; train one, then run eval/costs.py")
+        return self.draft.ms(draft_terms(rows, paths, levels))
+
+    def loop_ms(self, rows: int, nodes: int = 1) -> float:
+        """The decoder's own part of a step: packing, accepting, moving the cache."""
+        return self.loop.ms(loop_terms(rows, nodes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {"knots": [*self.knots]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave. Raises TypeError or KeyError for anything else."""
+        parts = {name: values[name] for name in ("verify", "loop", "draft")}
+        curves = {name: part and Curve(**part) for name, part in parts.items()}
+        return cls(knots=tuple(values["knots"]), **curves)
+
+
+def load_costs(path: Path, target: Target | None = None) -> CostModel:
+    """Read what eval/costs.py has written, for a target, if one is given.
+
+    Raises DataError where there is none, half of it, or another target's.
+    """
+    if not path.is_file():
+        raise DataError(f"no costs at {path}; measure them: python eval/costs.py RECIPE")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if (model := content["model"]) is None:
+            raise DataError(f"{path} is not whole; the command that began it goes on with it")
+        costs = CostModel.from_dict(model)
+        name, weights = (content["target"][key] for key in ("name", "weights"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} holds no costs; delete it and measure them again") from error
+    if target is not None and target.identity()["weights"] != weights:
+        raise DataError(
+            f"{path} is of {name}, not of {target.name}; measure this one: "
+            "python eval/costs.py RECIPE"
+        )
+    return costs
