@@ -35,7 +35,8 @@ class Ledger:
     """
 
     def __init__(self, path: Path, recipe: str, subject: Mapping[str, Any]):
-        self.path, self.recipe, self.subject = path, recipe, subject
+        self.path, self.recipe = path, recipe
+        self.subject = json.loads(json.dumps(subject))  # as it is read again
         self.points: dict[Key, dict] = {}
         self.model: CostModel | None = None
         self.note = ""  # what a user should know

@@ -74,15 +74,16 @@ def _by_rows(axes: Axes, verify: Sequence[dict], costs: CostModel) -> None:
         there = [point for point in own if point["nodes"] == nodes]
         _dots(axes, [point["rows"] for point in there], there, colour)
         line = [costs.verify_ms(rows, nodes, cached) for rows in range(1, most + 1)]
-        axes.plot(range(1, most + 1), line, color=colour, label=f"{nodes} nodes each")
+        axes.plot(
+            range(1, most + 1), line, color=colour, label=f"{nodes} node{'s' * (nodes > 1)} each"
+        )
     axes.set(title=f"verifying, {cached} cached", xlabel="rows")
     _finish(axes)
 
 
-def _short(costs: CostModel) -> str:
-    return (
-        f"off by {costs.verify.median_error:.1%} (median), {costs.verify.worst_error:.1%} (worst)"
-    )
+def _off(curve: Curve) -> str:
+    """How far a curve is from its points."""
+    return error_of(curve).partition("the curve is ")[2].partition(";")[0]
 
 
 def _of_drafts(axes: Axes, draft: Sequence[dict], costs: CostModel) -> None:
@@ -116,5 +117,11 @@ def _finish(axes: Axes) -> None:
     axes.set(xscale="log", yscale="log", ylabel="ms")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(_some)
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize="small")
+
+
+def _some(value: float, place: int) -> str:
+    """Labels between powers of ten: those that do not run into each other."""
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""

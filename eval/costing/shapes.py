@@ -84,6 +84,7 @@ def read_config(file: Path) -> PretrainedConfig:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         values.pop("quantization_config", None)  # weights are random, and as target.dtype says
+        values.pop("pad_token_id", None)  # whose embedding would be zero, and so its features
         config = AutoConfig.for_model(values.pop("model_type"), **values)
     except KeyError as error:
         raise RecipeError(f"--shape {file}: no config of a model; it has no {error}") from error

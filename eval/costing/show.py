@@ -67,11 +67,11 @@ def _verified(verify: Sequence[dict], costs: CostModel, rows: int, nodes: int, c
 
 def _of_drafts(points: Sequence[dict], costs: CostModel) -> Table:
     table = _table("ms of drafting, one row", "paths of each pass; nodes of each level", ["draft"])
-    for point in points:
-        if point["what"] == "draft" and point["rows"] == 1:
-            paths, levels = point["paths"], point["levels"]
-            name = f"{_joined(paths)}; {_joined(levels)}"
-            table.add_row(name, _pair(point["ms"], costs.draft_ms(paths, levels)))
+    own = [point for point in points if point["what"] == "draft" and point["rows"] == 1]
+    for point in sorted(own, key=lambda p: (len(p["paths"]), len(p["levels"]), p["levels"])):
+        paths, levels = point["paths"], point["levels"]
+        name = f"{_joined(paths)}; {_joined(levels)}"
+        table.add_row(name, _pair(point["ms"], costs.draft_ms(paths, levels)))
     return table
 
 
@@ -102,6 +102,4 @@ def summary(costs: CostModel) -> Iterator[str]:
         f"{nodes} nodes {costs.verify_ms(1, nodes, 64) / one:.2f} x" for nodes in (4, 16, 64)
     )
     yield f"a forward of one node behind 64 tokens takes {_digits(one)} ms; {several}"
-    yield f"the loop around it {_digits(costs.loop_ms(1))} ms"
-    if costs.draft:
-        yield f"a pass of the drafter over one path {_digits(costs.draft_ms([1], [1]))} ms"
+    yield f"the loop around a plain step takes {_digits(costs.loop_ms(1))} ms"

@@ -1,0 +1,356 @@
+"""Costs: curves that are what was measured, kept points, targets of a shape, and the entry."""
+
+import json
+from functools import partial
+from itertools import product
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from commands import run_here
+from random_models import random_head, random_target
+
+from specdraft.eval.costing import room, shapes
+from specdraft.eval.costing.bench import Cell, TargetBench, turns, visit
+from specdraft.eval.costing.curves import fit, knots, nonnegative
+from specdraft.eval.costing.drafts import DraftBench, shape_of
+from specdraft.eval.costing.grid import Grid
+from specdraft.eval.costing.ledger import Ledger, fitted
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.engine.cost import CostModel, Curve, load_costs, verify_terms
+from specdraft.models.medusa import MedusaConfig, MedusaHeads
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError, RecipeError
+from specdraft.recipes.load import load_recipe
+
+SUBJECT = {
+    "environment": {"cpu": "x", "threads": 1, "commit": "a"},
+    "target": {"name": "t", "weights": "0"},
+    "drafter": None,
+}
+SMALL = Grid(nodes=(1, 2, 4), rows=(1, 2), cached=(8,), repeats=2)
+TINY = ["eval/costs.py", "recipes/tiny.yaml", "--nodes", "1,4", "--rows", "1,2"]
+TINY += ["--cached", "16", "--repeats", "2", "train.threads=1"]
+
+
+# Curves.
+
+
+def surface(rows: int, nodes: int, cached: int) -> float:
+    """A target whose forward costs the same up to 16 tokens, and then by the token."""
+    return 3 + 0.1 * rows + 0.05 * max(rows * nodes - 16, 0) + 0.002 * rows * cached
+
+
+def verified(cost=surface) -> list[dict]:
+    names = ("rows", "nodes", "cached")
+    return [
+        {**dict(zip(names, place, strict=True)), "ms": cost(*place)} for place in Grid().places()
+    ]
+
+
+def loop() -> list[dict]:
+    places = product((1, 2, 8), (1, 4, 16))
+    return [{"rows": rows, "nodes": nodes, "ms": 0.2 + 0.01 * rows} for rows, nodes in places]
+
+
+def test_a_fit_recovers_the_surface_that_was_measured_and_what_lies_between():
+    costs = fitted(verified(), loop(), [])
+    assert costs.verify.worst_error < 1e-6
+    for place in [(1, 20, 100), (3, 10, 64), (5, 1, 200), (1, 200, 256)]:
+        assert costs.verify_ms(*place) == pytest.approx(surface(*place), rel=1e-4)
+    assert costs.loop_ms(4) == pytest.approx(0.24)
+
+
+def test_no_weight_is_negative_whatever_was_measured():
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(*place: int) -> float:
+        return surface(*place) * float(torch.rand(1, generator=generator) + 0.5)
+
+    costs = fitted(verified(noisy), loop(), [])
+    assert all(weight >= 0 for weight in costs.verify.weights.values())
+    ms = [costs.verify_ms(1, nodes, 64) for nodes in range(1, 300)]
+    assert ms == sorted(ms)
+    assert 0 < costs.verify.median_error < costs.verify.worst_error
+
+
+def test_the_active_set_finds_what_trying_every_set_does():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        system = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+        best = min(
+            float((system[:, [*chosen]] @ weights - 1).norm())
+            for count in range(5)
+            for chosen in map(tuple, subsets(4, count))
+            for weights in [solved(system[:, [*chosen]])]
+            if (weights >= 0).all()
+        )
+        found = nonnegative(system)
+        assert (found >= 0).all()
+        assert float((system @ found - 1).norm()) == pytest.approx(best, rel=1e-9)
+
+
+def subsets(size: int, count: int) -> list[list[int]]:
+    masks = product((False, True), repeat=size)
+    return [[n for n in range(size) if mask[n]] for mask in masks if sum(mask) == count]
+
+
+def solved(system: torch.Tensor) -> torch.Tensor:
+    ones = system.new_ones(len(system), 1)
+    return torch.linalg.lstsq(system, ones).solution[:, 0] if system.shape[1] else ones[:0, 0]
+
+
+def test_columns_that_are_alike_are_no_trouble():
+    terms = [{"passes": n, "rounds": n} for n in (1, 2, 3)]
+    curve = fit(terms, [2.0, 4.0, 6.0])
+    assert sum(curve.weights.values()) == pytest.approx(2)
+    assert curve.worst_error < 1e-9
+
+
+def test_behind_the_last_knot_a_curve_goes_on_as_it_was():
+    places = knots([1, 2, 4, 8])
+    assert places == (1, 2, 4)
+    terms = [verify_terms(1, nodes, 0, places) for nodes in (1, 2, 4, 8)]
+    curve = fit(terms, [1.0, 1.0, 2.0, 6.0])
+    assert curve.ms(verify_terms(1, 16, 0, places)) == pytest.approx(14)
+
+
+def test_costs_come_back_from_json_as_they_were():
+    draft = fit([{"draft": 1}], [2.0])
+    costs = fitted(verified(), loop(), [])
+    for one in (costs, CostModel(costs.verify, costs.knots, costs.loop, draft)):
+        assert CostModel.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+    with pytest.raises(DataError, match="no drafter"):
+        costs.draft_ms([1], [1])
+
+
+# What is kept.
+
+
+def cells(counted: list) -> list[Cell]:
+    def opened(place: tuple) -> object:
+        counted.append(place)
+        return lambda: 1e-3 * surface(*place)
+
+    names = ("rows", "nodes", "cached")
+    verify = [
+        Cell("verify", dict(zip(names, place, strict=True)), partial(opened, place))
+        for place in SMALL.places()
+    ]
+    return [*verify, Cell("loop", {"rows": 1, "nodes": 1}, partial(opened, (1, 1, 1)))]
+
+
+def measured(path: Path, subject: dict = SUBJECT, stop: int | None = None) -> tuple[Ledger, list]:
+    ledger, counted = Ledger(path, "tiny", subject), []
+    for turn, cell in turns(cells(counted), SMALL.repeats):
+        if len(ledger.tries(cell)) <= turn:
+            ledger.add(cell, visit(cell))
+            if len(counted) == stop:
+                break
+    ledger.write()
+    return ledger, counted
+
+
+def test_an_interrupted_measurement_goes_on_where_it_stopped(tmp_path):
+    path, whole = tmp_path / "costs.json", 2 * len(cells([]))
+    _, first = measured(path, stop=7)
+    assert json.loads(path.read_text())["model"] is None
+    with pytest.raises(DataError, match="is not whole; the command that began it"):
+        load_costs(path)
+    ledger, second = measured(path)
+    assert "points: going on there" in ledger.note
+    assert len(first) + len(second) == whole
+    assert measured(path)[1] == []
+
+
+def test_the_turns_are_of_everything_in_an_order_of_their_own():
+    made = list(turns(cells([]), 3))
+    orders = [[cell.key for turn, cell in made if turn == number] for number in range(3)]
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+    assert orders[0] != orders[1]
+    assert [c.key for _, c in turns(cells([]), 3)] == [cell.key for _, cell in made]
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "said"),
+    [
+        ("target", {"name": "u", "weights": "1"}, "another target: measuring again"),
+        ("environment", {"cpu": "y", "threads": 2}, "another cpu, threads: measuring again"),
+    ],
+)
+def test_costs_of_something_else_are_named_and_measured_again(tmp_path, part, value, said):
+    path = tmp_path / "costs.json"
+    _, first = measured(path)
+    ledger, again = measured(path, SUBJECT | {part: value})
+    assert said in ledger.note
+    assert again == first
+
+
+def test_another_commit_is_no_other_machine(tmp_path):
+    measured(tmp_path / "costs.json")
+    environment = SUBJECT["environment"] | {"commit": "b"}
+    assert measured(tmp_path / "costs.json", SUBJECT | {"environment": environment})[1] == []
+
+
+def test_with_another_head_only_drafts_are_measured_again(tmp_path):
+    path = tmp_path / "costs.json"
+    ledger, _ = measured(path)
+    ledger.add(Cell("draft", {"rows": 1, "paths": [1], "levels": [1]}, open=list), 1.0)
+    ledger.write()
+    ledger, again = measured(path, SUBJECT | {"drafter": {"kind": "head", "weights": "2"}})
+    assert "another drafter: drafts are measured again" in ledger.note
+    assert again == []
+    assert ledger.of("draft") == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1, "points": [{}]}'])
+def test_a_file_that_holds_no_costs_is_refused(tmp_path, text):
+    (tmp_path / "costs.json").write_text(text)
+    with pytest.raises(DataError, match="holds no costs"):
+        Ledger(tmp_path / "costs.json", "tiny", SUBJECT)
+    with pytest.raises(DataError, match="holds no costs"):
+        load_costs(tmp_path / "costs.json")
+
+
+# What is timed.
+
+
+def test_a_grid_keeps_to_the_context_of_a_target():
+    grid = Grid().within(256)
+    assert grid.capacity <= 256
+    assert grid.cached == (64,)
+    assert max(Grid().within(100).nodes) == 96
+    assert len({*Grid().places()}) == len([*Grid().places()])
+
+
+def trees_of(bench: DraftBench) -> list[tuple]:
+    found = {(tuple(c.at["paths"]), tuple(c.at["levels"])) for c in bench.cells()}
+    return sorted(found)
+
+
+def test_everything_that_drafts_can_be_timed():
+    target = random_target(vocab=40)
+    layers = TargetBench(target, SMALL)
+    assert all(visit(cell) > 0 for cell in layers.cells())
+    coupled = {"coupling": "recurrent", "reads": "both", "fusion": "linear"}
+    heads = MedusaHeads.of(MedusaConfig(target.hidden_size, 40, heads=2), target.lm_head_weight)
+    drafters = [
+        Trained(head=random_head(target, 3, **coupled)),
+        Trained(head=random_head(target, 1, fusion="linear")),
+        Trained(medusa=heads),
+        Trained(student=random_target(seed=1, vocab=40, layers=1)),
+    ]
+    for trained in drafters:
+        bench = DraftBench(target, trained, SMALL)
+        few = sorted(bench.cells(), key=lambda cell: len(cell.at["levels"]))
+        assert all(visit(cell) > 0 for cell in (few[0], few[-1]))
+        assert len(trees_of(bench)) > 1
+    assert list(DraftBench(target, Trained(), SMALL).cells()) == []
+
+
+def test_a_head_with_layers_of_the_target_is_timed_with_them():
+    target = random_target(vocab=40)
+    head = random_head(target, 2, feature_layers=(1,))
+    cell = next(DraftBench(target, Trained(head=head), SMALL).cells())
+    assert visit(cell) > 0
+    assert visit(next(TargetBench(target, SMALL, (1,)).cells())) > 0
+
+
+def test_the_shape_of_a_tree_is_what_a_head_does_for_it():
+    paths = [(0,), (1,), (0, 0), (0, 0, 0), (0, 0, 1), (1, 0), (1, 0, 0)]
+    assert shape_of(StaticTree(paths, 2)) == ([1, 2], [2, 2])
+    assert shape_of(StaticTree(paths, 2, coupled=True)) == ([1, 2], [1, 2, 2])
+
+
+# Targets of a shape.
+
+PUBLISHED = {"llama1b": 1.236e9, "llama7b": 6.738e9, "llama13b": 13.016e9, "llama70b": 68.977e9}
+
+
+def test_every_shape_has_the_parameters_of_its_model():
+    assert PUBLISHED.keys() == shapes.SHAPES.keys()
+    for name, count in PUBLISHED.items():
+        assert shapes.SHAPES[name].parameters == pytest.approx(count, rel=0.05)
+
+
+def test_a_sketch_counts_what_a_model_has():
+    skeleton = shapes.sketch(shapes.find_shape("llama1b"), load_recipe("recipes/tiny.yaml"))
+    assert skeleton.parameters == pytest.approx(PUBLISHED["llama1b"], rel=0.01)
+    assert skeleton.bytes > 4 * skeleton.parameters
+
+
+def test_what_has_no_room_is_refused_before_anything_is_allocated():
+    recipe = load_recipe("recipes/tiny.yaml")
+    skeleton = shapes.sketch(shapes.find_shape("llama1b"), recipe)
+    with (
+        patch.object(room, "free_bytes", lambda device: 3_000_000_000),
+        patch.object(Target, "random", side_effect=AssertionError("it was built")),
+        pytest.raises(RecipeError, match=r"needs \d\.\d GB of memory, and 3\.0 GB are free"),
+    ):
+        shapes.build(skeleton, recipe, 384, torch.device("cpu"))
+
+
+def test_a_shape_that_nobody_knows_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(RecipeError, match="nearest is llama7b"):
+        shapes.find_shape("llama7")
+    for values, said in [
+        ({"hidden_size": 3}, "no config of a model"),
+        ({"model_type": "clip"}, "clip is no causal LM"),
+        ({"model_type": "t5"}, "t5 is no causal LM"),
+        ({"model_type": "unheard-of"}, "cannot be read"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        with pytest.raises(RecipeError, match=said):
+            shapes.find_shape(str(tmp_path))
+
+
+# The entry.
+
+
+def test_the_entry_measures_draws_and_goes_on(tmp_path):
+    out = tmp_path / "costs.json"
+    done = run_here(*TINY, f"output.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "costs of the target alone" in done.stderr
+    assert "ms of verifying" in done.stdout
+    content = json.loads(out.read_text())
+    assert {len(point["tries"]) for point in content["points"]} == {2}
+    assert content["target"]["name"] == "tiny"
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    costs = load_costs(out, Target.load("tiny"))
+    assert isinstance(costs.verify, Curve)
+    assert costs.verify_ms(2, 4, 16) >= costs.verify_ms(1, 1, 16) > 0
+    with pytest.raises(DataError, match="is of tiny, not of random-0"):
+        load_costs(out, random_target())
+    done = run_here(*TINY, f"output.dir={tmp_path}")
+    assert "nothing is measured" in done.stderr
+    assert json.loads(out.read_text()) == content
+
+
+def test_the_entry_prices_a_shape_with_its_head(tmp_path):
+    done = run_here(*TINY, "--repeats", "1", "--shape", "models/tiny", f"output.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "GB with its head, random weights on cpu" in done.stderr
+    content = json.loads((tmp_path / "costs_tiny.json").read_text())
+    assert content["drafter"]["config"]["coupling"] == "recurrent"
+    costs = load_costs(tmp_path / "costs_tiny.json")
+    assert costs.draft_ms([1, 4], [1, 4, 4], rows=2) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--shape", "gpt"], "neither a file nor a shape"),
+        (["--nodes", "0"], "--nodes 0: give whole numbers of at least 1"),
+        (["--repeats", "0"], "--repeats 0"),
+        (["--out", "costs.txt"], "ends in .json"),
+        (["--out", "README.md/costs.json"], "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_message(options, said):
+    done = run_here(*TINY, *options)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
