@@ -20,7 +20,7 @@ LONGEST = [
     "drawn_drafts", "accept", "entries", "docs", "deepspeed", "paper_tables", "stopping",
     "logbook", "checkpoint", "hub", "medusa", "report", "decoder", "placement", "doctor",
     "cascades_table", "rules_in_decoder", "online", "maxgram", "distill", "server", "rivals",
-    "packaging", "cascade", "loop", "memory", "registry", "page", "student_comparisons",
+    "packaging", "cascade", "loop", "memory", "registry", "page", "costs", "student_comparisons",
     "families", "tree_drafters", "sampling", "tuning", "custom_generate", "lm_drafter",
     "chat_terminal", "prompt_sets", "drafted_answers", "eagle", "features",
 ]  # fmt: skip

@@ -91,7 +91,8 @@ def draft_terms(rows: int, paths: Sequence[int], levels: Sequence[int]) -> Terms
 
 def loop_terms(rows: int, nodes: int) -> Terms:
     """Terms of a step of the decoder outside of its forward and of its drafter."""
-    return {"step": 1, "drafts": int(nodes > 1), "rows": rows, "nodes": rows * (nodes - 1)}
+    terms = {"step": 1, "several": int(rows > 1), "drafts": int(nodes > 1)}
+    return terms | {"rows": rows, "nodes": rows * (nodes - 1)}
 
 
 @dataclass(frozen=True)
