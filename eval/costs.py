@@ -13,7 +13,6 @@ or the path of any config.json. It goes to output.dir/costs_SHAPE.json.
 """
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from specdraft.data.lock import output_lock
 from specdraft.eval.costing.bench import TargetBench, turns, visit
-from specdraft.eval.costing.drafts import DraftBench, trained_drafter
+from specdraft.eval.costing.drafts import DraftBench, drafter_identity, trained_drafter
 from specdraft.eval.costing.grid import CACHED, NODES, ROWS, Grid, of_options
 from specdraft.eval.costing.ledger import Ledger
 from specdraft.eval.costing.plot import can_plot, write_plot
@@ -115,22 +114,16 @@ def shaped(shape: Shape, recipe: Recipe, grid: Grid) -> tuple[Target, Trained]:
 
 def subject(target: Target, trained: Trained) -> dict:
     """What the figures depend on, as costs.json has it."""
-    kinds = {"head": trained.head, "medusa": trained.medusa, "student": trained.student}
-    drafter = None
-    for kind, part in kinds.items():
-        if part is not None:
-            drawn = target.identity()["weights"].startswith("random")
-            drafter = {"kind": kind, "weights": "random" if drawn else trained.weights()}
-            if kind != "student":
-                drafter |= {"config": asdict(part.config) | {"target": {}}}
-    sizes = {"dtype": str(target.dtype).removeprefix("torch.")}
-    sizes["parameters"] = sum(weight.numel() for weight in target.model.parameters())
-    # A decoder reads these beside the last feature: part of what a forward costs.
-    sizes["feature_layers"] = trained.head.config.feature_layers if trained.head else ()
+    sizes = {
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "parameters": sum(weight.numel() for weight in target.model.parameters()),
+        # Read by the decoder beside the last feature: part of what a forward costs.
+        "feature_layers": trained.head.config.feature_layers if trained.head else (),
+    }
     return {
         "environment": environment(target),
         "target": target.identity() | sizes,
-        "drafter": drafter,
+        "drafter": drafter_identity(trained),
     }
 
 

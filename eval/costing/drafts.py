@@ -9,6 +9,7 @@ of a step: what is read again, and what is read anew, is what a running row read
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ SEVERAL = (4, 16)  # rows, beside one
 FRESH = 2  # tokens that a step has brought
 GAMMAS = (1, 2, 4)  # levels of a student's draft
 
+DRAFTERS = ("head", "medusa", "student")  # in a run's folder, and in `Trained`
+
 Make = Callable[[int], Drafter]  # of rows
 
 
@@ -55,10 +58,20 @@ def trained_drafter(recipe: Recipe, target: Target) -> Trained:
     """
     run = Path(recipe.output.dir)
     as_it_is = recipe.student.given and recipe.student.training == "none"
-    for kind in ("head", "medusa", "student"):
+    for kind in DRAFTERS:
         if (run / kind).is_dir() or (kind == "student" and as_it_is):
             return Trained(**{kind: KINDS[kind].load(recipe, target, run)})
     return Trained()
+
+
+def drafter_identity(trained: Trained) -> dict[str, Any] | None:
+    """Which drafter this is, as costs.json has it; None where nothing is trained."""
+    for kind in DRAFTERS:
+        part = getattr(trained, kind)
+        if part is not None:
+            config = {} if kind == "student" else asdict(part.config) | {"target": {}}
+            return {"kind": kind, "weights": trained.weights(), "config": config}
+    return None
 
 
 class DraftBench:

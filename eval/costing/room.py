@@ -39,8 +39,8 @@ def check_room(what: str, needed: int, device: torch.device) -> None:
         place = "GPU memory" if device.type == "cuda" else "memory"
         raise RecipeError(
             f"{what}: needs {needed / GB:.1f} GB of {place}, and {free / GB:.1f} GB are free "
-            f"({SPARE:.0%} of them for weights); take a smaller shape, target.dtype=bfloat16, or "
-            "a larger machine"
+            f"(of which {SPARE:.0%} may be taken); take a smaller shape, half of the bytes "
+            "(target.dtype=bfloat16), or a larger machine"
         )
 
 
