@@ -23,7 +23,7 @@ from specdraft.data.lock import output_lock
 from specdraft.eval.costing.bench import TargetBench, turns, visit
 from specdraft.eval.costing.drafts import DraftBench, drafter_identity, trained_drafter
 from specdraft.eval.costing.grid import CACHED, NODES, ROWS, Grid, of_options
-from specdraft.eval.costing.ledger import Ledger
+from specdraft.eval.costing.ledger import BUSY, Ledger, unrest
 from specdraft.eval.costing.plot import can_plot, write_plot
 from specdraft.eval.costing.room import most_rows, row_bytes
 from specdraft.eval.costing.shapes import Shape, build, find_shape, sketch
@@ -165,6 +165,8 @@ def finish(ledger: Ledger, title: str) -> None:
     print_costs(points, costs, console)
     for line in summary(costs):
         console.print(line)
+    if (apart := unrest(points)) > BUSY:
+        say(f"tries of a point lie {apart:.0%} apart: the machine did something else, too")
     drawn = ledger.path.with_suffix(".png")
     if can_plot():
         write_plot(points, costs, title, drawn)

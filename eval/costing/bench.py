@@ -1,8 +1,8 @@
 """What is timed: forwards of the target, drafts, steps of the loop; all of them in turns.
 
 A machine drifts: measured one after the other, the last of a grid would be those of a slower one.
-So every turn visits everything once, in an order of its own, and medians over turns stand. A visit
-does its thing once unseen, then a few times more.
+So every turn visits everything once, in an order of its own. A visit does its thing once unseen,
+then a few times more; what stands of all turns is said in eval/costing/ledger.py.
 """
 
 import random

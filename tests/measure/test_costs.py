@@ -16,7 +16,7 @@ from specdraft.eval.costing.bench import Cell, TargetBench, turns, visit
 from specdraft.eval.costing.curves import fit, knots, nonnegative
 from specdraft.eval.costing.drafts import DraftBench, shape_of
 from specdraft.eval.costing.grid import Grid
-from specdraft.eval.costing.ledger import Ledger, fitted
+from specdraft.eval.costing.ledger import BUSY, Ledger, fitted, unrest
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.cost import CostModel, Curve, load_costs, verify_terms
@@ -212,6 +212,12 @@ def test_a_file_that_holds_no_costs_is_refused(tmp_path, text):
         Ledger(tmp_path / "costs.json", "tiny", SUBJECT)
     with pytest.raises(DataError, match="holds no costs"):
         load_costs(tmp_path / "costs.json")
+
+
+def test_a_busy_machine_is_known_by_its_tries():
+    quiet = {"ms": 1.0, "tries": [1.0, 1.01, 1.02]}
+    busy = {"ms": 1.0, "tries": [1.0, 1.3, 2.5, 1.1]}
+    assert unrest([quiet, quiet, busy]) < BUSY < unrest([busy, busy, quiet])
 
 
 # What is timed.
