@@ -147,7 +147,7 @@ def measure(ledger: Ledger, target: Target, trained: Trained, grid: Grid) -> Non
         say(ledger.note)
     left = [(turn, c) for turn, c in turns(cells, grid.repeats) if len(ledger.tries(c)) <= turn]
     if not left:
-        say(f"all {len(cells)} points are there: nothing is measured; delete {ledger.path} to")
+        say(f"all {len(cells)} points are there, nothing is measured; to do it again, delete it")
     try:
         ledger.write()
         for _, cell in tqdm(left, desc="measuring", unit="visit", leave=False):

@@ -147,10 +147,9 @@ class DraftBench:
 
     def _features(self, count: int) -> Tensor:
         """Features as a target gives them, [count, H], wide where the head reads more layers."""
-        head: Any = self.trained.head
-        layers, scale = (
-            (len(head.config.feature_layers), head.config.feature_scale) if head else (0, 1.0)
-        )
+        layers, scale = 0, 1.0
+        if head := self.trained.head:
+            layers, scale = len(head.config.feature_layers), head.config.feature_scale
         shape = (count, (1 + layers) * self.target.hidden_size)
         features = scale * torch.randn(shape, device=self.target.device)
         return features.to(self.target.dtype)

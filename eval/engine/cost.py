@@ -113,9 +113,9 @@ class CostModel:
         """A draft of `rows` rows.
 
         paths: of every pass of a head, how many blocks it reads, the first of which is what was
-        committed (1); of every forward of a student, how many nodes. levels: of every round of
-        choices, in all passes, how many distributions it ranks (eval/costing/drafts.py counts both
-        in a static tree).
+        committed (1); of every forward of a student, how many nodes; of Medusa heads [1]. levels:
+        of every round of choices, in all passes, how many distributions it ranks, e.g. those of
+        all depths in Medusa's one (`shape_of` in eval/costing/drafts.py counts both in a tree).
 
         Raises DataError where no drafter was measured.
         """
