@@ -125,7 +125,7 @@ def test_an_override_that_is_no_yaml_is_refused():
         ("eval.methods=[falcon_three]", "entry 0 ('falcon_three') must be one of plain, generate"),
         ("eval.methods=[ssd:pad]", "(most with :padded, :pad_kv, :pad_inputs, :dynamic, too)"),
         ("eval.methods=[falcon_three]", "nearest is falcon_tree"),
-        ("optim=3", "optim = 3: must be a mapping of keys to values (lr, betas,"),
+        ("optim=3", "optim = 3: must be a mapping of keys to values (name, lr, betas,"),
         ("name=a/b", "name = 'a/b': must be text that can name a folder"),
         ("name=3", "name = 3: must be text that can name a folder"),
     ],
