@@ -255,7 +255,7 @@ def test_several_processes_do_not_each_load_the_whole_target(folder, tmp_path):
 def test_measuring_on_the_way_needs_the_target_in_every_process():
     recipe = load_recipe(ROOT / "recipes/tiny.yaml", ["target.device_map=auto"])
     check_launch(recipe, accelerator(1))
-    with pytest.raises(RecipeError, match=r"2 processes .*; set train\.eval_every=null \(now 280"):
+    with pytest.raises(RecipeError, match=r"2 processes .*; set train\.eval_every=null \(now 1100"):
         check_launch(recipe, accelerator(2))
 
 
