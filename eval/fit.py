@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from specdraft.data.prompts import validation_prompts
+from specdraft.data.prompts import Prompt, validation_prompts
 from specdraft.eval.costing.search import Candidate, Load, candidates, finalists, plain_rate
 from specdraft.eval.costing.shares import Drafted, measure_shares, write_tree
 from specdraft.eval.drafters.registry import problems
@@ -26,9 +26,9 @@ from specdraft.eval.engine.cost import load_costs
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.eval.measure.methods import make_method
-from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.rounds import capacity_for, take_turns
+from specdraft.models.card import TREE
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
@@ -54,55 +54,51 @@ def main() -> None:
     costs = load_costs(Path(recipe.output.dir) / "costs.json", target)
     with cpu_threads(recipe.eval.threads):
         drafted = measure_shares(recipe, target, DEEPEST)
-        load = load_of(recipe, target)
+        prompts = validation_prompts(recipe, target.tokenizer)
+        load = load_of(recipe, prompts)
         form = (costs, drafted.block_size, drafted.coupled, load)
         found = finalists([*candidates(drafted.shares, *form)], options.finalists)
-        tokens, plain = decode_in_turns(recipe, target, drafted, found)
+        measured = decode_in_turns(recipe, target, drafted, prompts, found)
     expected = [one.rate / plain_rate(costs, load) for one in found]
-    measured = [rate / plain for rate in tokens]
     best = measured.index(max(measured))
     show(found, expected, measured, best)
-    out = options.out or drafted.folder / "tree.yaml"
+    out = options.out or drafted.folder / TREE
     source = f"fitted by eval/fit.py on recipe {recipe.name}"
     write_tree(out, drafted.block_size, source, found[best].paths)
     Console(soft_wrap=True).print(f"wrote {out}: {found[best]}")
 
 
-def load_of(recipe: Recipe, target: Target) -> Load:
+def load_of(recipe: Recipe, prompts: Sequence[Prompt]) -> Load:
     """Rows decoded at once, and what a row has cached in the middle of an answer."""
-    prompts = validation_prompts(recipe, target.tokenizer)
-    read = sum(len(prompt.input_ids) for prompt in prompts) // max(len(prompts), 1)
+    read = sum(len(prompt.input_ids) for prompt in prompts) // len(prompts)
     return Load(recipe.eval.batch_size, read + recipe.eval.max_new_tokens // 2)
 
 
 def decode_in_turns(
-    recipe: Recipe, target: Target, drafted: Drafted, trees: Sequence[Candidate]
-) -> tuple[list[float], float]:
-    """Decode the validation prompts with every tree; tokens per second, and plain decoding's."""
-    prompts = validation_prompts(recipe, target.tokenizer)
+    recipe: Recipe,
+    target: Target,
+    drafted: Drafted,
+    prompts: Sequence[Prompt],
+    trees: Sequence[Candidate],
+) -> list[float]:
+    """Decode the prompts with every tree: how many times as fast as plain decoding."""
     requests = make_requests(recipe.eval, prompts)
     capacity = capacity_for(recipe.eval, requests)
-
-    def runner(method: str, tree: Path | None = None):
-        settings = recipe.eval if tree is None else replace(recipe.eval, tree=str(tree))
-        setting = replace(recipe, eval=settings)
-        return make_method(method, setting, target, drafted.trained, capacity)
-
+    methods = {REFERENCE: (REFERENCE, recipe.eval)}
     with TemporaryDirectory() as folder:
-        runners = {REFERENCE: runner(REFERENCE)}
         for number, one in enumerate(trees):
             file = Path(folder) / f"{number}.yaml"
             write_tree(file, drafted.block_size, "a finalist", one.paths)
-            runners[str(number)] = runner(drafted.method, file)
+            methods[str(number)] = (drafted.method, replace(recipe.eval, tree=str(file)))
+        runners = {
+            name: make_method(
+                method, replace(recipe, eval=settings), target, drafted.trained, capacity
+            )
+            for name, (method, settings) in methods.items()
+        }
         outcomes = take_turns(runners, requests, recipe.eval)
-    plain, *rates = (tokens_per_second(outcomes[name]) for name in runners)
-    return rates, plain
-
-
-def tokens_per_second(outcomes: Sequence[Outcome]) -> float:
-    """Of all batches."""
-    tokens = sum(len(one.tokens) for outcome in outcomes for one in outcome.completions)
-    return tokens / sum(outcome.seconds for outcome in outcomes)
+    plain, *seconds = (sum(part.seconds for part in outcomes[name]) for name in runners)
+    return [plain / own for own in seconds]  # all of them bring the same tokens
 
 
 def show(

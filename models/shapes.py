@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from specdraft.models.falcon import FalconConfig
 from specdraft.models.feature_layers import check_layers as check_feature_layers
@@ -155,6 +155,25 @@ def own_shape(section: StudentSection, target: TargetShape) -> TargetShape:
         kv_heads=kv_heads,
         intermediate_size=section.intermediate or target.intermediate_size,
         tied=False,
+    )
+
+
+def llama_config(
+    shape: TargetShape, context: int, **special: int | list[int] | None
+) -> LlamaConfig:
+    """Return the config of a Llama of a shape; special: its special tokens' ids."""
+    return LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=context,
+        rms_norm_eps=shape.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=shape.tied,
+        **special,
     )
 
 

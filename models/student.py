@@ -28,6 +28,7 @@ from specdraft.models.shapes import (
     TargetShape,
     check_layers,
     check_vocabulary,
+    llama_config,
     own_shape,
 )
 from specdraft.models.target import Target
@@ -126,18 +127,8 @@ def own_config(section: StudentSection, target: Target) -> LlamaConfig:
     """Return the config of a Llama of the section's sizes; what it leaves open is the target's."""
     shape = own_shape(section, TargetShape.of(target.config))
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        intermediate_size=shape.intermediate_size,
-        max_position_embeddings=target.context or 2048,
-        rms_norm_eps=shape.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        **{name: getattr(target.config, name) for name in special},
-    )
+    ids = {name: getattr(target.config, name) for name in special}
+    return llama_config(shape, target.context or 2048, **ids)
 
 
 def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedModel:

@@ -14,14 +14,13 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    LlamaConfig,
     PretrainedConfig,
 )
 
 from specdraft.eval.costing.room import bytes_of, check_room, row_bytes
 from specdraft.models.embeddings import DTYPES
 from specdraft.models.falcon import FalconHead
-from specdraft.models.shapes import KNOWN, TargetShape, head_config
+from specdraft.models.shapes import KNOWN, TargetShape, head_config, llama_config
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, in_a_line
 from specdraft.recipes.fields import nearest
@@ -61,22 +60,6 @@ def find_shape(name: str) -> Shape:
             f"is {nearest(name[:100], SHAPES)}), or the path of a config.json"
         )
     return Shape(file.parent.name if file.name == "config.json" else file.stem, read_config(file))
-
-
-def llama_config(shape: TargetShape, context: int) -> LlamaConfig:
-    """The config of a Llama of these sizes."""
-    return LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=context,
-        rms_norm_eps=shape.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=shape.tied,
-    )
 
 
 def read_config(file: Path) -> PretrainedConfig:

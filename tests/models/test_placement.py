@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
+from accelerate.utils import DistributedType
 from commands import ROOT, end, run_here, start_ranks
 from decoding import PATHS, Foreseeing, decode, prompts
 from random_models import random_head
@@ -171,6 +172,7 @@ def accelerator(processes: int = 1):
     return SimpleNamespace(
         num_processes=processes,
         process_index=0,
+        distributed_type=DistributedType.NO,
         device=torch.device("cpu"),
         wait_for_everyone=lambda: None,
     )

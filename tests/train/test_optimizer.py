@@ -4,19 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.load import load_recipe
 from specdraft.recipes.sections.training import OptimSection
+from specdraft.train.fit.accelerator import check_launch
+from specdraft.train.fit.checkpoint import SHARDING
 from specdraft.train.fit.optimizer import Together, make_optimizer
 
 VOCABULARY = 64
 
 
-def accelerator(kind: DistributedType = DistributedType.NO) -> SimpleNamespace:
-    return SimpleNamespace(device=torch.device("cpu"), distributed_type=kind)
+CPU = torch.device("cpu")
 
 
 def head() -> FalconHead:
@@ -44,7 +45,7 @@ def step(module: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, tor
 def test_muon_has_the_matrices_and_adamw_the_rest():
     module = head()
     module.lm_head = nn.Linear(16, VOCABULARY, bias=True)  # as Medusa's heads bring
-    adamw, muon = make_optimizer(module, OptimSection(name="muon"), accelerator()).parts
+    adamw, muon = make_optimizer(module, OptimSection(name="muon"), CPU).parts
     assert isinstance(muon, torch.optim.Muon)
     assert {"fuse.weight", "reading.weight", "layers.0.qkv.weight"} < names(module, muon)
     rest = {name for name, one in module.named_parameters() if one.ndim != 2} | {"lm_head.weight"}
@@ -53,8 +54,8 @@ def test_muon_has_the_matrices_and_adamw_the_rest():
 
 def test_parts_step_as_each_would_alone():
     optim = OptimSection(name="muon", lr=1.0e-2)
-    together = step(one := head(), make_optimizer(one, optim, accelerator()))
-    apart = step(other := head(), *make_optimizer(other, optim, accelerator()).parts)
+    together = step(one := head(), make_optimizer(one, optim, CPU))
+    apart = step(other := head(), *make_optimizer(other, optim, CPU).parts)
     start = dict(head().named_parameters())
     for name, value in together.items():
         assert torch.equal(value, apart[name])
@@ -62,7 +63,7 @@ def test_parts_step_as_each_would_alone():
 
 
 def test_a_rate_that_is_set_reaches_every_part_also_after_loading():
-    optimizer = make_optimizer(head(), OptimSection(name="muon"), accelerator())
+    optimizer = make_optimizer(head(), OptimSection(name="muon"), CPU)
     assert isinstance(optimizer, Together)
     optimizer.load_state_dict(optimizer.state_dict())
     for group in optimizer.param_groups:
@@ -70,6 +71,9 @@ def test_a_rate_that_is_set_reaches_every_part_also_after_loading():
     assert [g["lr"] for part in optimizer.parts for g in part.param_groups] == [0.5, 0.5]
 
 
-def test_where_matrices_are_cut_muon_is_refused():
-    with pytest.raises(RecipeError, match=r"optim.name = 'muon'.*FSDP.*optim.name=adamw"):
-        make_optimizer(head(), OptimSection(name="muon"), accelerator(DistributedType.FSDP))
+@pytest.mark.parametrize("kind", SHARDING)
+def test_where_matrices_are_cut_muon_is_refused(kind):
+    launched = SimpleNamespace(num_processes=1, distributed_type=kind)
+    check_launch(load_recipe("recipes/tiny.yaml"), launched)
+    with pytest.raises(RecipeError, match=rf"optim.name = 'muon'.*{kind.value}.*optim.name=adamw"):
+        check_launch(load_recipe("recipes/tiny.yaml", ["optim.name=muon"]), launched)

@@ -9,6 +9,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.schema import Recipe
+from specdraft.train.fit.checkpoint import SHARDING
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
@@ -54,7 +55,13 @@ def load_target(recipe: Recipe, accelerator: Accelerator, alone: bool = False) -
 
 def check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
     """Raise RecipeError where training would need the target in several processes that cannot
-    each have it."""
+    each have it, or whole matrices where no process has them."""
+    kind = accelerator.distributed_type
+    if recipe.optim.name == "muon" and kind in SHARDING:
+        raise RecipeError(
+            f"optim.name = 'muon': it updates whole matrices, and under {kind.value} no process "
+            "has them; set optim.name=adamw"
+        )
     every = recipe.train.eval_every
     if recipe.target.device_map and accelerator.num_processes > 1 and every is not None:
         raise RecipeError(

@@ -10,35 +10,24 @@ matrices.
 from collections.abc import Callable
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
-from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.sections.training import OptimSection
-from specdraft.train.fit.checkpoint import SHARDING
 
 
 def make_optimizer(
-    drafter: nn.Module, optim: OptimSection, accelerator: Accelerator
+    drafter: nn.Module, optim: OptimSection, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the optimiser of what is trained of a drafter.
-
-    Raises RecipeError for Muon where no process has whole matrices.
-    """
+    """Return the optimiser of what is trained of a drafter."""
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    on_gpu = accelerator.device.type == "cuda"
     common = {"lr": optim.lr, "weight_decay": optim.weight_decay}
 
     def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, betas=optim.betas, fused=on_gpu, **common)
+        fused = device.type == "cuda"
+        return torch.optim.AdamW(parameters, betas=optim.betas, fused=fused, **common)
 
     if optim.name == "adamw":
         return adamw(trained)
-    if accelerator.distributed_type in SHARDING:
-        raise RecipeError(
-            "optim.name = 'muon': it updates whole matrices, and under "
-            f"{accelerator.distributed_type.value} no process has them; set optim.name=adamw"
-        )
     vocabulary = drafter.config.vocab_size
     matrices = [one for one in trained if one.ndim == 2 and vocabulary not in one.shape]
     chosen = {id(one) for one in matrices}

@@ -83,7 +83,7 @@ class Run:
             ranks=self.ranks.world,
             pin=on_gpu,
         )
-        optimizer = make_optimizer(drafter, optim, accelerator)
+        optimizer = make_optimizer(drafter, optim, accelerator.device)
         sharding = accelerator.distributed_type in SHARDING and self.ranks.is_first
         # Where the launcher shards the drafter: what its weights are gathered into.
         self.whole = copy.deepcopy(drafter) if sharding else None
