@@ -6,21 +6,24 @@
 
 The tokens are those of `generate` without it; sampled ones are those of our plain decoding with
 seeds drawn from torch's global generator. The model itself is not touched: a copy of its structure
-shares its tensors, and is kept between calls for as long as the model's tensors stay where they
-are. `generate` (transformers 5.23) keeps `streamer`, `tokenizer` and `assistant_model` from a
-callable: a streamer is an argument here, and stop strings come as a `StopStringCriteria`.
+shares its tensors, and is kept between calls, as the drafter is, for as long as the model's tensors
+stay where they are. `generate` (transformers 5.23) keeps `tokenizer` and `assistant_model` from a
+callable: stop strings come as a `StopStringCriteria`. What a call has gained is in `fast.last`.
 
 Shapes: B rows of the call, T padded prompt length.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -32,6 +35,7 @@ from specdraft.eval.drafters.registry import Setup, make_drafter
 from specdraft.eval.drafters.trained import KINDS, Source, Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
+from specdraft.eval.engine.families import position_limit
 from specdraft.eval.generation.generate_call import GenerateCall, read_call
 from specdraft.models.falcon import FalconHead
 from specdraft.models.maxgram import MaxGramTable
@@ -41,6 +45,10 @@ from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import from_dict
 
 MakeDrafter = Callable[[Target, int, int], Drafter | None]  # of a target, rows and capacity
+BLOCK = (
+    256  # slots of a row: a conversation that goes on needs a new drafter once in so many tokens
+)
+GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def method(
@@ -57,12 +65,16 @@ def method(
     base = {"name": name, "data": {"sources": ["tiny"]}, "train": {"steps": 1}}
     recipe = from_dict(base | (settings or {}))
 
+    loaded: weakref.WeakKeyDictionary[Target, Trained] = weakref.WeakKeyDictionary()
+
     def make(target: Target, rows: int, capacity: int) -> Drafter | None:
-        loaded = {
-            kind: KINDS[kind].fetch(one, revision, target) if isinstance(one, Source) else one
-            for kind, one in trained.items()
-        }
-        return make_drafter(name, Setup(recipe, target, Trained(**loaded), rows, capacity))
+        if target not in loaded:  # once, however often rows or capacity change
+            parts = {
+                kind: KINDS[kind].fetch(one, revision, target) if isinstance(one, Source) else one
+                for kind, one in trained.items()
+            }
+            loaded[target] = Trained(**parts)
+        return make_drafter(name, Setup(recipe, target, loaded[target], rows, capacity))
 
     return make
 
@@ -98,17 +110,31 @@ def no_drafter(target: Target, rows: int, capacity: int) -> None:
     """Plain decoding."""
 
 
+@dataclass
+class Gain:
+    """What a call has taken."""
+
+    tokens: int = 0  # new ones of all rows, before a stopping criterion cuts them
+    steps: int = 0  # of all rows: tokens / steps is one without a drafter
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / max(self.steps, 1)
+
+
 class Speculative:
     """A decoding method for `generate`; see the module's docstring.
 
     drafter: builds one for a target, a number of rows and a capacity. streamer: receives the
-    prompt, then every token as soon as it is accepted (batch 1 only). Stopping criteria see one row
-    at a time, its tokens without padding. Raises DataError, by name, for what cannot be honoured,
-    and TargetError for a model that cannot be decoded.
+    prompt, then every token as soon as it is accepted (batch 1 only), as one that is handed to
+    `generate` does. last: the `Gain` of the last call, None before the first. Stopping criteria see
+    one row at a time, its tokens without padding. Raises DataError, by name, for what cannot be
+    honoured, and TargetError for a model that cannot be decoded.
     """
 
     def __init__(self, drafter: MakeDrafter = no_drafter, streamer: BaseStreamer | None = None):
         self.make_drafter, self.streamer = drafter, streamer
+        self.last: Gain | None = None
         self._borrowed: BorrowedModel | None = None
 
     @torch.no_grad()
@@ -125,39 +151,58 @@ class Speculative:
         call = read_call(
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
-        if self.streamer and len(input_ids) > 1:
+        streamer = self.streamer or _streamer_of_the_call()
+        if streamer and len(input_ids) > 1:
             raise DataError(f"generate: a streamer takes one row, and there are {len(input_ids)}")
         if self._borrowed is None or not self._borrowed.is_of(model):
             self._borrowed = BorrowedModel(model, self.make_drafter)
         decoder = self._borrowed.decoder(call)
-        if self.streamer:
+        if self.streamer:  # another one has been shown the prompt by `generate`
             self.streamer.put(input_ids.cpu())
-        rows = self._decode(decoder, call)
-        if self.streamer:
-            self.streamer.end()
+        rows = self._decode(decoder, call, streamer)
+        if streamer:
+            streamer.end()
         sequences = torch.cat((input_ids, _pad(rows, call.pad_id, input_ids)), 1)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
 
-    def _decode(self, decoder: Decoder, call: GenerateCall) -> list[list[int]]:
+    def _decode(
+        self, decoder: Decoder, call: GenerateCall, streamer: BaseStreamer | None
+    ) -> list[list[int]]:
         """New tokens of every row, up to what a stopping criterion leaves."""
         rows: list[list[int]] = [[] for _ in call.requests]
         stopped: set[int] = set()
+        self.last = Gain()
         for update in decoder.stream(call.requests):
             index = update.index
             if update.completion and update.completion.error:
                 raise update.completion.error
+            if index not in stopped:
+                self.last.tokens += len(update.tokens)
+                self.last.steps += len(update.steps)
             for token in update.tokens if index not in stopped else ():
                 rows[index].append(token)
-                if self.streamer:
-                    self.streamer.put(torch.tensor([token]))
+                if streamer:
+                    streamer.put(torch.tensor([token]))
                 if call.stops(index, rows[index], decoder.target.device):
                     stopped.add(index)
                     break
             if len(stopped) == len(rows):
                 break
         return rows
+
+
+def _streamer_of_the_call() -> BaseStreamer | None:
+    """The streamer that was handed to the `generate` which is calling us.
+
+    generate hands a callable every argument but this one, which it has shown the prompt. Its own
+    variable is the only place where a streamer that would stay silent can be found.
+    """
+    frame = inspect.currentframe()
+    while frame and frame.f_code is not GENERATE:
+        frame = frame.f_back
+    return frame and frame.f_locals.get("streamer")
 
 
 class BorrowedModel:
@@ -173,15 +218,16 @@ class BorrowedModel:
         return self._model() is model and self._tensors == _addresses(model)
 
     def decoder(self, call: GenerateCall) -> Decoder:
-        """A decoder with a row for every request of a call; the last one, where it will do."""
+        """A decoder with a row for every request of a call; the last one, where it is enough."""
         rows = len(call.requests)
         needed = max(len(request.prompt) + request.max_new_tokens for request in call.requests)
-        decoder = self._decoder
-        if decoder is None or len(decoder.rows) != rows or self._capacity < needed:
-            drafter = self.make_drafter(self.target, rows, needed)
+        if self._decoder is None or len(self._decoder.rows) < rows or self._capacity < needed:
+            self._capacity = -(-needed // BLOCK) * BLOCK
+            drafter = self.make_drafter(self.target, rows, self._capacity)
             spare = drafter.max_nodes if drafter else 0
-            self._decoder = Decoder(self.target, drafter, rows, needed + spare)
-            self._capacity = needed
+            if (limit := position_limit(self.target)) is not None:
+                self._capacity = max(needed, min(self._capacity, limit - spare))
+            self._decoder = Decoder(self.target, drafter, rows, self._capacity + spare)
         return self._decoder
 
 

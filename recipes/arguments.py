@@ -17,7 +17,9 @@ def recipe_parser(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", help=f"a YAML file, e.g. recipes/{example}.yaml")
+    parser.add_argument(
+        "recipe", help=f"a YAML file, a bundled one's name, e.g. {example}, or a run's folder"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
 

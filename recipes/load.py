@@ -25,6 +25,7 @@ from specdraft.recipes.fields import (
     shortened,
     shown,
 )
+from specdraft.recipes.find import find_recipe
 from specdraft.recipes.schema import Recipe, conflicts
 from specdraft.recipes.yaml_file import explain, read_mapping, read_value
 
@@ -38,12 +39,11 @@ def load_recipe(
     """Read a recipe, apply overrides and validate the whole. An override is section.key=value or
     the YAML file of a part of a recipe; later ones win.
 
+    path: of its file, or whatever else `find_recipe` understands.
     check: of what other floors know, e.g. the methods (eval/drafters/registry.py).
     Raises: RecipeError that lists every problem.
     """
-    path = Path(path)
-    if not os.path.isfile(path):  # unlike Path.is_file, also where no such name can be
-        raise RecipeError(f"no recipe at {shortened(str(path), 200)}; {_neighbours(path)}")
+    path = find_recipe(path)
     tree = read_mapping(path)
     problems = []
     for override in overrides or []:
@@ -156,12 +156,3 @@ def _unknown(key: str) -> str:
 
 def _keys_of(kind: type[Section]) -> list[str]:
     return [item.name for item in dataclasses.fields(kind)]
-
-
-def _neighbours(path: Path) -> str:
-    """Name the recipes that do lie where one was looked for, or the bundled ones."""
-    there = os.path.isdir(path.parent) and any(path.parent.glob("*.yaml"))
-    folder = path.parent if there else Path(__file__).parent
-    names = sorted(file.stem for file in folder.glob("*.yaml"))
-    guess = nearest(path.stem, names)
-    return f"nearest is {folder / guess}.yaml (there are {', '.join(names)})"

@@ -1,10 +1,13 @@
 """The commands of the README, as a user runs them: exit codes, messages, and a whole small run."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from commands import ROOT, run, run_afresh, run_here
+
+from specdraft.train.cli import COMMANDS, trainers
 
 SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=16"]
 SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=8", "train.eval_every=3"]
@@ -56,6 +59,43 @@ def test_a_finished_head_is_watched_and_measured(finished):
         (1, 0.0), (1, 1.0), (2, 0.0), (2, 1.0),
     }  # fmt: skip
     assert all(row["identical"] + row["near_ties"] == 2 for row in rows)
+
+
+def test_one_command_takes_a_run_or_its_head_for_a_recipe(finished, tmp_path):
+    small = ["eval.limit=1", "eval.max_new_tokens=8", f"output.dir={finished / 'run'}"]
+    out = ["--methods", "plain,falcon_tree", "--out", str(tmp_path)]
+    for folder in (finished / "run", finished / "run" / "head"):
+        done = run_here("train/cli.py", "bench", folder, *small, *out)
+        assert done.returncode == 0, done.stderr
+        (row,) = json.loads((tmp_path / "report.json").read_text())["runs"][1:]
+        assert (row["method"], row["identical"]) == ("falcon_tree", 1)
+
+
+def test_one_command_names_what_there_is():
+    helped = run_here("train/cli.py")
+    assert helped.returncode == 0
+    assert all(f"\n  {name} " in helped.stdout for name in COMMANDS)
+    wrong = run_here("train/cli.py", "benhc", "tiny")
+    assert wrong.returncode == 2
+    assert "no such command; nearest is bench" in wrong.stderr
+    assert run_here("train/cli.py", "--version").stdout.strip() == version("specdraft")
+    for name, (module, _) in COMMANDS.items():
+        assert name == "train" or (ROOT / f"{module.replace('.', '/')}.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scripts"),
+    [
+        ("tiny", ["train.falcon"]),
+        ("tiny_eagle", ["train.eagle"]),
+        ("recipes/tiny_medusa.yaml", ["train.medusa"]),
+        ("tiny_distill", ["train.distill"]),
+        ("tiny_maxgram", ["train.maxgram"]),
+        ("tiny_cascade", ["train.distill", "train.maxgram"]),
+    ],
+)
+def test_a_recipe_is_trained_by_the_script_of_its_methods(recipe, scripts):
+    assert sorted(trainers([recipe, "--dry-run", "train.steps=3"])) == scripts
 
 
 def test_a_head_is_not_used_for_another_target(finished):

@@ -172,12 +172,13 @@ def check_forward(
     Raises TargetError when a token's features, or one of its layers, differ by more than rounding:
     sqrt(eps) of their length.
     """
-    ids = torch.arange(min(PROBE_TOKENS, capacity), device=target.device) % target.vocab_size
+    ids = _probe_ids(target, min(PROBE_TOKENS, capacity))
     expected = target.features(ids[None], layers=layers)[0].float()
     with _refusing(target, "a packed forward fails"):
         found = packed(ids).float()
     found, expected = (x.unflatten(-1, (1 + len(layers), -1)) for x in (found, expected))
-    error = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+    lengths = expected.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    error = float(((found - expected).norm(dim=-1) / lengths).max())
     limit = torch.finfo(target.dtype).eps ** 0.5
     if not error <= limit:  # catches NaN, too
         raise _refusal(
@@ -185,6 +186,14 @@ def check_forward(
             f"a packed forward differs from the model's own by {error:.1e} of a feature's length "
             f"(at most {limit:.1e} is rounding), so its attention or positions are not understood",
         )
+
+
+def _probe_ids(target: Target, count: int) -> Tensor:
+    """The first ids that are not embedded as zero, as a padding token is; others say nothing."""
+    first = torch.arange(min(16 * count, target.vocab_size), device=target.device)
+    told = first[target.embed(first).any(-1)]
+    ids = told if len(told) else first
+    return ids.repeat(-(-count // len(ids)))[:count]
 
 
 @contextmanager

@@ -1,15 +1,18 @@
 """What goes into the decoder and what comes out: a request, its steps, its completion."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from torch import Tensor
 
 from specdraft.eval.engine.tree import Tree
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, UserError
 
 GUMBEL = "gumbel"
+Process = Callable[[list[int], Tensor], Tensor]  # all tokens before, logits [V] -> logits [V]
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,9 @@ class Request:
     rule: str = GUMBEL
     eos_ids: frozenset[int] | None = None  # ids that end it; None: the target's
     stop: tuple[str, ...] = ()  # strings that end it; the token that completes one is kept
+    # What changes the target's logits before temperature, as a repetition penalty does. A function
+    # of the request's own tokens, the prompt's first, so that it is exact at any node of a draft.
+    process: Process | None = None
 
 
 def check_request(

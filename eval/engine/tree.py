@@ -57,6 +57,14 @@ class Topology:
             children[parent].append(node)
         return tuple(map(tuple, children))
 
+    def path(self, node: int) -> list[int]:
+        """A node behind its ancestors, the nearest last; without the root."""
+        nodes: list[int] = []
+        while node:
+            nodes.insert(0, node)
+            node = self.parents[node]
+        return nodes
+
     @cached_property
     def rank_paths(self) -> tuple[tuple[int, ...], ...]:
         """Of every node, which child to take at each depth to get there; () for the root."""

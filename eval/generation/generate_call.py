@@ -8,14 +8,31 @@ Shapes: B rows of the call, T padded prompt length.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers.generation import (
     EosTokenCriteria,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
     MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -25,17 +42,42 @@ from specdraft.eval.engine.request import Request
 from specdraft.recipes.errors import DataError
 
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # in the order of `warp`
+# What they do to the logits after a node depends on the tokens before it and on nothing else.
+PROCESSORS = (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 HONOURED = {
+    "bad_words_ids",
+    "begin_suppress_tokens",
     "bos_token_id",
     "do_sample",
     "eos_token_id",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
     "max_length",
     "max_new_tokens",
     "max_time",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
     "num_return_sequences",
     "pad_token_id",
+    "repetition_penalty",
     "return_dict_in_generate",
+    "sequence_bias",
     "stop_strings",
+    "suppress_tokens",
     "temperature",
     "top_k",
     "top_p",
@@ -72,6 +114,37 @@ class GenerateCall:
         return bool(self.criteria(ids, None))
 
 
+@dataclass(frozen=True)
+class Processing:
+    """A request's `process`: the processors of a call, as `generate` runs them on one row."""
+
+    processors: LogitsProcessorList
+    padding: list[int]  # in front of the prompt: `generate` counts it as tokens
+    device: torch.device  # where the processors have what they compare with
+
+    @classmethod
+    def of(
+        cls, processors: Sequence[LogitsProcessor], row: int, ids: Tensor, prompt: Sequence[int]
+    ) -> "Processing":
+        """Those of a row of the call, given its padded ids [T]."""
+        own = LogitsProcessorList(_of_row(one, row) for one in processors)
+        return cls(own, ids[: len(ids) - len(prompt)].tolist(), ids.device)
+
+    def __call__(self, tokens: list[int], logits: Tensor) -> Tensor:
+        ids = torch.tensor([self.padding + tokens], device=self.device)
+        scores = logits[None].to(self.device, torch.float32, copy=True)
+        return self.processors(ids, scores)[0].to(logits.device)
+
+
+def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    """The same for a row alone: what a repetition penalty ignores is given row by row."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, Tensor):
+        processor = copy(processor)
+        processor.prompt_ignore_length = int(ignored[row])
+    return processor
+
+
 def read_call(
     input_ids: Tensor,  # [B, T]
     processors: LogitsProcessorList,
@@ -87,9 +160,15 @@ def read_call(
     prompts = _prompts(input_ids, arguments)
     ends = (c.eos_token_id.tolist() for c in criteria if type(c) is EosTokenCriteria)
     eos_ids = [token for ids in ends for token in ids]
-    settings = _sampling(processors, config.do_sample) | {"eos_ids": frozenset(eos_ids)}
+    warpers = [one for one in processors if type(one) not in PROCESSORS]
+    settings = _sampling(warpers, config.do_sample) | {"eos_ids": frozenset(eos_ids)}
     new_tokens = criteria.max_length - input_ids.shape[1]
     requests = [Request(prompt, new_tokens, **settings) for prompt in prompts]
+    if processing := [one for one in processors if type(one) in PROCESSORS]:
+        requests = [
+            replace(request, process=Processing.of(processing, number, ids, request.prompt))
+            for number, (request, ids) in enumerate(zip(requests, input_ids, strict=True))
+        ]
     if config.do_sample:
         seeds = torch.randint(2**63 - 1, (len(requests),)).tolist()
         requests = [replace(r, seed=seed) for r, seed in zip(requests, seeds, strict=True)]

@@ -190,6 +190,15 @@ def test_a_tiny_capacity_can_be_checked(capacity):
     assert PackedTarget(random_family("llama"), 2, capacity).pool.lengths == [0, 0]
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_padding_token_that_is_embedded_as_zero_is_no_reason_to_refuse(padding):
+    target = random_family("llama", pad_token_id=padding)
+    assert not target.embed(torch.tensor(padding)).any()
+    expected = [plain_tokens(target, prompt, 8) for prompt in prompts()]
+    decoder = Decoder(target, None, 2, 100)
+    assert decode(decoder, [Request(prompt, 8) for prompt in prompts()], accepts=False) == expected
+
+
 REFUSALS = {
     "a window of 8": partial(random_model, "Mistral", **GQA, sliding_window=8),
     "sliding_attention": partial(random_model, "GptOss", **GQA),

@@ -9,6 +9,7 @@ from random_models import VOCAB, random_head, random_target
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    InfNanRemoveLogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     StoppingCriteria,
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from specdraft.eval.custom_generate import Speculative, falcon, no_drafter, prompt_lookup
+from specdraft.eval.drafters import trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.models.target import Target
@@ -123,6 +125,54 @@ def test_sampled_tokens_are_those_of_plain_seeded_decoding(model):
     assert again[:, -NEW:].tolist() != expected  # the generator has moved on
 
 
+PROCESSED = {
+    "repetition_penalty": {"repetition_penalty": 1.6},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "bad_words_ids": {"bad_words_ids": [[3], [7, 9]]},
+    "sequence_bias": {"sequence_bias": [[[1], 2.0]]},
+    "suppress_tokens": {"suppress_tokens": [1, 2, 3, 4, 5, 6]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [*range(12)]},
+    "min_new_tokens": {"min_new_tokens": 8, "eos_token_id": [*range(0, VOCAB, 2)]},
+    "min_length": {"min_length": 20, "eos_token_id": [*range(0, VOCAB, 2)]},
+    "forced_eos_token_id": {"forced_eos_token_id": 4},
+    "exponential_decay": {"exponential_decay_length_penalty": (2, 1.9), "eos_token_id": 5},
+    "of the caller": {"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(20, 3)])},
+    "two at once": {"repetition_penalty": 1.6, "suppress_tokens": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("inputs", [one(), batch()], ids=["batch 1", "padded batch 3"])
+@pytest.mark.parametrize("settings", PROCESSED.values(), ids=PROCESSED)
+def test_processors_that_depend_on_a_rows_tokens_alone_are_honoured(model, settings, inputs):
+    settings = {"max_new_tokens": NEW, "pad_token_id": 0} | settings
+    expected = model.generate(**inputs, **settings)
+    for method in methods(model):
+        out = model.generate(**inputs, **settings, custom_generate=method)
+        assert torch.equal(out, expected)
+
+
+def test_processors_change_what_would_have_been_said(model):
+    """Or the test above would pass for a decoder that leaves them out."""
+    free = model.generate(**batch(), max_new_tokens=NEW)
+    for name in ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "sequence_bias"):
+        processed = model.generate(**batch(), **PROCESSED[name], max_new_tokens=NEW)
+        assert not torch.equal(processed, free)
+
+
+def test_processed_samples_are_those_of_plain_seeded_decoding(model):
+    settings = {"do_sample": True, "temperature": 1.3, "top_k": 15, "repetition_penalty": 1.8}
+    rows = []
+    for method in methods(model):
+        torch.manual_seed(11)
+        out = model.generate(**batch(), **settings, max_new_tokens=NEW, custom_generate=method)
+        rows.append(out.tolist())
+    assert all(row == rows[0] for row in rows)
+    settings.pop("repetition_penalty")
+    torch.manual_seed(11)
+    free = model.generate(**batch(), **settings, max_new_tokens=NEW, custom_generate=Speculative())
+    assert free.tolist() != rows[0]
+
+
 def test_sampling_settings_default_to_those_of_generate(model):
     torch.manual_seed(5)
     seed = torch.randint(2**63 - 1, (1,)).item()
@@ -214,6 +264,10 @@ def test_a_streamer_hears_what_it_hears_from_generate(tiny):
     ours = tiny.generate(ids, max_new_tokens=20, do_sample=False, custom_generate=method)
     assert torch.equal(ours, out)
     assert streamer.texts == expected.texts
+    handed, other = Heard(tokenizer), Speculative(prompt_lookup(1, 4))  # as one expects
+    settings = {"max_new_tokens": 20, "do_sample": False, "streamer": handed}
+    assert torch.equal(tiny.generate(ids, **settings, custom_generate=other), out)
+    assert handed.texts == expected.texts
     with pytest.raises(DataError, match="a streamer takes one row, and there are 2"):
         tiny.generate(ids.repeat(2, 1), max_new_tokens=4, custom_generate=method)
 
@@ -287,6 +341,43 @@ def test_a_decoder_is_kept_for_the_next_call_and_follows_the_weights(model):
     assert method._borrowed is not borrowed
 
 
+def test_a_conversation_that_grows_loads_its_head_once(tiny, tmp_path, monkeypatch):
+    random_head(Target.of_model(tiny), 2).save_pretrained(tmp_path)
+    loads, load = [], trained.load_head
+    monkeypatch.setattr(trained, "load_head", lambda *a, **k: loads.append(a) or load(*a, **k))
+    method = Speculative(falcon(tmp_path, "tiny_k2"))
+    made, ids = set(), torch.arange(4)[None] + 5
+    for turn in range(8):
+        rows = ids.repeat(1 + turn % 3, 1)
+        expected = tiny.generate(rows, max_new_tokens=8, do_sample=False)
+        ours = tiny.generate(rows, max_new_tokens=8, do_sample=False, custom_generate=method)
+        assert torch.equal(ours, expected)
+        made.add(method._borrowed._decoder)
+        ids = torch.cat((ours[:1], torch.arange(20)[None] + 5 + turn), 1)
+    assert len(loads) == 1
+    assert len(made) == 3  # for 1, 2 and 3 rows: what is there serves fewer
+
+
+def test_a_row_does_not_grow_beyond_the_positions_of_its_model(model):
+    model.config.max_position_embeddings = limit = 20
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
+    method, spare = Speculative(prompt_lookup(1, 4)), 4
+    model.generate(**one(), max_new_tokens=limit - 14 - spare, custom_generate=method)
+    with pytest.raises(TargetError, match="exceeds the 20 positions"):
+        model.generate(**one(), max_new_tokens=NEW, custom_generate=method)
+
+
+def test_a_call_says_what_it_has_gained(model):
+    fast = Speculative(prompt_lookup(1, 4))
+    assert fast.last is None
+    out = model.generate(**batch(), max_new_tokens=NEW, custom_generate=fast)
+    assert fast.last.tokens == 3 * NEW == (out[:, -NEW:] >= 0).sum()
+    assert fast.last.tokens_per_step == 3 * NEW / fast.last.steps > 1
+    plain = Speculative()
+    model.generate(**batch(), max_new_tokens=NEW, custom_generate=plain)
+    assert plain.last.tokens_per_step == 1
+
+
 def test_a_model_is_not_kept_alive(model):
     method = Speculative()
     copied = Target.of_model(model).model
@@ -301,30 +392,22 @@ def test_a_model_is_not_kept_alive(model):
     ("settings", "message"),
     [
         ({"num_beams": 2}, "num_beams=2"),
-        ({"repetition_penalty": 1.2}, r"repetition_penalty=1\.2"),
-        ({"bad_words_ids": [[3]]}, r"bad_words_ids=\[\[3\]\]"),
-        ({"min_new_tokens": 3}, "min_new_tokens=3"),
-        ({"min_length": 3}, "min_length=3"),
-        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
         ({"do_sample": True, "min_p": 0.1}, r"min_p=0\.1"),
         ({"do_sample": True, "typical_p": 0.5}, r"typical_p=0\.5"),
         ({"do_sample": True, "epsilon_cutoff": 3e-4}, r"epsilon_cutoff=0\.0003"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
         ({"output_logits": True, "return_dict_in_generate": True}, "output_logits=True"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-        ({"suppress_tokens": [1]}, r"suppress_tokens=\[1\]"),
-        ({"sequence_bias": [[[1], 2.0]]}, "sequence_bias="),
         ({"guidance_scale": 1.5}, r"guidance_scale=1\.5"),
-        ({"forced_eos_token_id": 4}, "forced_eos_token_id=4"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
         ({"renormalize_logits": True}, "renormalize_logits=True"),
         (
-            {"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(20, 3)])},
-            "logits processors: MinLengthLogitsProcessor",
-        ),
-        (
             {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0)])},
             "logits processors: TemperatureLogitsWarper",
+        ),
+        (
+            {"logits_processor": LogitsProcessorList([InfNanRemoveLogitsProcessor()])},
+            "logits processors: InfNanRemoveLogitsProcessor",
         ),
         ({"prefix_allowed_tokens_fn": lambda _, ids: [1]}, "PrefixConstrainedLogitsProcessor"),
         ({"past_key_values": DynamicCache()}, "past_key_values"),

@@ -12,7 +12,7 @@ import pytest
 from specdraft.eval.drafters.registry import problems
 from specdraft.recipes import schema
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.load import from_dict, load_recipe
+from specdraft.recipes.load import dump, from_dict, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SECTIONS = {
@@ -294,6 +294,20 @@ def test_a_missing_recipe_names_those_there_are(tmp_path: Path):
         load_recipe(RECIPES / "vicuna7.yaml")
     with pytest.raises(RecipeError, match=r"tiny, .*tinystories, .*vicuna13b, vicuna7b"):
         load_recipe(tmp_path / "tinny.yaml")
+
+
+def test_a_recipe_is_found_by_its_name_and_by_its_run(tmp_path: Path):
+    assert load_recipe("tiny_eagle") == load_recipe(RECIPES / "tiny_eagle.yaml")
+    recipe = load_recipe("tiny", ["train.steps=7"])
+    dump(recipe, tmp_path / "run" / "recipe.yaml")
+    (tmp_path / "run" / "head").mkdir()
+    for folder in (tmp_path / "run", tmp_path / "run" / "head"):
+        assert load_recipe(folder) == recipe
+    with pytest.raises(RecipeError, match=r"is not the folder of a run.*but run; name a recipe"):
+        load_recipe(tmp_path)
+    for name in ("../tiny", "tiny\0", "x" * 5000, ""):
+        with pytest.raises(RecipeError, match=r"no recipe at|is not the folder of a run"):
+            load_recipe(name)
 
 
 def test_broken_yaml_is_told_with_its_line(tmp_path: Path):

@@ -1,0 +1,74 @@
+"""One command for all of it: `specdraft train tiny`, `specdraft bench runs/tiny`, ..
+
+Each command is a script of the repository under another name, and takes what that script takes.
+Over several processes the scripts themselves are launched:
+`accelerate launch -m specdraft.train.falcon RECIPE`.
+"""
+
+import runpy
+import sys
+from importlib.metadata import version
+
+from specdraft.eval.drafters.registry import find, problems
+from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.fields import nearest
+from specdraft.recipes.load import load_recipe
+
+COMMANDS = {
+    "train": ("", "train what a recipe drafts with, measure it, and keep it"),
+    "cache": ("data.cache", "the data stage alone: tokens and features of the target"),
+    "bench": ("eval.bench", "measure methods beside each other"),
+    "chat": ("eval.generate", "talk to the target; accepted guesses in green"),
+    "doctor": ("eval.doctor", "are caches, drafter and decoding sound?"),
+    "costs": ("eval.costs", "what a node, a pass and a row cost on this machine"),
+    "fit": ("eval.fit", "the draft that is the fastest for a drafter here"),
+    "export": ("eval.export", "write a head as a serving engine reads it"),
+    "push": ("models.push", "push a drafter to the Hub, with a card"),
+    "paper": ("eval.paper", "the tables of the papers"),
+}
+
+
+@entry
+def main() -> None:
+    """Find the script of a command and run it with the other arguments."""
+    name, arguments = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
+    if name in ("-h", "--help"):
+        print(usage())  # noqa: T201
+    elif name == "--version":
+        print(version("specdraft"))  # noqa: T201
+    elif name not in COMMANDS:
+        guess = nearest(name[:100], COMMANDS)
+        raise RecipeError(
+            f"specdraft {name:.100}: no such command; nearest is {guess} "
+            f"(there are {', '.join(COMMANDS)})"
+        )
+    else:
+        for module in trainers(arguments) if name == "train" else [COMMANDS[name][0]]:
+            sys.argv = [f"specdraft {name}", *arguments]
+            runpy.run_module(f"specdraft.{module}", run_name="__main__")
+
+
+def usage() -> str:
+    """What there is, a line each."""
+    width = max(map(len, COMMANDS))
+    rows = (f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items())
+    head = "usage: specdraft COMMAND RECIPE [section.key=value ..]   (COMMAND --help says more)"
+    return "\n".join([head, "", *rows])
+
+
+def trainers(arguments: list[str]) -> list[str]:
+    """The scripts that train what a recipe's methods draft with, in their order."""
+    given = [one for one in arguments if not one.startswith("-")]
+    if not given:
+        return ["train.falcon"]  # which says what is missing
+    overrides = [one for one in given[1:] if "=" in one or one.endswith(".yaml")]
+    recipe = load_recipe(given[0], overrides, check=problems)
+    scripts = [find(name)[0].trainer for name in recipe.eval.methods]
+    found = list(dict.fromkeys(script for script in scripts if script))
+    if not found:
+        raise RecipeError(f"{recipe.name}: none of eval.methods drafts with anything trained")
+    return [script.removesuffix(".py").replace("/", ".") for script in found]
+
+
+if __name__ == "__main__":
+    main()
