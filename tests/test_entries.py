@@ -65,7 +65,7 @@ def test_one_command_takes_a_run_or_its_head_for_a_recipe(finished, tmp_path):
     small = ["eval.limit=1", "eval.max_new_tokens=8", f"output.dir={finished / 'run'}"]
     out = ["--methods", "plain,falcon_tree", "--out", str(tmp_path)]
     for folder in (finished / "run", finished / "run" / "head"):
-        done = run_here("train/cli.py", "bench", folder, *small, *out)
+        done = run_here("train/cli.py", "bench", str(folder), *small, *out)
         assert done.returncode == 0, done.stderr
         (row,) = json.loads((tmp_path / "report.json").read_text())["runs"][1:]
         assert (row["method"], row["identical"]) == ("falcon_tree", 1)
@@ -95,7 +95,7 @@ def test_one_command_names_what_there_is():
     ],
 )
 def test_a_recipe_is_trained_by_the_script_of_its_methods(recipe, scripts):
-    assert sorted(trainers([recipe, "--dry-run", "train.steps=3"])) == scripts
+    assert sorted(trainers([recipe, "--dry-run", "eval.limit=3"])) == scripts
 
 
 def test_a_head_is_not_used_for_another_target(finished):
