@@ -264,18 +264,8 @@ def _hint(value: Any, annotation: Any) -> str:
     if annotation is int and number.is_integer():
         return f"; write {number:.0f}" + (" without quotes" if isinstance(value, str) else "")
     if annotation is float and math.isfinite(number):
-        return f"; YAML reads {value} as text: write {_yaml_float(value)}"
+        return f"; write {value.strip()} without quotes"
     return ""
-
-
-def _yaml_float(text: str) -> str:
-    """Spell a number so that YAML 1.1 sees one: a point in the mantissa, a sign in the exponent."""
-    mantissa, mark, exponent = text.strip().lower().partition("e")
-    if "." not in mantissa:
-        mantissa += ".0"
-    if mark and exponent[0] not in "+-":
-        exponent = f"+{exponent}"
-    return f"{mantissa}{mark}{exponent}"
 
 
 def _kind(value: Any) -> str:

@@ -4,6 +4,7 @@ PyYAML's own loader recurses as deep as brackets nest, lets twelve lines of anch
 billion values, and raises what Python raises for a number or a date that is none.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,14 @@ class _Loader(yaml.SafeLoader):
             raise _problem(
                 node, f"{node.value!s:.60} is no {kind}; put it in quotes to make it text"
             ) from None
+
+
+# YAML 1.2 and people write 1e-3 for a number; YAML 1.1, which PyYAML reads, wants 1.0e-3.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 
 
 def _problem(place: yaml.Event | yaml.Node, what: str) -> yaml.MarkedYAMLError:
