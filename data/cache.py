@@ -10,7 +10,6 @@ from datetime import timedelta
 from functools import partial
 
 from accelerate import Accelerator, InitProcessGroupKwargs
-from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.store.feature_cache import FeatureCache, Features
@@ -23,6 +22,7 @@ from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.terminal import Screen
 from specdraft.train.command import show_plan
 from specdraft.train.fit.accelerator import load_target
 from specdraft.train.plan import format_seconds, measured_flops
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--preview", type=int, default=1, help="rows shown with their loss mask")
     arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides, check=problems)
-    console = Console(soft_wrap=True)
+    console = Screen(soft_wrap=True)
     if arguments.dry_run:
         show_plan(recipe)
         return
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def show(
-    tokens: TokenCache, features: Features, target: Target, rows: int, console: Console
+    tokens: TokenCache, features: Features, target: Target, rows: int, console: Screen
 ) -> None:
     """Print the counts, the places of the caches, and rows with their supervised tokens green."""
     table = Table.grid(padding=(0, 2))
@@ -83,7 +83,7 @@ def _quantised(features: FeatureCache) -> str:
 
 
 def show_costs(
-    recipe: Recipe, target: Target, processes: int, console: Console, tokens: int, size: int
+    recipe: Recipe, target: Target, processes: int, console: Screen, tokens: int, size: int
 ) -> None:
     """Print what the features that are still missing will take, before they are computed."""
     speed = measured_flops(target.device, target.dtype)

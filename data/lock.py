@@ -18,7 +18,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from specdraft.data.ranks import ALONE, Ranks
-from specdraft.recipes.errors import RecipeError, say
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.terminal import say
 
 
 @contextmanager

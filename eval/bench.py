@@ -34,6 +34,7 @@ from specdraft.recipes.errors import entry
 from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.terminal import tell
 
 
 @entry
@@ -83,7 +84,7 @@ def measure(recipes: list[Recipe], out: Path) -> dict:
     reports = []
     with Logbook(out, depends_on(recipes, target, trained, prompts)) as logbook:
         if logbook.note:
-            print(logbook.note)  # noqa: T201
+            tell(logbook.note)
         for part, recipe in enumerate(recipes):
             asked, methods = prompts[recipe.eval.prompts], recipe.eval.methods
             remember = partial(logbook.remember, part)
@@ -91,7 +92,7 @@ def measure(recipes: list[Recipe], out: Path) -> dict:
             print_report(reports[-1])
         report = reports[0] | {"runs": [run for report in reports for run in report["runs"]]}
         print_curves(report["runs"])
-        print(f"wrote {write_report(report, out)}")  # noqa: T201
+        tell(f"wrote {write_report(report, out)}")
         logbook.remove()
     return report
 

@@ -16,7 +16,6 @@ import argparse
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from tqdm import tqdm
 
 from specdraft.data.lock import output_lock
@@ -34,10 +33,11 @@ from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.models.shapes import TargetShape
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole_numbers
-from specdraft.recipes.errors import DataError, RecipeError, entry, say
+from specdraft.recipes.errors import DataError, RecipeError, entry
 from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.terminal import Screen, say
 
 
 @entry
@@ -160,7 +160,7 @@ def finish(ledger: Ledger, title: str) -> None:
     """Fit, write all, draw and show it."""
     costs = ledger.fit()
     ledger.write()
-    console = Console(soft_wrap=True)
+    console = Screen(soft_wrap=True)
     points = [*ledger.points.values()]
     print_costs(points, costs, console)
     for line in summary(costs):

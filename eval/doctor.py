@@ -8,8 +8,6 @@ Nothing is built, trained or changed. Exit code 1 if a line fails.
 import sys
 from dataclasses import replace
 
-from rich.console import Console
-
 from specdraft.data.prompts import load_prompts
 from specdraft.data.template import preview
 from specdraft.eval.checkup.caches import Caches, check_caches
@@ -20,6 +18,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
+from specdraft.recipes.terminal import Screen
 
 
 @entry
@@ -38,13 +37,13 @@ def main() -> None:
     loaded, found = check_drafters(recipe, target, manifest)
     prompts = load_prompts(recipe, target.tokenizer)
     findings += [*found, *check_methods(recipe, target, loaded, prompts)]
-    console = Console(soft_wrap=True, highlight=False)
+    console = Screen(soft_wrap=True, highlight=False)
     show_mask(caches, target, options.preview, console)
     print_findings(findings, console)
     sys.exit(1 if any(finding.outcome == FAIL for finding in findings) else 0)
 
 
-def show_mask(caches: Caches, target: Target, rows: int, console: Console) -> None:
+def show_mask(caches: Caches, target: Target, rows: int, console: Screen) -> None:
     """Print the first rows of the token cache, what is learnt in green."""
     for index in range(min(rows, len(caches.tokens or ()))):
         row = caches.tokens[index]

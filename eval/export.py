@@ -22,6 +22,7 @@ from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.terminal import tell
 
 
 @entry
@@ -35,7 +36,7 @@ def main() -> None:
     served = served_head(recipe, options.engine)
     served.write(options.out)
     size = sum(tensor.nbytes for tensor in served.tensors.values()) / 1e6
-    print(f"wrote {options.out}: {len(served.tensors)} tensors, {size:.1f} MB")  # noqa: T201
+    tell(f"wrote {options.out}: {len(served.tensors)} tensors, {size:.1f} MB")
 
 
 def served_head(recipe: Recipe, engine: str) -> Served:

@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.prompts import Prompt, validation_prompts
@@ -34,6 +33,7 @@ from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.terminal import Screen
 
 DEEPEST = 16  # depths that ranks are counted at
 
@@ -65,7 +65,7 @@ def main() -> None:
     out = options.out or drafted.folder / TREE
     source = f"fitted by eval/fit.py on recipe {recipe.name}"
     write_tree(out, drafted.block_size, source, found[best].paths)
-    Console(soft_wrap=True).print(f"wrote {out}: {found[best]}")
+    Screen(soft_wrap=True).print(f"wrote {out}: {found[best]}")
 
 
 def load_of(recipe: Recipe, prompts: Sequence[Prompt]) -> Load:
@@ -113,7 +113,7 @@ def show(
     for number, (one, hoped, seen) in enumerate(rows):
         figures = (str(one.passes), f"{one.tokens:.2f}", f"{hoped:.2f}", f"{seen:.2f}")
         table.add_row(str(one), *figures, style="bold" if number == best else None)
-    Console().print(table)
+    Screen().print(table)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
-from rich.console import Console
-
 from specdraft.eval.drafters.registry import describe, featured, problems
 from specdraft.eval.generation.chat import Chat
 from specdraft.eval.generation.live import Answer, show
@@ -24,6 +22,7 @@ from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import UserError, entry
 from specdraft.recipes.interrupt import Terminated
 from specdraft.recipes.load import load_recipe
+from specdraft.recipes.terminal import Screen
 
 COMMANDS = "/new, /method NAME, /quit"
 
@@ -40,7 +39,7 @@ def main() -> None:
     target = Target.of_recipe(recipe.target)
     method = options.method or featured(recipe.eval.methods)
     talk = Chat(recipe, target, method, options.context)
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = Screen(highlight=False, markup=False, emoji=False)
     with cpu_threads(recipe.eval.threads):
         if options.prompt is not None:
             answer(talk, options.prompt, console)
@@ -48,7 +47,7 @@ def main() -> None:
             chat(talk, console)
 
 
-def chat(talk: Chat, console: Console) -> None:
+def chat(talk: Chat, console: Screen) -> None:
     """Answer until the user has had enough; a mistake of theirs is shown, and forgiven."""
     notice(console, f"{talk.target.name}, {talk.name}. {COMMANDS}", "dim")
     for said in questions(console):
@@ -70,7 +69,7 @@ def chat(talk: Chat, console: Console) -> None:
             notice(console, str(error), "red")
 
 
-def questions(console: Console) -> Iterator[str]:
+def questions(console: Screen) -> Iterator[str]:
     """What the user says, line by line."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
@@ -91,7 +90,7 @@ def questions(console: Console) -> Iterator[str]:
         yield said.strip()
 
 
-def answer(talk: Chat, question: str, console: Console) -> None:
+def answer(talk: Chat, question: str, console: Screen) -> None:
     """Answer one question; Ctrl-C at a terminal ends the answer, elsewhere everything."""
     steps, forgotten = talk.ask(question)
     if forgotten:
@@ -111,7 +110,7 @@ def answer(talk: Chat, question: str, console: Console) -> None:
     notice(console, growing.speed(), "cyan")
 
 
-def notice(console: Console, text: str, style: str) -> None:
+def notice(console: Screen, text: str, style: str) -> None:
     """Print what is no answer, on as many columns as it takes."""
     console.print(text, style=style, soft_wrap=True)
 

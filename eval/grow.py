@@ -17,6 +17,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
+from specdraft.recipes.terminal import tell
 
 
 @entry
@@ -35,7 +36,7 @@ def main() -> None:
     source = f"grown by eval/grow.py on recipe {recipe.name}"
     write_tree(options.out, found.block_size, source, paths)
     expected = 1 + sum(probability(found.shares, path) for path in paths)
-    print(f"wrote {options.out}: {len(paths)} nodes, {expected:.2f} tokens/step expected")  # noqa: T201
+    tell(f"wrote {options.out}: {len(paths)} nodes, {expected:.2f} tokens/step expected")
 
 
 if __name__ == "__main__":

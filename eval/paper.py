@@ -23,6 +23,7 @@ from specdraft.eval.papers.table import Plan, with_settings
 from specdraft.eval.papers.tables import all_tables, table_of
 from specdraft.recipes.arguments import whole_numbers
 from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.terminal import tell
 
 
 @entry
@@ -39,14 +40,14 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="whether that page is up to date")
     options = parser.parse_intermixed_args()
     if options.write:
-        print(f"wrote {write_page()}")  # noqa: T201
+        tell(f"wrote {write_page()}")
     elif options.check:
         check_page()
     elif options.words:
         make(options)
     else:
         for table in all_tables().values():
-            print(f"{table.name:17}{table.source}")  # noqa: T201
+            tell(f"{table.name:17}{table.source}")
 
 
 def make(options: argparse.Namespace) -> None:
@@ -62,9 +63,9 @@ def make(options: argparse.Namespace) -> None:
     out = options.out or options.runs / f"{name}.json"
     write_result(made, out)
     show(made)
-    print(f"wrote {out}")  # noqa: T201
+    tell(f"wrote {out}")
     for file, drawn in table.pictures(made).items():
-        print(f"wrote {save(drawn, out.with_name(file))}")  # noqa: T201
+        tell(f"wrote {save(drawn, out.with_name(file))}")
 
 
 if __name__ == "__main__":

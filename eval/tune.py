@@ -14,7 +14,6 @@ Writes the best setting as a part of a recipe, which any command takes after the
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 
 from specdraft.data.prompts import tuning_prompts
 from specdraft.eval.drafters.registry import METHODS, load_trained, problems
@@ -31,6 +30,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
+from specdraft.recipes.terminal import Screen
 
 
 @entry
@@ -48,7 +48,7 @@ def main() -> None:
     prompts = tuning_prompts(recipe, target.tokenizer, options.prompts)
     trained = load_trained(recipe, target)
     measure = Scorer(recipe, options.method, target, trained, prompts, options.by)
-    console = Console(soft_wrap=True)
+    console = Screen(soft_wrap=True)
     for budget, scored in successive_halving(candidates, measure, FIRST, len(prompts)):
         score, best = scored[0]
         console.print(f"{len(scored)} settings, {budget} prompts: {options.by} {score:.3f}, {best}")

@@ -16,8 +16,7 @@ from specdraft.recipes.interrupt import (
     resume_command,
     stop_with_launcher,
 )
-
-LONGEST = 8000  # characters of a message
+from specdraft.recipes.terminal import LONGEST, say, visible
 
 
 class UserError(Exception):
@@ -51,12 +50,15 @@ class TargetError(UserError):
 def in_a_line(error: BaseException, kind: bool = False) -> str:
     """Return the first line of an error's message, cut to 300 characters; its type if it has none.
 
-    kind: put its type before the message in any case.
+    A first line that only announces the second has it behind. kind: put its type before the message
+    in any case.
     """
     name, lines = type(error).__name__, str(error).strip().splitlines()
     if not lines:
         return name
-    return f"{name}: {lines[0][:300]}" if kind else lines[0][:300]
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    first = visible(" ".join(first.split()))[:300]
+    return f"{name}: {first}" if kind else first
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
@@ -91,8 +93,3 @@ def _fail(error: Exception) -> None:
     what = f"{type(error).__name__}: {error}"[:LONGEST]
     say(f"internal error: {what} (set SPECDRAFT_DEBUG=1 for the traceback)")
     sys.exit(1)
-
-
-def say(message: str) -> None:
-    """Tell the user a line that is no result: on stderr."""
-    print(message[: 2 * LONGEST], file=sys.stderr)  # noqa: T201

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # before it, never to a room beside. A floor names rooms, or modules that lie at the folder's top;
 # "." are all other modules there. Entries are the roof: they may import any floor.
 FLOORS = {
-    "recipes": ["interrupt", "errors fields static_trees yaml_file", "sections", "."],
+    "recipes": ["interrupt terminal", "errors fields static_trees yaml_file", "sections", "."],
     "models": ["sar", "."],
     "data": ["world .", "store"],
     "eval": ["engine", "drafters", "measure", "generation papers checkup costing", "."],

@@ -26,7 +26,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 from accelerate import Accelerator
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -42,6 +41,7 @@ from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import OutputSection, Recipe
+from specdraft.recipes.terminal import Screen
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.batches import Batch, Loader, SamplingPlan
 from specdraft.train.fit.journal import LOG
@@ -225,7 +225,7 @@ def show(turns: list[dict[str, float]], machine: dict) -> None:
     table = Table("", "measured", "goal", "speeds, range over the turns", title="the loop's cost")
     for name, (measured, note) in rows.items():
         table.add_row(name, measured, GOALS[name], note)
-    console = Console(soft_wrap=True)
+    console = Screen(soft_wrap=True)
     console.print(table)
     console.print(", ".join(f"{name} {value}" for name, value in machine.items()), highlight=False)
 

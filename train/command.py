@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import yaml
 from accelerate import Accelerator, PartialState
-from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.lock import output_lock
@@ -18,6 +17,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.terminal import Screen
 from specdraft.train.fit.accelerator import check_launch, load_target, make_accelerator
 from specdraft.train.plan import known_sizes, make_plan, measured_flops, plan_lines
 
@@ -63,6 +63,6 @@ def print_plan(recipe: Recipe, rows: Iterable[tuple[str, str]]) -> None:
     table = Table.grid(padding=(0, 2))
     for row in rows:
         table.add_row(*row)
-    console = Console(soft_wrap=True)
+    console = Screen(soft_wrap=True)
     console.print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), highlight=False)
     console.print(table)

@@ -11,7 +11,6 @@ import logging
 from pathlib import Path
 
 from accelerate import Accelerator, PartialState
-from rich.console import Console
 from rich.table import Table
 
 from specdraft.data import fingerprint
@@ -32,6 +31,7 @@ from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import dump, load_recipe
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.terminal import Screen
 from specdraft.train.bigrams import CachedTokens, Corpus, StreamedTexts, count, save_table
 from specdraft.train.command import print_plan
 from specdraft.train.fit.accelerator import load_target, make_accelerator
@@ -95,7 +95,7 @@ def report(recipe: Recipe, target: Target, table: MaxGramTable) -> None:
         rows.add_row(name.replace("_", " "), f"{table.config.corpus[name]:,}")
     rows.add_row("coverage", f"{table.coverage:.1%} of the vocabulary has been seen")
     rows.add_row("agreement", f"{table.agreement:.1%} of the bigrams are those of the table")
-    Console(soft_wrap=True).print(rows)
+    Screen(soft_wrap=True).print(rows)
     prompts = load_prompts(recipe, target.tokenizer)
     outcome = evaluate(recipe, target, Trained(table=table), prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))

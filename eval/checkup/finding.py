@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.text import Text
+
+from specdraft.recipes.terminal import Screen
 
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 STYLES = {PASS: "bold green", FAIL: "bold red", SKIPPED: "yellow"}
@@ -37,7 +38,7 @@ def judged(line: str, good: bool, note: str, remedy: str) -> Finding:
     return passed(line, note) if good else failed(line, note, remedy)
 
 
-def print_findings(findings: Sequence[Finding], console: Console) -> None:
+def print_findings(findings: Sequence[Finding], console: Screen) -> None:
     """Print one line each, the remedy below it, and how many there were of each outcome."""
     width = max(len(finding.line) for finding in findings)
     for finding in findings:

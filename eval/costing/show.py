@@ -3,19 +3,19 @@
 from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from specdraft.eval.engine.cost import CostModel, Curve
+from specdraft.recipes.terminal import Screen
 
 
-def print_costs(points: Sequence[dict], costs: CostModel, console: Console | None = None) -> None:
+def print_costs(points: Sequence[dict], costs: CostModel, console: Screen | None = None) -> None:
     """Show verifying by nodes and by rows, drafting by passes and levels, and the loop.
 
     points: as costs.json has them. A cell has the milliseconds measured and, in brackets, the
     curve's.
     """
-    console = console or Console(soft_wrap=True)
+    console = console or Screen(soft_wrap=True)
     verify = [point for point in points if point["what"] == "verify"]
     least = min(point["rows"] for point in verify)
     console.print(_by_nodes(verify, least, costs))

@@ -7,13 +7,14 @@ drawn again and again. Elsewhere the text is just written.
 import time
 from collections.abc import Iterable
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from specdraft.eval.engine.request import Update
 from specdraft.eval.measure.show import STYLES, Pieces
+from specdraft.recipes.terminal import Screen
 
 
 class Answer:
@@ -47,7 +48,7 @@ class Answer:
         )
 
 
-def show(answer: Answer, updates: Iterable[Update], console: Console) -> None:
+def show(answer: Answer, updates: Iterable[Update], console: Screen) -> None:
     """Print an answer as it comes, as far as it comes."""
     if not console.is_terminal:
         for update in updates:

@@ -5,11 +5,11 @@ A replay tells of every step which tokens it gave and which tree was drafted for
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from specdraft.eval.engine.request import Completion, Step
+from specdraft.recipes.terminal import Screen
 
 ACCEPTED, BONUS, PLAIN = "accepted", "bonus", "plain"
 STYLES = {ACCEPTED: "bold green", BONUS: ""}
@@ -94,9 +94,9 @@ def sample(
     }
 
 
-def print_sample(sample: dict, console: Console | None = None) -> None:
+def print_sample(sample: dict, console: Screen | None = None) -> None:
     """Print one answer of a report with its accepted tokens coloured."""
-    console = console or Console()
+    console = console or Screen()
     ratio = sample["tokens"] / sample["steps"]
     console.print(Text(sample["prompt"].strip()[-400:], style="dim"))
     console.print(Text.assemble(*((text, STYLES[kind]) for text, kind in sample["pieces"])))

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from specdraft.eval.measure.failure import failure_counts, failure_reasons
 from specdraft.eval.measure.show import print_sample
+from specdraft.recipes.terminal import Screen
 
 WIDEST = 400  # columns of a printed table
 COLUMNS = {  # heading: key of a run, digits
@@ -24,9 +24,9 @@ COLUMNS = {  # heading: key of a run, digits
 }
 
 
-def print_report(report: dict, console: Console | None = None) -> None:
+def print_report(report: dict, console: Screen | None = None) -> None:
     """Show the runs of a report side by side, and its sample answers."""
-    runs, console = report["runs"], console or Console()
+    runs, console = report["runs"], console or Screen()
     troubled = [run for run in runs if run["failures"]]
     table = Table(title=_title(runs[0]), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("method", no_wrap=True)
@@ -54,7 +54,7 @@ def _title(run: dict) -> str:
     )
 
 
-def print_curves(runs: Sequence[dict], console: Console | None = None) -> None:
+def print_curves(runs: Sequence[dict], console: Screen | None = None) -> None:
     """Show tokens/s over plain decoding of the same rows, by batch size (EMS-SD, Table 2)."""
     sizes = sorted({run["batch_size"] for run in runs})
     if len(sizes) < 2:
@@ -64,7 +64,7 @@ def print_curves(runs: Sequence[dict], console: Console | None = None) -> None:
         setting = f"{run['prompt_set']}, temperature {run['temperature']}"
         methods = settings.setdefault(setting, {})
         methods.setdefault(run["method"], {})[run["batch_size"]] = run
-    console = console or Console()
+    console = console or Screen()
     for setting, methods in settings.items():
         console.print(f"x plain decoding, by batch size: {setting}")
         table = Table(box=SIMPLE_HEAD, pad_edge=False)

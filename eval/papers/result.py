@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from specdraft.data.atomic import write_atomic
+from specdraft.recipes.terminal import Screen
 
 WIDTH = 200  # enough for many columns: a figure that is cut off is none
 DIGITS = 6  # significant ones of a kept figure
@@ -88,7 +88,7 @@ def show(made: dict) -> None:
         table.add_column(title, justify="right" if title else "left", no_wrap=not title)
     for line in lines:
         table.add_row(*line)
-    console = Console(width=WIDTH, soft_wrap=True)
+    console = Screen(width=WIDTH, soft_wrap=True)
     console.print(table)
     for row in made["rows"]:
         if "setting" in row:

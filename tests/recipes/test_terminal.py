@@ -1,0 +1,124 @@
+"""What others say is shown on a terminal, never obeyed."""
+
+import io
+import re
+
+import pytest
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from specdraft.eval.checkup.finding import failed, print_findings
+from specdraft.eval.measure.show import ACCEPTED, BONUS, print_sample
+from specdraft.recipes.errors import DataError, entry, in_a_line
+from specdraft.recipes.terminal import Screen, say, tell, visible
+
+ATTACKS = {
+    "the clipboard": "\x1b]52;c;aGFja2Vk\x07",
+    "a title": "\x1b]0;mine\x07",
+    "a title in one byte": "\x9d0;mine\x9c",
+    "a clear screen": "\x1b[2J\x1b[H",
+    "a hidden line": "\x1b[1A\x1b[2K",
+    "a link": "\x1b]8;;http://there\x1b\\here\x1b]8;;\x1b\\",
+    "an overwritten line": "error\rfine ",
+    "backspaces": "no\b\byes",
+    "a bell": "\a",
+    "the direction": "abc\u202ecba\u2066",
+    "device control": "\x1bP$q\x1b\\",
+    "delete": "\x7f",
+}
+OBEYED = {character for attack in ATTACKS.values() for character in attack} - {
+    character for attack in ATTACKS.values() for character in attack if character.isprintable()
+}
+
+every_attack = pytest.mark.parametrize("attack", ATTACKS.values(), ids=[*ATTACKS])
+
+
+def harmless(printed: str) -> bool:
+    return not OBEYED & set(printed)
+
+
+def test_the_attacks_are_attacks():
+    assert {"\x1b", "\x9d", "\x07", "\r", "\b", "\x7f", "\u202e"} <= OBEYED
+    assert not any(map(harmless, ATTACKS.values()))
+
+
+@every_attack
+def test_it_is_shown_as_characters(attack):
+    assert harmless(visible(attack))
+    assert len(visible(attack)) >= len(attack)
+
+
+def test_what_people_write_stays_as_it_is():
+    for text in (
+        "two\nlines\tand a tab",
+        "naïve 東京 🙂 ‏עברית".replace("\u200f", ""),
+        "␛ [bold]",
+        "",
+    ):
+        assert visible(text) == text
+    assert visible("windows\r\nlines") == "windows\nlines"
+
+
+@every_attack
+def test_lines_and_errors(attack, capsys, monkeypatch):
+    tell(f"wrote {attack}")
+    say(f"note: {attack}")
+
+    @entry
+    def main():
+        raise DataError(f"the server says {attack}")
+
+    with pytest.raises(SystemExit):
+        main()
+    out, err = capsys.readouterr()
+    assert harmless(out.replace("\n", ""))
+    assert harmless(err.replace("\n", ""))
+    assert harmless(in_a_line(ValueError(f"a name: {attack}")))
+
+
+def screen() -> Screen:
+    options = {"force_terminal": True, "color_system": "standard", "highlight": False}
+    return Screen(file=io.StringIO(), width=80, **options)
+
+
+def colours_alone(console: Screen) -> None:
+    """All that is obeyed are the colours that we gave."""
+    written = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())
+    assert harmless(written.replace("\n", "")), written
+
+
+@every_attack
+def test_text_strings_and_tables(attack):
+    console, table = screen(), Table("a", attack)
+    table.add_row(attack, Text(attack, "green"))
+    console.print(attack, table, Text(attack, "bold red"))
+    console.print(f"[link=http://there]{attack}[/link] :warning:", style="cyan")
+    written = console.file.getvalue()
+    assert "[link=http://there]" in written
+    assert ":warning:" in written
+    colours_alone(console)
+
+
+@every_attack
+def test_answers_and_the_doctors_lines(attack):
+    console = screen()
+    pieces = [(attack, ACCEPTED), (attack, BONUS)]
+    print_sample({"prompt": attack, "tokens": 2, "steps": 1, "pieces": pieces}, console)
+    print_findings([failed("a line", attack, attack)], console)
+    colours_alone(console)
+    assert "\x1b[1;31m" in console.file.getvalue()
+
+
+def test_no_colour_is_anybody_elses():
+    console = screen()
+    console.print("\x1b[31mred\x1b[0m")
+    assert console.file.getvalue() == "␛[31mred␛[0m\n"
+
+
+def test_an_answer_that_grows():
+    console = screen()
+    with Live(console=console, auto_refresh=False) as live:
+        live.update(Text(ATTACKS["the clipboard"]), refresh=True)
+    assert "\x1b]52" not in console.file.getvalue()
+    assert "␛]52;c;aGFja2Vk" in console.file.getvalue()
