@@ -55,6 +55,11 @@ class TargetEmbeddings:
             if tensor is None:
                 wanted = " or ".join(sorted(alias))
                 raise TargetError(f"{name}: no tensor named {wanted} in {folder}")
+        for matrix, alias, tensor in zip(matrices, names, found, strict=True):
+            if tensor.shape != matrix.shape or not tensor.isfinite().all():
+                what = f"{list(tensor.shape)}, and its config.json says {list(matrix.shape)}"
+                what = what if tensor.shape != matrix.shape else "no finite numbers"
+                raise TargetError(f"{name}: {min(alias)} in {folder} is {what}")
         return cls(*(tensor.to(device=device, dtype=DTYPES[dtype]) for tensor in found))
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from specdraft.recipes.errors import HubError, in_a_line
 from specdraft.recipes.schema import HubSection
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+SUMS = "SHA256SUMS"  # of the files of a drafter, beside them: models/saved.py
 LATER = "python models/push.py RUN OWNER/NAME"
 
 
@@ -44,7 +45,7 @@ def fetch(name: str | Path, revision: str | None = None) -> Path:
     if not is_hub_id(name):
         return Path(name).expanduser()
     try:
-        patterns = ["config.json", *WEIGHTS]
+        patterns = ["config.json", SUMS, *WEIGHTS]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:
         raise HubError(
@@ -71,8 +72,8 @@ def push(
 ) -> str:
     """Publish files as one commit, making repository and branch if needed; return its address.
 
-    Weights of an earlier push that are not replaced leave in the same commit: whoever loads a
-    repository must not meet two drafters. Raises HubError, and then nothing has changed.
+    Weights and checksums of an earlier push that are not replaced leave in the same commit: whoever
+    loads a repository must not meet two drafters. Raises HubError, and then nothing has changed.
     """
     api = HfApi()
     try:
@@ -82,7 +83,7 @@ def push(
         if revision:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         there = api.list_repo_files(repo_id, revision=revision)
-        weights = filter_repo_objects(there, allow_patterns=[*WEIGHTS])
+        weights = filter_repo_objects(there, allow_patterns=[*WEIGHTS, SUMS])
         # Not upload_folder: it may take several commits, and show a repository half-way.
         operations = [CommitOperationAdd(name, content) for name, content in files.items()]
         operations += [CommitOperationDelete(name) for name in weights if name not in files]

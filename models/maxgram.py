@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin
-from torch import Tensor, nn
+from torch import Tensor
 
-from specdraft.models.saved import SavedConfig, Vocabulary, load_saved
+from specdraft.models.saved import Saved, SavedConfig, Vocabulary, load_saved
 from specdraft.recipes.errors import HeadError, TargetError
 from specdraft.recipes.fields import Natural
 
@@ -38,12 +37,7 @@ class MaxGramConfig(SavedConfig):
             raise ValueError(f"fallback = {self.fallback}: must be in 0..{self.vocab_size - 1}")
 
 
-class MaxGramTable(
-    nn.Module,
-    PyTorchModelHubMixin,
-    library_name="specdraft",
-    tags=["speculative-decoding", "max-gram", "bigram"],
-):
+class MaxGramTable(Saved, tags=["max-gram", "bigram"]):
     """`next_id`, int32 [V], and how sure it is: bigrams counted per first token, int64 [V]."""
 
     def __init__(self, config: MaxGramConfig):

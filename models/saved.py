@@ -1,10 +1,14 @@
 """Drafters as they are saved: a config.json and a model.safetensors that only look like one.
 
 Both may come from anywhere. They are checked before a tensor of the size that they name is made:
-the config key by key, the file's table of tensors against what the config makes.
+the config key by key, the file's table of tensors against what the config makes. The checksums that
+are written beside them (`sha256sum -c SHA256SUMS` reads them, too) find what has changed since.
 """
 
+import hashlib
 import json
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, TypeVar, get_type_hints
@@ -15,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from specdraft.models.hub import fetch
+from specdraft.models.hub import SUMS, fetch
 from specdraft.recipes.errors import HeadError, TargetError, in_a_line
 from specdraft.recipes.fields import Interval, coerce_fields, shown
 
@@ -39,13 +43,29 @@ class SavedConfig:
             )
 
 
-class SavedHead(
-    nn.Module,
-    PyTorchModelHubMixin,
-    library_name="specdraft",
-    tags=["speculative-decoding", "draft-head"],
+class Saved(
+    nn.Module, PyTorchModelHubMixin, library_name="specdraft", tags=["speculative-decoding"]
 ):
-    """A trained head: made from its config alone, and saved beside it."""
+    """What is made from its config alone and saved beside it, with checksums; loaded strictly."""
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Module], source: str | Path, *, revision: str | None = None
+    ) -> Module:
+        """Load one on the CPU, from a folder or by its Hub id, as `load_saved` does."""
+        return load_saved(cls, source, revision, noun="drafter", maker="its entry of train/")
+
+    def save_pretrained(self, folder: str | Path, **options) -> str | None:
+        """Save config, weights and their checksums; options: PyTorchModelHubMixin's."""
+        # They go while what they speak of is replaced.
+        (Path(folder) / SUMS).unlink(missing_ok=True)
+        address = super().save_pretrained(folder, **options)
+        write_sums(Path(folder), (CONFIG, WEIGHTS))
+        return address
+
+
+class SavedHead(Saved, tags=["draft-head"]):
+    """A trained head, which belongs to a target."""
 
     def __init__(self, config: SavedConfig):
         super().__init__()
@@ -89,6 +109,7 @@ def load_saved(
         settings = _read_config(folder / CONFIG, get_type_hints(kind.__init__)["config"])
         with torch.device("meta"):
             _check_tensors(folder / WEIGHTS, kind(settings))
+        check_sums(folder)
         module = kind(settings)
         module.load_state_dict(load_file(folder / WEIGHTS))
         for name, tensor in module.state_dict().items():
@@ -140,3 +161,47 @@ def _check_tensors(path: Path, expected: nn.Module) -> None:
                 f"{'real' if wanted[name].is_floating_point() else 'whole'} numbers {size}, as "
                 f"{CONFIG} has it"
             )
+
+
+# -- checksums -------------------------------------------------------------------------------------
+
+
+def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Write the checksums of a folder's files beside them; names: of these, else of all."""
+    if names is None:
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+        names = [path.relative_to(folder).as_posix() for path in files]
+    text = sums({name: folder / name for name in names})
+    (folder / SUMS).write_text(text, encoding="utf-8")
+
+
+def sums(files: Mapping[str, Path | bytes]) -> str:
+    """Return the lines of checksums of files, or of what they will hold, by their names."""
+    return "".join(f"{_sha256(content)}  {name}\n" for name, content in files.items())
+
+
+def check_sums(folder: Path) -> None:
+    """Raise HeadError for a file that is not what it was when the checksums were written.
+
+    A folder that was saved without them passes.
+    """
+    if not (folder / SUMS).is_file():
+        return
+    for line in (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines():
+        entry = re.fullmatch(r"([0-9a-f]{64})  (?!.*\.\.)([^/\s].*)", line)
+        if not entry or not (folder / entry[2]).is_file():
+            what = f"{entry[2]} is missing" if entry else f"it has no checksum in {shown(line)}"
+            raise HeadError(f"{SUMS}: {what}; take a copy that is whole")
+        if (found := _sha256(folder / entry[2])) != entry[1]:
+            raise HeadError(
+                f"{entry[2]} is not what was saved: its sha256 is {found[:12]}.., {SUMS} has "
+                f"{entry[1][:12]}..; take a copy that is whole, or delete {SUMS} where you changed "
+                "it yourself"
+            )
+
+
+def _sha256(content: Path | bytes) -> str:
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

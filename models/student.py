@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from specdraft.models.placement import is_kept_elsewhere
+from specdraft.models.saved import check_sums, write_sums
 from specdraft.models.shapes import (
     OTHER_STUDENTS,
     TargetShape,
@@ -32,7 +33,7 @@ from specdraft.models.shapes import (
     own_shape,
 )
 from specdraft.models.target import Target
-from specdraft.models.target_files import load_tokenizer, model_folder
+from specdraft.models.target_files import load_causal_lm, load_tokenizer, model_folder
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError, in_a_line
 from specdraft.recipes.schema import StudentSection
 
@@ -80,10 +81,11 @@ class Student(nn.Module):
         return view
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Save a plain Hugging Face model, adapters merged, with the tokenizer."""
+        """Save a plain Hugging Face model, adapters merged, with the tokenizer and checksums."""
         self.merged().save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
+        write_sums(Path(folder))
 
     def merged(self) -> PreTrainedModel:
         """Return the model with its adapters, where it has some, merged into a copy."""
@@ -180,7 +182,8 @@ def load_student(
     """
     try:
         folder = model_folder(str(name), revision)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+        check_sums(folder)
+        model = load_causal_lm(folder, dtype=dtype or "auto")
         tokenizer = load_tokenizer(folder)
     except Exception as error:
         reason = in_a_line(error).removeprefix("target.model: ")

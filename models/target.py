@@ -30,11 +30,12 @@ from specdraft.models.target_files import (
     folder_here,
     hash_weights,
     identity_of,
+    load_causal_lm,
     load_tokenizer,
     model_folder,
     read_chat_template,
 )
-from specdraft.recipes.errors import TargetError, in_a_line
+from specdraft.recipes.errors import TargetError
 from specdraft.recipes.sections.target import TargetSection
 
 # Where families write how many positions they have.
@@ -91,9 +92,9 @@ class Target:
         folder = model_folder(name, revision)
         options = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, **options, **placing)
-        except Exception as error:  # transformers raises what it likes for a file that is none
-            raise TargetError(f"cannot load {name}: {in_a_line(error)}") from error
+            model = load_causal_lm(folder, **options, **placing)
+        except TargetError as error:
+            raise TargetError(f"cannot load {name}: {error}") from error
         model = model if placing else model.to(device)
         try:
             target = cls(model, load_tokenizer(folder, trust_remote_code), name)

@@ -1,19 +1,28 @@
-"""Where a model's files are, which weights they hold, and the tokenizer beside them.
+"""Where a model's files are, which weights they hold, how they are loaded, and the tokenizer.
 
 A model is named as in a recipe: "tiny" for the bundled target, a folder, or a Hub id.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
 
 from specdraft.recipes.errors import TargetError, in_a_line
 from specdraft.recipes.sections.target import BUNDLED
@@ -102,6 +111,80 @@ def hash_weights(model: nn.Module) -> str:
         values = value.detach().float().cpu().contiguous().flatten()
         digest.update(values.view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+# -- loaded, whole or not at all -------------------------------------------------------------------
+
+
+def load_causal_lm(folder: Path, **options: Any) -> PreTrainedModel:
+    """Load a causal LM from its folder as `from_pretrained` does, and take none that is not whole.
+
+    Where a config asks for what the weights do not have, transformers draws it at random. Raises
+    TargetError for that, for layers that a config leaves out, and for weights that are no numbers.
+    """
+    try:
+        with _without_its_report():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+    except Exception as error:  # transformers raises what it likes for a file that is none
+        raise TargetError(in_a_line(error)) from error
+    sizes = [
+        f"{name} {list(file)}, not {list(own)}" for name, file, own in found["mismatched_keys"]
+    ]
+    problems = {
+        "lacks {}, which config.json asks for": found["missing_keys"],
+        "has other sizes than config.json: {}": sizes,
+        "has {}, which config.json leaves out": _left_out(model, found["unexpected_keys"]),
+        "has values that are no finite numbers in {}": _unfinite(model),
+    }
+    for problem, names in problems.items():
+        if names:
+            few = ", ".join(sorted(names)[:3]) + (" .." if len(names) > 3 else "")
+            raise TargetError(f"{_weights_of(folder)} {problem.format(few)}")
+    return model
+
+
+@contextmanager
+def _without_its_report() -> Iterator[None]:
+    """Hold back transformers' table of what it made of each tensor: it prints any name as it is."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _left_out(model: nn.Module, unexpected: Iterable[str]) -> list[str]:
+    """Names of tensors in the files that belong to modules like those of the model.
+
+    The others are another task's, or were never weights (OPT's, GPT-2's masks).
+    """
+    owners = {_owner(name) for name in model.state_dict()}
+    layered = any("#" in owner for owner in owners)
+    return [name for name in unexpected if _owner(name) in owners or not layered]
+
+
+def _owner(name: str) -> str:
+    """The module of a tensor, of whichever layer: model.layers.#.mlp.up_proj"""
+    return re.sub(r"\d+", "#", name.rpartition(".")[0])
+
+
+def _unfinite(model: nn.Module) -> list[str]:
+    """Names of the parameters at hand that have values which are no finite numbers."""
+    return [
+        name
+        for name, tensor in model.named_parameters()
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
+        # The sum is quick and makes nothing of the tensor's size, but may itself overflow.
+        if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all()
+    ]
+
+
+def _weights_of(folder: Path) -> str:
+    names = [path.name for path in _weight_files(folder)]
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
 # -- single tensors of them ------------------------------------------------------------------------

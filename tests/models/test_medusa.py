@@ -248,6 +248,7 @@ def test_generate_drafts_with_the_heads_of_a_folder(target, tmp_path):
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
     config["target"] = {}  # the copy that `generate` makes has an identity of its own
     (tmp_path / "heads" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "heads" / "SHA256SUMS").unlink()
     fast = Speculative(medusa(tmp_path / "heads", str(tmp_path / "tree.yaml")))
     ours = target.model.generate(ids, custom_generate=fast, max_new_tokens=9, do_sample=False)
     assert ours[0].tolist() == ids[0].tolist() + plain_tokens(target, ids[0].tolist(), 9)
@@ -348,6 +349,7 @@ def test_saved_heads_are_the_same_heads(target, tmp_path):
             "config.json",
             "model.safetensors",
             "README.md",
+            "SHA256SUMS",
         }
 
 

@@ -1,5 +1,6 @@
 """Saved drafters come from anywhere: what is wrong with one is said before a tensor is made."""
 
+import hashlib
 import json
 import resource
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from specdraft.models.falcon import load_head
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable, load_table
 from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
+from specdraft.models.saved import write_sums
 from specdraft.recipes.errors import HeadError
 
 KINDS = ["head", "medusa", "table"]
@@ -109,6 +111,51 @@ def test_keys_that_are_missing_or_unknown_are_named(drafter):
     refused(load, "config.json has no vocab_size")
 
 
+def flip(path: Path, bit: int) -> None:
+    """Turn one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_found_by_the_checksums(drafter):
+    _, folder, load = drafter
+    path = folder / "model.safetensors"
+    # The last mantissa bit of the last value: still a number, and nearly the same one.
+    flip(path, 8 * (path.stat().st_size - 4))
+    refused(load, str(folder), "model.safetensors is not what was saved: its sha256 is")
+
+
+def test_a_value_that_was_changed_in_a_config_is_found_by_the_checksums(drafter):
+    kind, folder, load = drafter
+    change_config(folder, **({"fallback": 3} if kind == "table" else {"target": {}}))
+    refused(load, "config.json is not what was saved", "delete SHA256SUMS where you changed it")
+    (folder / "SHA256SUMS").unlink()
+    load()
+
+
+@pytest.mark.parametrize("text", ["what", f"{'0' * 64}  ../other", f"{'0' * 64}  gone"])
+def test_checksums_that_are_none_are_refused(drafter, text):
+    _, folder, load = drafter
+    (folder / "SHA256SUMS").write_text(text)
+    refused(load, "SHA256SUMS: ", "take a copy that is whole")
+
+
+def test_checksums_are_those_that_others_compute(drafter):
+    _, folder, _ = drafter
+    for line in (folder / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+
+
+def test_the_class_itself_loads_as_strictly(drafter):
+    _, folder, load = drafter
+    kind, path = type(load()), folder / "model.safetensors"
+    whole = load_file(path)
+    save_file(dict([*whole.items()][1:]), path)
+    refused(lambda: kind.from_pretrained(folder), "model.safetensors lacks")
+
+
 def test_choices_are_named():
     with pytest.raises(ValueError, match="lm_heads = 'none': must be one of own, shared"):
         MedusaConfig(16, VOCAB, lm_heads="none")
@@ -118,7 +165,7 @@ def test_tensors_are_those_that_the_config_makes(drafter):
     """Missing, under another name, too many, of another shape or kind: whichever it is."""
     _, folder, load = drafter
     path = folder / "model.safetensors"
-    whole = load_file(path)
+    written, whole = path.read_bytes(), load_file(path)
     for name, tensor in whole.items():
         rest = {key: value for key, value in whole.items() if key != name}
         save_file(rest, path)
@@ -132,7 +179,7 @@ def test_tensors_are_those_that_the_config_makes(drafter):
         other = tensor.long() if tensor.is_floating_point() else tensor.float()
         save_file(rest | {name: other}, path)
         refused(load, f"{name} is ", "must be")
-    save_file(whole, path)
+    path.write_bytes(written)
     load()
 
 
@@ -146,4 +193,5 @@ def test_weights_are_numbers(drafter, value):
         damaged = tensor.clone()
         damaged.view(-1)[-1] = value
         save_file(whole | {name: damaged}, path)
+        write_sums(folder)
         refused(load, f"{name} has values that are no finite numbers")

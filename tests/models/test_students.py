@@ -255,3 +255,15 @@ def test_the_folder_is_a_plain_model_that_assists_generation(tmp_path, tied):
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     assisted = target.model.generate(ids, assistant_model=assistant, **options)
     assert torch.equal(assisted, target.model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("section", [{"keep_layers": [0, 1]}, OWN], ids=["pruned", "own"])
+def test_a_flipped_bit_in_a_saved_student_is_found(tmp_path, section):
+    target = speaking_target()
+    student_of(target, **section).save_pretrained(tmp_path)
+    load_student(tmp_path, None, target)
+    weights = bytearray((tmp_path / "model.safetensors").read_bytes())
+    weights[-4] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    with pytest.raises(TargetError, match=r"model.safetensors is not what was saved"):
+        load_student(tmp_path, None, target)

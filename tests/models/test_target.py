@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specdraft.models.embeddings import TargetEmbeddings
@@ -104,3 +107,110 @@ def test_a_config_that_makes_no_model_is_a_line(tiny, tmp_path, load, config):
     with pytest.raises(TargetError, match=str(folder)) as refusal:
         LOADERS[load](folder, tiny)
     assert "\n" not in str(refusal.value)
+
+
+# -- weights and config belong together ------------------------------------------------------------
+
+UP = "model.layers.3.mlp.up_proj.weight"
+
+
+def with_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def with_tensors(folder: Path, change: Callable[[dict], dict]) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def without(name: str) -> Callable[[dict], dict]:
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+def spoilt(name: str, value: float) -> Callable[[dict], dict]:
+    """Tensors with one value that no probe of the logits meets."""
+
+    def spoil(tensors: dict) -> dict:
+        tensors[name] = tensors[name].clone()
+        tensors[name][7, 0] = value
+        return tensors
+
+    return spoil
+
+
+EMBEDDING = "model.embed_tokens.weight"
+MISFITS = {
+    "13 layers": (
+        lambda folder: with_config(folder, num_hidden_layers=13),
+        "model.safetensors lacks model.layers.12.input_layernorm.weight, ",
+    ),
+    "11 layers": (
+        lambda folder: with_config(folder, num_hidden_layers=11),
+        "has model.layers.11.input_layernorm.weight, .*, which config.json leaves out",
+    ),
+    "no layers": (
+        lambda folder: with_config(folder, num_hidden_layers=-1),
+        "has model.layers.0.input_layernorm.weight, .*, which config.json leaves out",
+    ),
+    "a width": (
+        lambda folder: with_config(folder, intermediate_size=300),
+        r"than config.json: model.layers.0.mlp.down_proj.weight \[128, 344\], not \[128, 300\]",
+    ),
+    "a tensor less": (
+        lambda folder: with_tensors(folder, without(UP)),
+        f"model.safetensors lacks {UP}, which config.json asks for",
+    ),
+    "another name": (
+        lambda folder: with_tensors(folder, lambda t: without(UP)(t) | {"up": t[UP]}),
+        f"model.safetensors lacks {UP}, which config.json asks for",
+    ),
+    "a bias that nobody reads": (
+        lambda folder: with_tensors(folder, lambda t: t | {f"{UP[:-6]}bias": t[UP][:, 0].clone()}),
+        f"has {UP[:-6]}bias, which config.json leaves out",
+    ),
+    "no number": (
+        lambda folder: with_tensors(folder, spoilt(EMBEDDING, torch.nan)),
+        f"values that are no finite numbers in {EMBEDDING}",
+    ),
+    "infinite": (
+        lambda folder: with_tensors(folder, spoilt(UP, torch.inf)),
+        f"values that are no finite numbers in {UP}",
+    ),
+}
+
+
+@pytest.mark.parametrize("load", ["target", "student"])
+@pytest.mark.parametrize("name", MISFITS)
+def test_weights_that_do_not_fit_their_config_are_refused(tiny, tmp_path, load, name):
+    folder = shutil.copytree(bundled_target_dir(), tmp_path / "model")
+    change, message = MISFITS[name]
+    change(folder)
+    with pytest.raises(TargetError, match=message) as refusal:
+        LOADERS[load](folder, tiny)
+    assert str(folder) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: with_config(folder, vocab_size=3000), r"is \[2048, 128\], and .* \[3000, "),
+        (lambda folder: with_tensors(folder, spoilt(EMBEDDING, torch.nan)), "no finite numbers"),
+    ],
+    ids=["size", "no number"],
+)
+def test_embeddings_read_by_themselves_are_checked_too(tmp_path, change, message):
+    change(folder := shutil.copytree(bundled_target_dir(), tmp_path / "model"))
+    with pytest.raises(TargetError, match=message):
+        TargetEmbeddings.load(str(folder))
+
+
+def test_a_tied_lm_head_and_what_was_never_a_weight_may_be_there_or_not(tmp_path):
+    ids = torch.arange(9)[None]
+    expected = Target.load("tiny").model(ids).logits
+    for number, more in enumerate((None, "lm_head.weight", "model.rotary_emb.inv_freq")):
+        folder = shutil.copytree(bundled_target_dir(), tmp_path / str(number))
+        if more:
+            with_tensors(folder, lambda t, more=more: t | {more: t[EMBEDDING].clone()})
+        assert torch.equal(Target.load(str(folder)).model(ids).logits, expected)

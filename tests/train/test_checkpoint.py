@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from test_loop import ToyRows, assert_close, log_lines, train
 
 from specdraft.models.falcon import FalconHead
+from specdraft.models.saved import write_sums
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import CacheError, RecipeError
 from specdraft.recipes.interrupt import StopRequest
@@ -218,6 +219,7 @@ def test_plain_training_refuses_the_files_of_deepspeed(tmp_path):
     state = tmp_path / "checkpoints" / "step-1" / "state.json"
     content = json.loads(state.read_text())
     state.write_text(json.dumps(content | {"processes": 2, "engine": "DEEPSPEED"}))
+    write_sums(state.parent)
     with pytest.raises(RecipeError, match=r"written by 2 processes under DEEPSPEED, and 1 process"):
         train(tmp_path, **{"train.steps": 2})
 
@@ -278,8 +280,31 @@ def test_an_unreadable_state_is_named(tmp_path):
     checkpoints = make_checkpoints(tmp_path)
     checkpoints.save(TrainState(step=1))
     (tmp_path / "checkpoints" / "step-1" / "state.json").write_text("{")
-    with pytest.raises(CacheError, match=r"step-1/state.json cannot be read"):
+    with pytest.raises(CacheError, match=r"step-1 is damaged: state.json is not what was saved"):
         checkpoints.resume()
+    (tmp_path / "checkpoints" / "step-1" / "SHA256SUMS").unlink()
+    with pytest.raises(CacheError, match=r"step-1/state.json cannot be read .*; no other is whole"):
+        checkpoints.resume()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
+def test_a_flipped_bit_in_the_newest_checkpoint_sends_the_run_back_to_the_one_before(
+    tmp_path, capsys, file
+):
+    changes = {"train.steps": 12, "train.save_every": 3, "train.eval_every": 1}
+    _, whole = train(tmp_path / "whole", **changes)
+    with pytest.raises(CrashError):
+        train(tmp_path / "cut", evaluate=crash_at(10), **changes)
+    folder = tmp_path / "cut" / "checkpoints"
+    content = bytearray((folder / "step-9" / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "step-9" / file).write_bytes(content)
+    _, cut = train(tmp_path / "cut", **changes)
+    said = capsys.readouterr().err
+    assert f"step-9 is damaged: {file} is not what was saved" in said
+    assert "going on from step-6" in said
+    assert_equal(whole, cut)
+    assert {path.name for path in folder.iterdir()} == {".damaged-step-9", "step-9", "step-12"}
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 `checkpoints/step-N/` is written under a temporary name by every rank, fsynced and renamed; only a
 renamed folder counts. It holds what accelerate saves (weights, optimiser, random states of every
-rank; the engine's own files under DeepSpeed) and `state.json`. The learning rate, the glancing
-ratio and the order of the data are pure functions of the step, so the step is their state. Files
-of plain processes are whole and serve any number of them; an engine's serve its like only.
+rank; the engine's own files under DeepSpeed), `state.json`, and checksums of all that. The learning
+rate, the glancing ratio and the order of the data are pure functions of the step, so the step is
+their state. Files of plain processes are whole and serve any number of them; an engine's serve its
+like only.
 """
 
 import json
@@ -19,8 +20,11 @@ from torch import Tensor, nn
 
 from specdraft.data import atomic
 from specdraft.data.ranks import Ranks
+from specdraft.models.hub import SUMS
+from specdraft.models.saved import check_sums, write_sums
 from specdraft.recipes.compare import differences
-from specdraft.recipes.errors import CacheError, RecipeError
+from specdraft.recipes.errors import CacheError, HeadError, RecipeError, in_a_line
+from specdraft.recipes.terminal import say
 
 # What may change between a checkpoint and its continuation: nothing here alters a single step.
 # train.steps and train.epochs may, too: they move the end of the schedules, which is how a run is
@@ -125,6 +129,7 @@ class Checkpoints:
         if self.ranks.is_first:
             content = {"state": asdict(state), "recipe": self.recipe, "rows": self.rows}
             (writing / STATE).write_text(json.dumps(content | asdict(self.launch), indent=1))
+            write_sums(writing)
             atomic.sync_tree(writing)
 
     def _shortfall(self, final: Path) -> str:
@@ -136,16 +141,21 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""
-        found = [p for p in self.folder.glob("step-*") if (p / STATE).is_file()]
-        return max(found, key=_step_of, default=None)
+        return max(self._complete_ones(), key=_step_of, default=None)
+
+    def _complete_ones(self) -> list[Path]:
+        return [path for path in self.folder.glob("step-*") if (path / STATE).is_file()]
 
     def resume(self) -> TrainState | None:
-        """Load the newest checkpoint into the prepared objects; None when there is none.
+        """Load the newest checkpoint that is whole into the prepared objects; None when there is
+        none at all.
 
         Raises RecipeError when it was made by a recipe that would have run differently, or by
-        processes whose files these cannot read.
+        processes whose files these cannot read, and CacheError when all are damaged.
         """
-        newest = self.newest()
+        newest = self.ranks.share(self._newest_whole() if self.ranks.is_first else None)
+        if isinstance(newest, str):
+            raise CacheError(newest)
         if newest is None:
             return None
         content = read_state(newest)
@@ -157,6 +167,29 @@ class Checkpoints:
         # perhaps, and a rank that was not there has not counted at all.
         self.accelerator.step = 0
         return TrainState(**content["state"])
+
+    def _newest_whole(self) -> Path | str | None:
+        """The newest checkpoint that is whole; those above it are set aside, and that is said.
+
+        What is wrong, where there are some and none is whole.
+        """
+        problem, damaged = None, []
+        for checkpoint in sorted(self._complete_ones(), key=_step_of, reverse=True):
+            try:
+                check_sums(checkpoint)
+                read_state(checkpoint)
+            except (HeadError, CacheError) as error:
+                problem = f"{checkpoint} is damaged: {error}"
+                damaged.append(checkpoint)
+            else:
+                break
+        else:
+            return problem and f"{problem}; no other is whole, delete {self.folder} to start over"
+        for folder in damaged:
+            folder.rename(folder.with_name(f".damaged-{folder.name}"))
+        if problem:
+            say(f"{problem}; going on from {checkpoint.name}")
+        return checkpoint
 
     def _check(self, checkpoint: Path, content: dict) -> None:
         differing = differences(content["recipe"], self.recipe, FREE)
@@ -192,9 +225,9 @@ def read_state(checkpoint: Path) -> dict:
     """Read a checkpoint's state.json; raises CacheError when it cannot be read."""
     try:
         return json.loads((checkpoint / STATE).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CacheError(
-            f"{checkpoint / STATE} cannot be read ({error}); delete {checkpoint}"
+            f"{checkpoint / STATE} cannot be read ({in_a_line(error)}); delete {checkpoint}"
         ) from error
 
 
@@ -202,7 +235,8 @@ def save_drafter(drafter, folder: Path) -> None:
     """Save a drafter so that `folder` holds the old one or the new one, never a mixture.
 
     A drafter's config never changes within a run, so replacing its files one by one, the weights
-    last, is as good as replacing the folder, which no file system does in one step.
+    last, is as good as replacing the folder, which no file system does in one step. Their checksums
+    go first and come last.
     Raises: CacheError when the disk is full.
     """
     writing = folder.with_name(f".writing-{folder.name}")
@@ -211,10 +245,15 @@ def save_drafter(drafter, folder: Path) -> None:
         drafter.save_pretrained(writing)
         atomic.sync_tree(writing)
     folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(writing.iterdir(), key=lambda p: p.suffix == ".safetensors"):
+    (folder / SUMS).unlink(missing_ok=True)
+    for file in sorted(writing.iterdir(), key=_weights_last):
         file.replace(folder / file.name)
     atomic.sync(folder)
     writing.rmdir()
+
+
+def _weights_last(file: Path) -> tuple[bool, bool]:
+    return file.name == SUMS, file.suffix == ".safetensors"
 
 
 def _step_of(checkpoint: Path) -> int:
