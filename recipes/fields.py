@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from specdraft.recipes.credentials import PLACES, holds_credentials, redacted
 from specdraft.recipes.errors import RecipeError
 
 LARGEST_TREE = 4096  # nodes of a draft, which a target reads at once
@@ -60,7 +61,7 @@ class InvalidRecipeError(RecipeError):
     """All that is wrong with a recipe, at once; `problems` has one line for each."""
 
     def __init__(self, problems: Iterable[str], source: str = "recipe") -> None:
-        self.problems = tuple(shortened(problem, LONGEST_LINE) for problem in problems)
+        self.problems = tuple(shortened(redacted(line), LONGEST_LINE) for line in problems)
         if len(self.problems) == 1:
             super().__init__(f"{source}: {self.problems[0]}")
             return
@@ -160,8 +161,8 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it: a long one is cut."""
-    return shortened(repr(plain(value)), LONGEST_VALUE)
+    """Return a value as a message shows it: a long one is cut, and a credential left out."""
+    return shortened(redacted(repr(plain(value))), LONGEST_VALUE)
 
 
 def shortened(text: str, most: int) -> str:
@@ -233,9 +234,11 @@ def _entry(place: Any, item: Any, part: Any, annotation: Any) -> Any:
 
 
 def _printable(text: str) -> str:
-    """Refuse what no file name and no UTF-8 holds: a NUL, half of a surrogate pair."""
+    """Refuse what no file name and no UTF-8 holds: a NUL, half of a surrogate pair; and secrets."""
     if re.search("[\0\ud800-\udfff]", text):
         raise MismatchError("must be text without NUL and without lone surrogates")
+    if holds_credentials(text):
+        raise MismatchError(f"must hold no credentials; these are read elsewhere: {PLACES}")
     return text
 
 

@@ -16,7 +16,12 @@ ROOT = Path(__file__).parents[1]
 # before it, never to a room beside. A floor names rooms, or modules that lie at the folder's top;
 # "." are all other modules there. Entries are the roof: they may import any floor.
 FLOORS = {
-    "recipes": ["interrupt terminal", "errors fields static_trees yaml_file", "sections", "."],
+    "recipes": [
+        "interrupt credentials terminal",
+        "errors fields static_trees yaml_file",
+        "sections",
+        ".",
+    ],
     "models": ["sar", "."],
     "data": ["world .", "store"],
     "eval": ["engine", "drafters", "measure", "generation papers checkup costing", "."],
@@ -121,6 +126,19 @@ def test_every_floor_of_the_table_is_there():
         for name in " ".join(floors).split():
             there = (ROOT / folder / name).is_dir() or (ROOT / folder / f"{name}.py").is_file()
             assert there, f"{folder}/{name}"
+
+
+def test_all_that_is_printed_goes_through_one_place():
+    # Foreign text is shown there, never obeyed.
+    printing = re.compile(r"noqa: T201|\bConsole\(|\bstd(out|err)\.write\(")
+    offenders = (
+        f"{short(path)}:{number}"
+        for path in MODULES
+        if short(path) != "recipes/terminal.py"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if printing.search(line)
+    )
+    none(offenders, "a line is printed by tell, say or a Screen of recipes/terminal.py")
 
 
 def test_there_is_no_import_circle():

@@ -95,5 +95,5 @@ class DataSection(Section):
         elif self.drafter != "plain":
             what = "a server drafts as it was started; set one of the two to null or plain"
             yield self.complaint(("drafter", "server"), what)
-        elif not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.server):
+        elif not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", self.server):
             yield self.complaint("server", "must be a URL, e.g. http://127.0.0.1:8000/v1")

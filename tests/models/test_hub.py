@@ -1,8 +1,10 @@
 """Pushing to the Hub and loading from it, with the real client, against a stand-in on loopback."""
 
+import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +19,8 @@ from specdraft.eval.drafters.trained import CARDS
 from specdraft.models.card import PICTURE, head_facts
 from specdraft.models.curve import curve
 from specdraft.models.hub import fetch, is_hub_id
-from specdraft.models.publish import contents
-from specdraft.recipes.errors import HubError
+from specdraft.models.publish import contents, portable
+from specdraft.recipes.errors import HeadError, HubError
 from specdraft.recipes.load import from_dict, load_recipe
 
 # Three small runs are made once for all tests: keep them in one worker.
@@ -103,8 +105,10 @@ def test_a_run_with_a_repository_ends_there_in_one_commit(hub, runs, kind):
     assert hub.private[f"you/{kind}"]
     assert set(before) == {".gitattributes"}
     folder = runs / kind / kind
-    for name in ("config.json", "model.safetensors"):
-        assert after[name] == (folder / name).read_bytes()
+    assert after["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    for line in after["SHA256SUMS"].decode().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256(after[name]).hexdigest() == digest
     assert ("tokenizer.json" in after) == (kind == "student")
     trained = kind != "table" and importlib.util.find_spec("matplotlib") is not None
     assert (PICTURE in after) == trained
@@ -137,6 +141,135 @@ def test_a_card_says_what_a_head_reads_and_drafts_among():
     assert head_facts(config | more).endswith(
         "; reads layers 2, 16 of the target, too; drafts among 8,000 of 32,000 tokens"
     )
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_nothing_that_is_pushed_names_a_place_of_this_machine(hub, runs, kind):
+    for name, content in hub.commits[f"you/{kind}"]["main"][-1].items():
+        assert str(runs).encode() not in content, name
+        assert str(ROOT).encode() not in content, name
+
+
+@pytest.fixture
+def head_run(runs, tmp_path):
+    """A copy of the head's run, to add to; and what of it a push would publish."""
+    run = shutil.copytree(runs / "head", tmp_path / "run")
+
+    def pushed(*overrides: str) -> dict[str, Path | bytes]:
+        names = ["hub.repo_id=you/t", f"output.dir={run}", *overrides]
+        return contents(load_recipe(run / "recipe.yaml", names), CARDS["head"])
+
+    return run, pushed
+
+
+def test_only_the_files_of_a_drafter_are_pushed(head_run):
+    run, pushed = head_run
+    before = set(pushed())
+    for stray in (".env", "notes.txt", "train.log", "model.safetensors.bak", "optimizer.bin"):
+        (run / "head" / stray).write_text("HF_TOKEN=..")
+    (run / "head" / "data").mkdir()
+    (run / "head" / "vocab.json").mkdir()
+    assert set(pushed()) == before
+    assert before == {
+        "README.md", "SHA256SUMS", "config.json", "model.safetensors", "recipe.yaml",
+        *({PICTURE} & before),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["head/config.json", "head/model.safetensors", "head/tokenizer.json", "head"]
+)
+def test_no_link_is_followed(head_run, tmp_path, name):
+    run, pushed = head_run
+    link, secret = run / name, tmp_path / "secret"
+    if link.exists():
+        link.rename(secret)
+    else:
+        secret.write_text("{}")
+    link.symlink_to(secret)
+    with pytest.raises(HeadError, match="is a link, and a push follows none"):
+        pushed()
+
+
+def test_a_damaged_drafter_is_not_pushed(head_run):
+    run, pushed = head_run
+    weights = bytearray((run / "head" / "model.safetensors").read_bytes())
+    weights[-4] ^= 1
+    (run / "head" / "model.safetensors").write_bytes(weights)
+    with pytest.raises(HeadError, match=r"model.safetensors is not what was saved"):
+        pushed()
+
+
+def test_paths_of_target_and_data_become_names(head_run, tmp_path):
+    """Wherever they stand: in the recipe, the head's config, the report, the card."""
+    run, pushed = head_run
+    model, chats = tmp_path / "private" / "my-model", tmp_path / "private" / "chats.jsonl"
+    path = run / "head" / "config.json"
+    config = json.loads(path.read_text())
+    config["target"]["name"] = str(model)
+    path.write_text(json.dumps(config))
+    (run / "head" / "SHA256SUMS").unlink()
+    report = json.loads((run / "report.json").read_text())
+    for one in report["runs"]:
+        one["prompt_set"] = f"mt_bench:{chats}"
+    (run / "report.json").write_text(json.dumps(report))
+    files = pushed(
+        f"target.model={model}", f"data.sources=[{chats}, owner/name, 'hf://datasets/a/b/c.json']",
+        f"eval.prompts=mt_bench:{chats}", f"data.drafter_run={tmp_path}", "data.answers=target",
+        "data.drafter=falcon_tree", f"target.chat_template={tmp_path / 'my.jinja'}",
+    )  # fmt: skip
+    for name, content in files.items():
+        assert str(tmp_path).encode() not in (content if isinstance(content, bytes) else b""), name
+    recipe = yaml.safe_load(files["recipe.yaml"])
+    assert recipe["target"]["model"] == "my-model"
+    assert recipe["data"]["sources"] == ["chats.jsonl", "owner/name", "hf://datasets/a/b/c.json"]
+    assert recipe["eval"]["prompts"] == "mt_bench:chats.jsonl"
+    assert json.loads(files["config.json"])["target"]["name"] == "my-model"
+    card = files["README.md"].decode()
+    assert "drafts for **my-model**" in card
+    assert "datasets:\n- owner/name\n" in card
+    from_dict(recipe)
+
+
+def test_the_server_that_answered_is_nobodys_business(head_run):
+    _, pushed = head_run
+    files = pushed("data.answers=target", "data.server=http://10.0.0.7:8000/v1")
+    assert b"10.0.0.7" not in files["recipe.yaml"] + files["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/srv/huggingface/hub/models--you--big/snapshots/0123abc", "you/big"),
+        ("~/models/big/", "big"),
+        ("../chats.json", "chats.json"),
+        ("data/chats.jsonl", "chats.jsonl"),
+        ("C:\\Users\\me\\chats.json", "chats.json"),
+        ("you/big", "you/big"),
+        ("you/chats:train", "you/chats:train"),
+        ("hf://datasets/you/chats/a.json", "hf://datasets/you/chats/a.json"),
+        ("a sentence / with a slash", "a sentence / with a slash"),
+    ],
+)
+def test_a_path_is_told_from_a_name_of_the_hub(path, name):
+    assert portable({"key": [path]}) == {"key": [name]}
+
+
+def test_what_would_be_pushed_is_shown_before_it_is(hub, runs, push):
+    (runs / "head" / "head" / "notes.txt").write_text("mine")
+    try:
+        dry, calls = push("head", "you/shown", "--dry-run"), len(hub.calls)
+        assert dry.returncode == 0, dry.stderr
+        assert "to you/shown (private):\n" in dry.stdout
+        assert "model.safetensors" in dry.stdout
+        assert "left here, for no drafter has them: notes.txt" in dry.stdout
+        assert len(hub.calls) == calls
+        assert "you/shown" not in hub.commits
+        done = push("head", "you/shown")
+        assert dry.stdout.strip() in done.stderr
+        assert "notes.txt" not in hub.commits["you/shown"]["main"][-1]
+    finally:
+        (runs / "head" / "head" / "notes.txt").unlink()
 
 
 def test_the_pushed_recipe_is_the_one_that_ran_without_the_places_of_this_machine(hub, runs):
@@ -303,9 +436,9 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
 
 def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):
     tree = tmp_path / "mine.yaml"
-    tree.write_text("paths: [[0], [1], [0, 0]]\n")
+    tree.write_text("name: of my own\npaths: [[0], [1], [0, 0]]\n")
     recipe = load_recipe(runs / "head" / "recipe.yaml", [f"eval.tree={tree}", "hub.repo_id=you/t"])
     files = contents(recipe, CARDS["head"])
-    assert files["tree.yaml"] == tree
+    assert yaml.safe_load(files["tree.yaml"]) == {"paths": [[0], [1], [0, 0]]}
     assert 'falcon("you/t", tree="tree.yaml")' in files["README.md"].decode()
     assert str(tmp_path) not in files["README.md"].decode() + files["recipe.yaml"].decode()

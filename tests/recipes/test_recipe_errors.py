@@ -331,3 +331,54 @@ def test_a_recipe_that_is_no_text_is_refused(tmp_path: Path):
     path = tmp_path / "bytes.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     assert complaint(recipe=path) == "cannot be read (not UTF-8 text)"
+
+
+# Credentials
+
+PASSWORD = "hunter2pass"
+TOKEN = "hf_" + "aB3" * 12
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"data.server=http://me:{PASSWORD}@10.0.0.1:8000/v1",
+        f"data.server=http://{PASSWORD}@10.0.0.1:8000/v1",
+        f"data.server=http://10.0.0.1:8000/v1?api_key={PASSWORD}",
+        f"data.server=http://10.0.0.1:8000/v1?key={PASSWORD}&x=1",
+        f"data.sources=[https://me:{PASSWORD}@there/chats.jsonl]",
+        f"target.model=https://me:{PASSWORD}@huggingface.co/you/model",
+        f"data.sources=['hf://datasets/you/chats/{TOKEN}.jsonl']",
+        f"data.server_model={TOKEN}",
+        f"data.server_model=sk-proj-{PASSWORD}{PASSWORD}{PASSWORD}",
+    ],
+)
+def test_credentials_are_refused_and_not_repeated(override):
+    message = complaint("data.answers=target", override)
+    assert PASSWORD not in message
+    assert TOKEN not in message
+    assert "must hold no credentials" in message
+    assert "OPENAI_API_KEY" in message
+    assert "HF_TOKEN" in message
+
+
+def test_a_message_about_something_else_shows_no_credentials_either():
+    for override in (
+        f"data.sever=http://me:{PASSWORD}@there/v1",
+        f"nonsense http://me:{PASSWORD}@there/v1",
+        f"train.steps=http://me:{PASSWORD}@there/v1",
+    ):
+        assert PASSWORD not in complaint(override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "target.model=you/sk-learn-based-chat-model-of-a-long-name",
+        "target.model=/models/hf_mirror/llama",
+        "data.sources=['hf://datasets/you/chats@main/rows.jsonl']",
+        "target.model=/runs/step=3/key=value",
+    ],
+)
+def test_names_that_only_look_a_little_like_credentials_are_none(override):
+    load_recipe(RECIPES / "tiny.yaml", [override], check=problems)
