@@ -4,10 +4,11 @@ Every assistant turn is replaced by what the target says, given the turns before
 has said them. The turns are made level by level: all first answers in one batch, then all second
 answers, and so on. A text is continued from its first `data.prompt_tokens` tokens.
 
-Each finished answer is appended to `answers-<rank>.jsonl` at once, so a run that is cut off goes on
-where it stopped. What makes the answers is handed in (`generate`): our decoder, which this floor
-does not know, or a server (data/server.py). A row one of whose answers failed is rejected with the
-reason. More than 10% of such rows are an error, and are asked for again by the next run.
+Each finished answer is appended to `answers-<rank>.jsonl`, which nobody else may read, at once: a
+run that is cut off goes on where it stopped. A line there that is no answer is asked for again.
+What makes the answers is handed in (`generate`): our decoder, which this floor does not know, or a
+server (data/server.py). A row one of whose answers failed is rejected with the reason. More than
+10% of such rows are an error, and are asked for again by the next run.
 """
 
 import dataclasses
@@ -81,6 +82,8 @@ class Rewriter:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         own = self.folder / f"answers-{ranks.rank}.jsonl"
+        own.touch(mode=0o600)
+        own.chmod(0o600)  # one of an earlier version was everybody's
         cut_torn_line(own)
         self._load()
         mine = range(ranks.rank, len(self.conversations), ranks.world)
@@ -209,9 +212,22 @@ class Rewriter:
         """Read the answers that are on disk, of every rank, of this run and of those before it."""
         for path in sorted(self.folder.glob("answers-*.jsonl")):
             for line in path.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):  # else it is torn, or just being written by its rank
-                    row = json.loads(line)
-                    self._keep(tuple(row.pop("slot")), Answer(**row))
+                # Without an end it is torn, or just being written by its rank.
+                if line.endswith(b"\n") and (kept := _kept(line)):
+                    self._keep(*kept)
+
+
+def _kept(line: bytes) -> tuple[Slot, Answer] | None:
+    """The answer in a line of answers-*.jsonl; None where there is none, or what is no token."""
+    try:
+        row = json.loads(line)
+        slot, answer = tuple(row.pop("slot")), Answer(**row)
+        whole = [*slot, *answer.tokens]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None
+    numbers = len(slot) == 3 and all(type(n) is int and n >= 0 for n in whole)
+    told = isinstance(answer.ended, bool) and isinstance(answer.failure, str | None)
+    return (slot, answer) if numbers and told else None
 
 
 def _seed(*parts: int) -> int:

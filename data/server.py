@@ -15,6 +15,9 @@ What a model's generation_config.json would do to its distribution (top_k, a rep
 turned off. Whether the same seed gives the same answer again is the server's affair. `transformers
 serve --continuous-batching` decodes all requests like the first, greedily: do without that flag
 where `data.samples` is above 1.
+
+What comes back is foreign: an answer is whole within `data.timeout` seconds and a size that fits
+its tokens, is checked before anything of it is kept, and the key is in nothing that is.
 """
 
 import asyncio
@@ -28,11 +31,13 @@ import httpx2
 
 from specdraft.data.regenerate import Answer, Ask
 from specdraft.models.target import Target
+from specdraft.recipes.credentials import KEY, redacted
 from specdraft.recipes.errors import DataError, in_a_line
+from specdraft.recipes.fields import shown
 from specdraft.recipes.schema import Recipe
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds before an ask is sent again; doubled every time
-KEY = "OPENAI_API_KEY"  # environment variable; no recipe holds a secret
+LARGEST, LARGEST_TOKEN = 2**20, 2**10  # bytes of a response: at all, and per token of an answer
 
 
 class UnansweredError(ValueError):
@@ -87,8 +92,10 @@ class Server:
         key = os.environ.get(KEY)
         return httpx2.AsyncClient(
             base_url=self.data.server,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx2.Timeout(self.data.timeout, connect=10),
+            # As it is: a small body cannot become a large one.
+            headers={"Accept-Encoding": "identity"}
+            | ({"Authorization": f"Bearer {key}"} if key else {}),
+            timeout=httpx2.Timeout(None, connect=10),  # of a whole answer: `_exchange`
             limits=httpx2.Limits(),  # none: batch_rows is the limit
         )
 
@@ -111,8 +118,9 @@ class Server:
     async def _check_there(self, client: httpx2.AsyncClient) -> None:
         """Raise DataError when nobody listens; any response will do."""
         try:
-            await client.get("models")
-        except httpx2.TransportError as error:
+            async with asyncio.timeout(self.data.timeout), client.stream("GET", "models"):
+                return
+        except (httpx2.TransportError, TimeoutError) as error:
             reason = in_a_line(error, kind=True)
             raise DataError(
                 f"data.server = {self.data.server}: no server answers ({reason}); start "
@@ -126,24 +134,40 @@ class Server:
         except UnansweredError as error:
             return index, Answer([], ended=False, failure=str(error))
 
-    async def _post(self, client: httpx2.AsyncClient, ask: Ask) -> httpx2.Response:
-        """Send an ask until it is answered or refused. Raises UnansweredError."""
+    async def _post(self, client: httpx2.AsyncClient, ask: Ask) -> str:
+        """Send an ask until it is answered or refused; return a text. Raises UnansweredError."""
         body, wait = self._request(ask), FIRST_WAIT
         for retries_left in reversed(range(self.data.retries + 1)):
             try:
-                response = await client.post("completions", json=body)
+                status, text = await self._exchange(client, body)
             except httpx2.TransportError as error:
                 reason = in_a_line(error, kind=True)
+            except TimeoutError:
+                reason = f"no whole response within data.timeout = {self.data.timeout:g} seconds"
             else:
-                if response.is_success:
-                    return response
-                reason = f"status {response.status_code}: {_brief(response)}"
-                if response.is_client_error and response.status_code != 429:
+                if 200 <= status < 300:
+                    return text
+                reason = f"status {status}: {_brief(text)}"
+                if 400 <= status < 500 and status != 429:
                     raise UnansweredError(reason)
             if retries_left:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
         raise UnansweredError(f"{reason}, after {self.data.retries} retries")
+
+    async def _exchange(self, client: httpx2.AsyncClient, body: dict) -> tuple[int, str]:
+        """Send a body; return status and text of the response. Raises TimeoutError for one that is
+        not whole in time, UnansweredError for one without an end."""
+        content, most = bytearray(), LARGEST + LARGEST_TOKEN * body["max_tokens"]
+        async with (
+            asyncio.timeout(self.data.timeout),
+            client.stream("POST", "completions", json=body) as response,
+        ):
+            async for part in response.aiter_raw():
+                content += part
+                if len(content) > most:
+                    raise UnansweredError(f"the response has more than {most} bytes")
+        return response.status_code, content.decode(errors="replace")
 
     def _request(self, ask: Ask) -> dict[str, Any]:
         body = {
@@ -170,23 +194,36 @@ class Server:
                 return text
         raise UnansweredError("the server takes text only, and as text this prompt has other ids")
 
-    def _read(self, response: httpx2.Response, ask: Ask) -> Answer:
+    def _read(self, text: str, ask: Ask) -> Answer:
         """Return the answer that a response holds. Raises UnansweredError."""
+        key = os.environ.get(KEY)
+        if key and key in text:
+            raise UnansweredError(f"the response repeats the key of {KEY}")
         try:
-            reply = response.json()
+            reply = json.loads(text)
             choice, read = reply["choices"][0], reply["usage"]["prompt_tokens"]
             reason, ids = choice["finish_reason"], choice.get("token_ids")
-            if ids is None:
+            if counted := ids is not None:
+                _check_ids(ids)
+            else:
                 ids = self.tokenizer.encode(choice["text"], add_special_tokens=False)
-        except (ValueError, LookupError, TypeError) as error:
-            raise UnansweredError(f"the response is no completion: {_brief(response)}") from error
+        # A wrong type somewhere, or brackets without an end.
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise UnansweredError(f"the response is no completion: {_brief(text)}") from error
         if read != len(ask.prompt_ids):
             raise UnansweredError(
-                f"the server read {read} prompt tokens, the target's tokenizer made "
+                f"the server read {shown(read)} prompt tokens, the target's tokenizer made "
                 f"{len(ask.prompt_ids)}: it serves another model or tokenizer"
             )
         if reason not in ("stop", "length"):
-            raise UnansweredError(f"the server gave up: finish_reason {reason!r}")
+            raise UnansweredError(f"the server gave up: finish_reason {_brief(shown(reason))}")
+        if len(ids) > ask.max_new_tokens:
+            if counted:
+                raise UnansweredError(
+                    f"the answer has {len(ids)} tokens, and {ask.max_new_tokens} were asked for"
+                )
+            # Encoded again, a text may have more than the server made.
+            ids, reason = ids[: ask.max_new_tokens], "length"
         eos = self.tokenizer.eos_token_id
         if reason == "stop" and eos is not None and not self._ends(ids):
             ids = [*ids, eos]
@@ -194,8 +231,8 @@ class Server:
             raise UnansweredError("the answer is empty")
         if not 0 <= min(ids) <= max(ids) < self.target.vocab_size:
             raise UnansweredError(
-                f"the answer has token {max(ids)}, the target {self.target.vocab_size} tokens: "
-                "the server serves another model"
+                f"the answer has token {shown(max(ids))}, the target {self.target.vocab_size} "
+                "tokens: the server serves another model"
             )
         return Answer(ids, ended=reason == "stop" or self._ends(ids))
 
@@ -203,5 +240,11 @@ class Server:
         return bool(ids) and ids[-1] in self.target.eos_ids
 
 
-def _brief(response: httpx2.Response) -> str:
-    return " ".join(response.text.split())[:300]
+def _check_ids(ids: Any) -> None:
+    """Raise TypeError for what is no list of whole numbers."""
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise TypeError(f"token_ids = {shown(ids)}")
+
+
+def _brief(text: str) -> str:
+    return " ".join(redacted(text, os.environ.get(KEY)).split())[:300]

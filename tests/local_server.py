@@ -10,12 +10,13 @@ It answers a prompt of n tokens with "I heard n tokens." and an end of turn, or 
 
 import json
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from transformers import PreTrainedTokenizerBase
 
-DROP, HANG = "drop", "hang"
+DROP, HANG, DRIP, FLOOD = "drop", "hang", "drip", "flood"  # bytes one by one, or without an end
+ECHO = "echo"  # of what was sent, key included
 # Of a request to `transformers serve`, which refuses any other.
 KNOWN = {"model", "prompt", "max_tokens", "temperature", "top_p", "seed", "generation_config"}
 
@@ -28,6 +29,7 @@ class LocalServer(AbstractContextManager):
         self.asks: list[dict] = []
         self.trouble: dict[str, list[str | int]] = {}
         self.odd: dict[str, dict] = {}  # what is odd about the choice for prompts with these words
+        self.raw: dict[str, bytes] = {}  # sent for prompts with these words, in place of an answer
         self.misread = 0  # prompt tokens read beyond those that were sent
         self.dies_after: int | None = None  # answers
         self.answered = self.at_once = self.most = 0
@@ -105,9 +107,23 @@ class Handler(BaseHTTPRequestHandler):
                 local.done.wait()
             self.close_connection = True
             return self.connection.close()
+        if trouble in (DRIP, FLOOD):
+            return self.babble(b" " if trouble == DRIP else b" " * 2**16, 0.05 * (trouble == DRIP))
+        if trouble == ECHO:
+            return self.answer({"error": f"no access for {self.headers['Authorization']}"}, 403)
         if trouble is not None:
             return self.answer({"error": "told to fail"}, int(trouble))
         self.complete(prompt, ask)
+
+    def babble(self, part: bytes, pause: float) -> None:
+        """Send the same again and again, for as long as anybody listens."""
+        self.send_response(200)
+        self.send_header("Content-Length", str(2**40))
+        self.end_headers()
+        self.close_connection = True
+        with suppress(OSError):
+            while not self.local.done.wait(pause):
+                self.wfile.write(part)
 
     def complete(self, prompt: list[int], ask: dict) -> None:
         local = self.local
@@ -119,11 +135,16 @@ class Handler(BaseHTTPRequestHandler):
         with local.lock:
             local.at_once -= 1
             local.answered += not ask["greeting"]
+        for words, body in local.raw.items():
+            if words in ask["text"]:
+                return self.send_body(body)
         usage = {"prompt_tokens": len(prompt) + local.misread}
         self.answer({"choices": [local.choice(prompt, ask)], "usage": usage})
 
     def answer(self, content: dict, status: int = 200) -> None:
-        body = json.dumps(content).encode()
+        self.send_body(json.dumps(content).encode(), status)
+
+    def send_body(self, body: bytes, status: int = 200) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

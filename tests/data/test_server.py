@@ -14,7 +14,7 @@ import httpx2
 import pytest
 import small_tokenizer as st
 from commands import ROOT, run_here, start
-from local_server import DROP, HANG, LocalServer
+from local_server import DRIP, DROP, ECHO, FLOOD, HANG, LocalServer
 from test_tokens import chats, recipe, write
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -168,13 +168,16 @@ def test_what_passes_is_asked_again(server, target, tmp_path, whole, trouble):
         ([400], "status 400"),
         ([500] * 3, 'status 500: {"error": "told to fail"}, after 2 retries'),
         ([DROP] * 3, "RemoteProtocolError"),
-        ([HANG] * 3, "ReadTimeout, after 2 retries"),
+        ([HANG] * 3, "no whole response within data.timeout = 1 seconds, after 2 retries"),
+        ([DRIP] * 3, "no whole response within data.timeout = 1 seconds, after 2 retries"),
+        ([FLOOD], f"the response has more than {2**20 + 60 * 2**10} bytes"),
     ],
     ids=str,
 )
 def test_what_does_not_pass_costs_its_row_alone(server, target, tmp_path, whole, trouble, reason):
     server.trouble["number 3"] = list(trouble)
-    cache = build(rewriting(tmp_path, server, timeout=1.0 if HANG in trouble else 600.0), target)
+    slow = HANG in trouble or DRIP in trouble
+    cache = build(rewriting(tmp_path, server, timeout=1.0 if slow else 600.0), target)
     assert contents(cache) == whole[:3] + whole[4:]
     (reject,) = rejects(cache)
     assert (reject["file"], reject["line"]) == (str(tmp_path / "a.jsonl"), 4)
@@ -206,13 +209,41 @@ def test_many_failures_are_an_error_and_are_asked_about_again(server, target, tm
         ({"finish_reason": "abort"}, "finish_reason 'abort'"),
         ({"text": "", "token_ids": [], "finish_reason": "length"}, "the answer is empty"),
         ({"text": None, "token_ids": None}, "is no completion"),
+        ({"text": 5, "token_ids": None}, "is no completion"),
+        ({"text": "\ud800", "token_ids": None}, "is no completion"),
+        ({"token_ids": ["7", "8"]}, "is no completion"),
+        ({"token_ids": [7.0, 8.0]}, "is no completion"),
+        ({"token_ids": [True, 3]}, "is no completion"),
+        ({"token_ids": [7, None]}, "is no completion"),
+        ({"token_ids": {"7": 8}}, "is no completion"),
+        ({"token_ids": "78"}, "is no completion"),
+        ({"finish_reason": ["stop"]}, "finish_reason ['stop']"),
+        ({"finish_reason": "x" * 10**5}, "more characters"),
+        ({"token_ids": [7] * 61}, "the answer has 61 tokens, and 60 were asked for"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_answers_that_are_none_cost_their_row(either, target, tmp_path, odd, reason):
     either.odd["number 3"] = odd
     (reject,) = rejects(build(rewriting(tmp_path, either), target))
     assert reject["line"] == 4
     assert reason in reject["reason"]
+
+
+def test_a_text_that_has_more_tokens_than_were_asked_for_is_cut(target, tmp_path):
+    with LocalServer(target.tokenizer, takes_ids=False) as server:
+        server.odd["number 3"] = {"text": "I heard " * 100, "finish_reason": "stop"}
+        cache = build(rewriting(tmp_path, server), target)
+    ids, mask = contents(cache)[3]
+    assert sum(mask) == 60
+    assert ids[-1] not in target.eos_ids
+    assert sum("number 3" in prompt for prompt in server.prompts()) == 1  # no turn behind it
+
+
+def test_a_response_that_is_deeply_nested_costs_its_row_alone(server, target, tmp_path):
+    server.raw["number 3"] = b"[" * 10**5
+    (reject,) = rejects(build(rewriting(tmp_path, server), target))
+    assert "is no completion" in reject["reason"]
 
 
 def test_a_server_that_dies_ends_the_run_at_once_and_loses_nothing(server, target, tmp_path):
@@ -325,6 +356,40 @@ def test_the_key_comes_from_the_environment(target, tmp_path, monkeypatch):
             build(settings, target)
         monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
         assert len(build(settings, target)) == CHATS
+
+
+def test_a_key_that_is_echoed_is_neither_stored_nor_shown(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "my-own-secret")
+    with LocalServer(target.tokenizer, key="my-own-secret") as server:
+        server.trouble["number 3"] = [ECHO]
+        server.odd["number 4"] = {"text": "it is my-own-secret", "token_ids": None}
+        server.odd["number 5"] = {"finish_reason": "my-own-secret"}
+        with pytest.raises(DataError) as refusal:
+            build(rewriting(tmp_path, server), target)
+    assert "my-own-secret" not in str(refusal.value)
+    (answers,) = (tmp_path / "cache").glob("tokens-*.partial/answers-0.jsonl")
+    assert "no access for Bearer ***" in answers.read_text()
+    assert "my-own-secret" not in answers.read_text()
+
+
+def test_answers_are_for_nobody_else_to_read_and_what_is_none_is_asked_for_again(
+    server, target, tmp_path, whole
+):
+    server.dies_after = 7
+    with pytest.raises(DataError):
+        build(rewriting(tmp_path, server), target)
+    (answers,) = (tmp_path / "cache").glob("tokens-*.partial/answers-0.jsonl")
+    assert answers.stat().st_mode & 0o777 == 0o600
+    row = json.loads(answers.read_text().splitlines()[0])
+    poison = [
+        {**row, "tokens": ["7"]}, {**row, "tokens": [7.5]}, {**row, "tokens": None},
+        {**row, "slot": [0]}, {**row, "ended": "yes"}, {**row, "more": 1}, [], 7, None,
+    ]  # fmt: skip
+    answers.chmod(0o644)
+    answers.write_text("".join(f"{json.dumps(one)}\n" for one in poison) + "no JSON\n")
+    with LocalServer(target.tokenizer) as other:
+        assert contents(build(rewriting(tmp_path, other), target)) == whole
+        assert len(other.prompts()) == 2 * CHATS
 
 
 def test_batch_rows_requests_are_under_way_at_once_and_no_more(server, target, tmp_path):
