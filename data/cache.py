@@ -18,7 +18,7 @@ from specdraft.data.template import preview
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_caches
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser
+from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
@@ -33,7 +33,9 @@ def main() -> None:
     """Parse, load the recipe, build both caches, say what is in them."""
     parser = recipe_parser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--preview", type=int, default=1, help="rows shown with their loss mask")
+    parser.add_argument(
+        "--preview", type=whole(0, 1000), default=1, help="rows shown with their loss mask"
+    )
     arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides, check=problems)
     console = Screen(soft_wrap=True)

@@ -21,6 +21,7 @@ from specdraft.data.world.measures import measure
 from specdraft.data.world.tokenizer import build_tokenizer
 from specdraft.data.world.training import TrainSettings, load_trained, train
 from specdraft.data.world.world import conversations, held_out_prompts
+from specdraft.recipes.arguments import whole
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLES = {"user": "human", "assistant": "gpt"}  # in ShareGPT's words
@@ -62,10 +63,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "models" / "tiny")
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "tiny")
-    parser.add_argument("--steps", type=int, default=TrainSettings.steps)
+    parser.add_argument("--steps", type=whole(1, 10**9), default=TrainSettings.steps)
     parser.add_argument("--minutes", type=float, help="end earlier, after this long")
-    parser.add_argument("--seed", type=int, default=TrainSettings.seed)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=whole(0, 2**31 - 1), default=TrainSettings.seed)
+    parser.add_argument("--threads", type=whole(1, 1000), default=2)
     parser.add_argument(
         "--no-compile", dest="compile", action="store_false", help="slower, needs no C++ compiler"
     )

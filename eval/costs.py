@@ -32,7 +32,7 @@ from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.models.shapes import TargetShape
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser, whole_numbers
+from specdraft.recipes.arguments import recipe_parser, whole, whole_numbers
 from specdraft.recipes.errors import DataError, RecipeError, entry
 from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.load import load_recipe
@@ -47,7 +47,9 @@ def main() -> None:
     parser.add_argument("--nodes", default=_joined(NODES), help="of a row, the root included")
     parser.add_argument("--rows", default=_joined(ROWS), help="verified in one forward")
     parser.add_argument("--cached", default=_joined(CACHED), help="tokens of a row")
-    parser.add_argument("--repeats", type=int, default=Grid.repeats, help="turns over all of it")
+    parser.add_argument(
+        "--repeats", type=whole(1, 1000), default=Grid.repeats, help="turns over all of it"
+    )
     parser.add_argument("--shape", help="random weights: llama7b, .., or a config.json")
     parser.add_argument("--out", type=Path, help="default: output.dir/costs.json")
     options = parser.parse_intermixed_args()

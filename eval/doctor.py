@@ -15,7 +15,7 @@ from specdraft.eval.checkup.drafters import check_drafters, check_methods
 from specdraft.eval.checkup.finding import FAIL, print_findings
 from specdraft.eval.drafters.registry import problems
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser
+from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import Screen
@@ -25,9 +25,15 @@ from specdraft.recipes.terminal import Screen
 def main() -> None:
     """Parse, load recipe and target, examine, print."""
     parser = recipe_parser(__doc__)
-    parser.add_argument("--prompts", type=int, default=10, help="decoded by every method")
-    parser.add_argument("--samples", type=int, default=4, help="cached rows that are made anew")
-    parser.add_argument("--preview", type=int, default=1, help="rows shown with their loss mask")
+    parser.add_argument(
+        "--prompts", type=whole(1, 10**6), default=10, help="decoded by every method"
+    )
+    parser.add_argument(
+        "--samples", type=whole(0, 10**6), default=4, help="cached rows that are made anew"
+    )
+    parser.add_argument(
+        "--preview", type=whole(0, 1000), default=1, help="rows shown with their loss mask"
+    )
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides, check=problems)
     recipe = replace(recipe, eval=replace(recipe.eval, limit=options.prompts))

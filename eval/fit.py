@@ -29,7 +29,7 @@ from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.rounds import capacity_for, take_turns
 from specdraft.models.card import TREE
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser
+from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
@@ -42,7 +42,9 @@ DEEPEST = 16  # depths that ranks are counted at
 def main() -> None:
     """Parse, count ranks, price trees, decode with the best few, write the fastest."""
     parser = recipe_parser(__doc__)
-    parser.add_argument("--finalists", type=int, default=4, help="trees that are decoded with")
+    parser.add_argument(
+        "--finalists", type=whole(1, 1000), default=4, help="trees that are decoded with"
+    )
     parser.add_argument("--out", type=Path, help="default: tree.yaml beside the weights")
     options = parser.parse_intermixed_args()
     if options.finalists < 1:

@@ -18,7 +18,7 @@ from specdraft.eval.generation.chat import Chat
 from specdraft.eval.generation.live import Answer, show
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser
+from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import UserError, entry
 from specdraft.recipes.interrupt import Terminated
 from specdraft.recipes.load import load_recipe
@@ -33,7 +33,7 @@ def main() -> None:
     parser = recipe_parser(__doc__, epilog=describe())
     parser.add_argument("--prompt", help="what the user says; default: a chat")
     parser.add_argument("--method", help="as eval/bench.py knows them; default: the recipe's best")
-    parser.add_argument("--context", type=int, help="tokens of a conversation at most")
+    parser.add_argument("--context", type=whole(2, 10**7), help="tokens of a conversation at most")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides, check=problems)
     target = Target.of_recipe(recipe.target)

@@ -14,9 +14,11 @@ from specdraft.eval.costing.shares import measure_shares, write_tree
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.drafters.tree_growth import best_paths, probability
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser
+from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import entry
+from specdraft.recipes.fields import LARGEST_TREE
 from specdraft.recipes.load import load_recipe
+from specdraft.recipes.static_trees import DEEPEST_TREE
 from specdraft.recipes.terminal import tell
 
 
@@ -24,8 +26,11 @@ from specdraft.recipes.terminal import tell
 def main() -> None:
     """Parse, count ranks, write the tree."""
     parser = recipe_parser(__doc__)
-    parser.add_argument("--nodes", type=int, default=25)
-    parser.add_argument("--depth", type=int, default=6, help="passes * block size, or Medusa heads")
+    parser.add_argument("--nodes", type=whole(1, LARGEST_TREE), default=25)
+    depths = whole(1, DEEPEST_TREE)
+    parser.add_argument(
+        "--depth", type=depths, default=6, help="passes * block size, or Medusa heads"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the tree file to write")
     options = parser.parse_intermixed_args()
     # Nothing is measured: the recipe's tree need not fit its head yet.

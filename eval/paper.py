@@ -21,7 +21,7 @@ from specdraft.eval.papers.plots import save
 from specdraft.eval.papers.result import show, write_result
 from specdraft.eval.papers.table import Plan, with_settings
 from specdraft.eval.papers.tables import all_tables, table_of
-from specdraft.recipes.arguments import whole_numbers
+from specdraft.recipes.arguments import whole, whole_numbers
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.terminal import tell
 
@@ -33,7 +33,9 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="TABLE [section.key=value ..]")
     parser.add_argument("--recipe", help="what is trained or measured; default: the table's")
     parser.add_argument("--seeds", help="comma-separated; default: 0,1,2 where anything is drawn")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument(
+        "--jobs", type=whole(1, 256), default=1, help="runs at a time, one thread each"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/paper"))
     parser.add_argument("--out", type=Path, help="default: TABLE.json of --runs")
     parser.add_argument("--write", action="store_true", help="the page of kept results")

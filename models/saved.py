@@ -24,6 +24,7 @@ from specdraft.recipes.errors import HeadError, TargetError, in_a_line
 from specdraft.recipes.fields import Interval, coerce_fields, shown
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+LARGEST_CONFIG = 2**20  # bytes
 Vocabulary = Annotated[int, Interval(1, 10**7)]
 Scale = Annotated[float, Interval(1e-9, 1e9)]  # what is divided by
 Module = TypeVar("Module", bound=nn.Module)
@@ -122,6 +123,8 @@ def load_saved(
 
 
 def _read_config(path: Path, config: type[SavedConfig]) -> SavedConfig:
+    if (size := path.stat().st_size) > LARGEST_CONFIG:
+        raise HeadError(f"{path.name} has {size} bytes, and a config {LARGEST_CONFIG} at most")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

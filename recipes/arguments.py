@@ -1,6 +1,8 @@
 """The command line that every script with a recipe shares: the recipe, then what it overrides."""
 
 import argparse
+import re
+from collections.abc import Callable
 
 from specdraft.recipes.errors import RecipeError
 
@@ -22,6 +24,19 @@ def recipe_parser(
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number within bounds, as argparse takes one."""
+
+    def number(text: str) -> int:
+        if not (re.fullmatch(r"-?[0-9]{1,19}", text) and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(
+                f"{text:.40} is not allowed; give a whole number from {least} to {most}"
+            )
+        return int(text)
+
+    return number
 
 
 def comma_separated(option: str, text: str) -> list[str]:

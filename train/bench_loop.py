@@ -37,7 +37,7 @@ from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.environment import environment
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser
+from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import OutputSection, Recipe
@@ -57,8 +57,12 @@ GOALS = {"loop": ">= 0.90", "wait": "< 2%", "cold": "< 2%", "CSGD": "<= 1.45", "
 def main() -> None:
     """Parse, make caches and a head in a folder that is deleted, time in turns, print."""
     parser = recipe_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="optimiser steps of one timing")
-    parser.add_argument("--repeats", type=int, default=5, help="turns; their medians are shown")
+    parser.add_argument(
+        "--steps", type=whole(1, 10**6), default=20, help="optimiser steps of one timing"
+    )
+    parser.add_argument(
+        "--repeats", type=whole(1, 1000), default=5, help="turns; their medians are shown"
+    )
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, ["data.limit=400", *options.overrides], check=problems)
     if recipe.student.given:

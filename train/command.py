@@ -14,7 +14,7 @@ from specdraft.data.lock import output_lock
 from specdraft.data.ranks import Ranks
 from specdraft.eval.drafters.registry import problems
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser
+from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
@@ -34,7 +34,10 @@ def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda
     parser = recipe_parser(description)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="with --dry-run: plan for N (default: as run)"
+        "--processes",
+        type=whole(1, 10**5),
+        metavar="N",
+        help="with --dry-run: plan for N (default: as run)",
     )
     arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides, check=problems)

@@ -108,7 +108,7 @@ def _head(setup: Setup, tree: bool = False, eagle: str | None = None) -> FalconD
         )
     plan = StaticTree.chain(settings.chain_depth, config.block_size)
     if tree:
-        plan = StaticTree(load_tree_paths(settings.tree), config.block_size)
+        plan = StaticTree.of_file(settings.tree, config.block_size)
     return FalconDrafter(setup.trained.head, setup.target, plan, setup.rows, setup.capacity)
 
 

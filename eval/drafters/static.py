@@ -37,6 +37,7 @@ from torch import Tensor
 from specdraft.eval.engine.tree import Topology
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.static_trees import load_tree_paths, tree_block_size
 
 Path = tuple[int, ...]  # ranks from the root, 0 = most probable
 # Behind which expanded path; and which slot of its block or, coupled, the path within the block.
@@ -96,6 +97,18 @@ class StaticTree:
             if path[:-1] not in index:
                 raise ValueError(f"path {list(path)} has no parent {list(path[:-1])} in the tree")
         self.topology = Topology([-1, *(index[path[:-1]] for path in self.paths)])
+
+    @classmethod
+    def of_file(cls, name: str, block_size: int, coupled: bool = False) -> "StaticTree":
+        """The tree of a file, or a bundled one. Raises RecipeError where it is none, or says that
+        it was made for other blocks."""
+        wanted = tree_block_size(name)
+        if wanted not in (None, block_size):
+            raise RecipeError(
+                f"the tree {name} was made for blocks of {wanted}, and the head has blocks of "
+                f"{block_size}; take a tree for these, or grow one: eval/grow.py"
+            )
+        return cls(load_tree_paths(name), block_size, coupled)
 
     @classmethod
     def chain(cls, depth: int, block_size: int, coupled: bool = False) -> "StaticTree":

@@ -58,6 +58,11 @@ def check_request(
             f"{name}: {len(prompt)} prompt + {length} new tokens + {draft} for drafts exceed the "
             f"capacity of {capacity}; raise it or shorten"
         )
+    if target.context is not None and len(prompt) + length > target.context:
+        raise DataError(
+            f"{name}: {len(prompt)} prompt + {length} new tokens exceed the {target.context} "
+            f"positions of {target.name}; shorten the prompt, or lower max_new_tokens"
+        )
     if request.temperature < 0 or not 0 < request.top_p <= 1 or request.top_k < 0:
         raise DataError(
             f"{name}: temperature {request.temperature}, top_k {request.top_k}, top_p "

@@ -1,13 +1,14 @@
 """The target answers many prompts at once: what data/regenerate.py is handed by an entry."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from specdraft.data.ranks import Ranks
-from specdraft.data.regenerate import Answer, Ask
+from specdraft.data.regenerate import Answer, Ask, Generate
 from specdraft.data.server import Server
 from specdraft.data.store.feature_cache import Announce, Features, build_features
 from specdraft.data.store.features import OnlineFeatures
@@ -83,5 +84,28 @@ def build_caches(
 def build_token_cache(recipe: Recipe, target: Target, accelerator: Accelerator) -> TokenCache:
     """Build, or open, a recipe's token cache; every rank has the target write its own share."""
     generate = Server if recipe.data.server else Answers
-    answers, ranks = generate(recipe, target), Ranks.of(accelerator)
+    answers, ranks = within_context(generate(recipe, target), target), Ranks.of(accelerator)
     return build_tokens(recipe, target.tokenizer, answers, target.identity(), ranks)
+
+
+def within_context(generate: Generate, target: Target) -> Generate:
+    """Have answers end where the target's positions do, and prompts beyond them fail, and say so.
+
+    Whoever generates might go on, at positions that the target was never trained at.
+    """
+
+    def limited(asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
+        rooms = [target.context - len(ask.prompt_ids) for ask in asks]
+        for index, (ask, room) in enumerate(zip(asks, rooms, strict=True)):
+            if room < 1:
+                long = f"a prompt of {len(ask.prompt_ids)} tokens leaves no room for one"
+                reason = f"{long} in the {target.context} positions of {target.name}"
+                yield index, Answer([], ended=False, failure=reason)
+        able = [index for index, room in enumerate(rooms) if room > 0]
+        fitting = [
+            replace(asks[n], max_new_tokens=min(asks[n].max_new_tokens, rooms[n])) for n in able
+        ]
+        for index, answer in generate(fitting) if fitting else ():
+            yield able[index], answer
+
+    return generate if target.context is None else limited

@@ -31,15 +31,17 @@ def expand_turns(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> l
         length = recipe.eval.max_new_tokens
         requests = [make_request(recipe.eval, *prompt, length) for prompt in numbered]
         for n, answer in zip(waiting, _answers(recipe, target, requests), strict=True):
-            played[n].append(next_turn(recipe, target.tokenizer, played[n][-1], answer))
+            turn = next_turn(recipe, target.tokenizer, played[n][-1], answer)
+            _check_context(turn, length, target)
+            played[n].append(turn)
     return [prompt for turns in played for prompt in turns]
 
 
 def _check_context(prompt: Prompt, answer: int, target: Target) -> None:
-    length = len(prompt.input_ids)
+    length, turn = len(prompt.input_ids), f" (turn {prompt.turn})" if prompt.turn > 1 else ""
     if target.context is not None and length + answer > target.context:
         raise DataError(
-            f"prompt {prompt.id} has {length} tokens and eval.max_new_tokens = {answer}: "
+            f"prompt {prompt.id}{turn} has {length} tokens and eval.max_new_tokens = {answer}: "
             f"{target.name} has a context of {target.context}; leave it out, or lower "
             "eval.max_new_tokens"
         )

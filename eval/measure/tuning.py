@@ -22,6 +22,7 @@ from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.measurement import REFERENCE, measure, measured_cost
 from specdraft.eval.measure.metrics import Costs, counts, times
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import whole
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.schema import Recipe
@@ -35,8 +36,10 @@ FIRST = 2  # prompts of the first rung
 def parse_tuning(parser: ArgumentParser, candidates: int) -> Namespace:
     """Parse the command line of a script that tunes; RecipeError where there is nothing to try."""
     parser.add_argument("--by", choices=MEASURES, default="wall", help="what is tuned for")
-    parser.add_argument("--candidates", type=int, default=candidates, help="of the first rung")
-    parser.add_argument("--prompts", type=int, default=16, help="of the last rung")
+    parser.add_argument(
+        "--candidates", type=whole(1, 10**4), default=candidates, help="of the first rung"
+    )
+    parser.add_argument("--prompts", type=whole(1, 10**6), default=16, help="of the last rung")
     options = parser.parse_intermixed_args()
     if min(options.candidates, options.prompts) < 1:
         raise RecipeError("--candidates and --prompts must be at least 1")

@@ -9,12 +9,13 @@ from random_models import random_target
 from test_placement import accelerator
 from test_regenerate import contents
 
+from specdraft.data.regenerate import Answer, Ask
 from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import LMDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.registry import problems
-from specdraft.eval.generation.answers import build_token_cache
+from specdraft.eval.generation.answers import build_token_cache, within_context
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
@@ -145,3 +146,23 @@ def test_a_drafter_that_cannot_be_is_told(tmp_path, data, expected):
     with pytest.raises(RecipeError) as caught:
         recipe(tmp_path, **data)
     assert expected in str(caught.value)
+
+
+def test_answers_end_where_the_targets_positions_do_and_prompts_beyond_them_fail(tiny):
+    heard = []
+
+    def generate(asks):
+        heard.extend(asks)
+        for index in reversed(range(len(asks))):
+            yield index, Answer([asks[index].prompt_ids[0]], ended=True)
+
+    asks = [Ask([n] * length, 100, 0.0, n) for n, length in enumerate((9, 1024, 1000, 5000, 20))]
+    found = dict(within_context(generate, tiny)(asks))
+    assert sorted(found) == [0, 1, 2, 3, 4]
+    assert {n: a.tokens for n, a in found.items() if not a.failure} == {0: [0], 2: [2], 4: [4]}
+    assert [ask.max_new_tokens for ask in heard] == [100, 24, 100]
+    assert found[1].failure == (
+        "a prompt of 1024 tokens leaves no room for one in the 1024 positions of tiny"
+    )
+    assert "5000 tokens" in found[3].failure
+    assert dict(within_context(generate, tiny)(asks[1:2])).keys() == {0}

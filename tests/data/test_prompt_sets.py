@@ -140,6 +140,14 @@ def test_a_prompt_that_leaves_no_room_for_its_answer_is_refused(tiny, tmp_path):
         expand_turns(recipe, tiny, [prompt])
 
 
+def test_a_later_turn_that_leaves_no_room_for_its_answer_is_refused(tiny, tmp_path):
+    turns = ["word " * 500, "word " * 500]
+    name = write(tmp_path / "long.jsonl", [{"id": "long", "turns": turns}])
+    recipe = load_recipe("recipes/tiny.yaml", [f"eval.prompts={name}", "eval.max_new_tokens=16"])
+    with pytest.raises(DataError, match=r"prompt long \(turn 2\) has \d+ tokens .* of 1024"):
+        expand_turns(recipe, tiny, load_prompts(recipe, tiny.tokenizer))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_method_meets_the_history_that_plain_decoding_writes(tiny, tmp_path, temperature):
     rows = [

@@ -1,6 +1,7 @@
 """The decoder gives plain decoding's tokens, whatever drafts, neighbours and row count."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,6 +121,16 @@ def test_a_bad_request_is_refused_by_name_and_the_others_go_on(target, request_,
         assert {c.index: c.tokens for c in done if c.index != 1} == dict(
             zip((0, 2, 3), alone, strict=True)
         )
+
+
+def test_a_request_beyond_the_targets_positions_is_refused_however_large_the_cache_is(target):
+    context, text = target.context, prompts()[1]
+    fits = Request((text * context)[: context - 4], 4)
+    beyond = [replace(fits, max_new_tokens=5), replace(fits, prompt=fits.prompt * 2)]
+    done = list(Decoder(target, None, 1, 4 * context).run([fits, *beyond]))
+    assert [c.reason for c in done] == ["length", "refused", "refused"]
+    for c in done[1:]:
+        assert f"exceed the {context} positions of {target.name}" in str(c.error)
 
 
 @pytest.mark.parametrize("fault", ["start", "draft", "observe"])

@@ -24,7 +24,7 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
-from specdraft.recipes.errors import DataError, TargetError
+from specdraft.recipes.errors import DataError, RecipeError, TargetError
 
 NEW = 12
 
@@ -447,3 +447,14 @@ def test_what_the_decoder_refuses_is_raised(model):
     ids = torch.tensor([[1, 2], [1, VOCAB]])
     with pytest.raises(DataError, match=r"request 1: token ids .* outside the vocabulary"):
         model.generate(ids, max_new_tokens=4, custom_generate=Speculative())
+
+
+def test_a_tree_for_other_blocks_than_the_heads_is_refused(model, tmp_path):
+    tree = tmp_path / "mine.yaml"
+    tree.write_text("block_size: 3\npaths: [[0], [1], [0, 0]]\n")
+    head = random_head(Target.of_model(model), 2)
+    method = Speculative(falcon(head, str(tree)))
+    with pytest.raises(RecipeError, match=r"made for blocks of 3, and the head has blocks of 2"):
+        model.generate(torch.tensor([[1, 2, 3]]), custom_generate=method, max_new_tokens=4)
+    tree.write_text("paths: [[0], [1], [0, 0]]\n")  # one that says nothing is for any
+    model.generate(torch.tensor([[1, 2, 3]]), custom_generate=method, max_new_tokens=4)

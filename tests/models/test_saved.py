@@ -74,6 +74,13 @@ def test_a_config_is_an_object(drafter, text):
     refused(load, str(folder), "config.json")
 
 
+def test_a_config_without_an_end_is_not_read(drafter):
+    _, folder, load = drafter
+    with (folder / "config.json").open("r+b") as file:
+        file.truncate(10**12)
+    refused(load, "config.json has 1000000000000 bytes")
+
+
 @pytest.mark.parametrize("value", [0, -1, 2.0, 2.5, True, None, "2", [2], {}, 10**9, 10**60])
 def test_a_count_is_a_whole_number_in_its_range(drafter, value):
     kind, folder, load = drafter

@@ -1,8 +1,10 @@
 """Options that are lists: what they hold, or what is wrong with them."""
 
+import argparse
+
 import pytest
 
-from specdraft.recipes.arguments import comma_separated, whole_numbers
+from specdraft.recipes.arguments import comma_separated, whole, whole_numbers
 from specdraft.recipes.errors import RecipeError
 
 
@@ -22,3 +24,11 @@ def test_an_empty_place_in_a_list_is_refused(text: str):
 def test_a_number_that_is_none_or_out_of_bounds_is_refused(text: str):
     with pytest.raises(RecipeError, match="whole numbers of at least 0 and at most 2147483647"):
         whole_numbers("--seeds", f"0,{text}")
+
+
+def test_an_option_is_a_whole_number_within_its_bounds():
+    threads = whole(0, 256)
+    assert [threads(text) for text in ("0", "7", "256")] == [0, 7, 256]
+    for text in ("-1", "257", "5000", "1e2", "x", "", " 1", "१", "9" * 5000):
+        with pytest.raises(argparse.ArgumentTypeError, match="a whole number from 0 to 256"):
+            threads(text)
