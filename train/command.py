@@ -19,6 +19,7 @@ from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
 from specdraft.train.fit.accelerator import check_launch, load_target, make_accelerator
+from specdraft.train.fit.checkpoint import check_run
 from specdraft.train.plan import known_sizes, make_plan, measured_flops, plan_lines
 
 LoadTarget = Callable[..., Target]  # `accelerator.load_target` of the recipe that is run
@@ -48,7 +49,9 @@ def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda
     logging.basicConfig(level=logging.WARNING)
     accelerator = make_accelerator(recipe)
     check_launch(recipe, accelerator)
-    with output_lock(Path(recipe.output.dir), Ranks.of(accelerator)):
+    out = Path(recipe.output.dir)
+    with output_lock(out, Ranks.of(accelerator)):
+        check_run(out, recipe.to_dict())
         train(recipe, accelerator, partial(load_target, recipe, accelerator))
 
 

@@ -26,6 +26,7 @@ from specdraft.train.fit.checkpoint import (
     Checkpoints,
     Launch,
     TrainState,
+    check_run,
     read_state,
     save_drafter,
 )
@@ -193,6 +194,26 @@ def test_another_recipe_is_refused_with_key_and_both_values(tmp_path, key, value
         train(tmp_path, **{"train.steps": 1, key: value})
 
 
+def test_another_recipe_is_refused_before_anything_is_built(tmp_path):
+    train(tmp_path, **{"train.steps": 1})
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    recipe = read_state(checkpoint)["recipe"]
+    check_run(tmp_path, recipe)
+    check_run(tmp_path / "another", recipe)
+    recipe["optim"]["lr"] = 0.5
+    with pytest.raises(RecipeError, match=r"step-1 was made with optim.lr = 0.003, now it is 0.5"):
+        check_run(tmp_path, recipe)
+    (checkpoint / "state.json").write_text("{")  # damaged: `resume` goes back to the one before
+    check_run(tmp_path, recipe)
+
+
+def test_a_checkpoint_beyond_the_last_step_is_an_error(tmp_path):
+    train(tmp_path, **{"train.steps": 3})
+    with pytest.raises(RecipeError, match=r"step-3 lies beyond the 2 steps .* raise train.steps"):
+        train(tmp_path, **{"train.steps": 2})
+    train(tmp_path, **{"train.steps": 3})
+
+
 def test_other_data_is_refused(tmp_path):
     train(tmp_path, **{"train.steps": 1})
     with pytest.raises(RecipeError, match="rows of training data = 24, now it is 20"):
@@ -267,6 +288,16 @@ def test_only_the_newest_are_kept(tmp_path):
     assert checkpoints.resume() == TrainState(step=100)
 
 
+def test_what_a_killed_run_was_writing_or_deleting_is_swept(tmp_path):
+    checkpoints = make_checkpoints(tmp_path)
+    checkpoints.save(TrainState(step=7))
+    for name in (".writing-9", ".deleted-step-5"):
+        (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / name / "model.safetensors").write_text("a part")
+    assert checkpoints.resume() == TrainState(step=7)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-7"]
+
+
 def test_random_states_come_back(tmp_path):
     checkpoints = make_checkpoints(tmp_path)
     checkpoints.save(TrainState(step=1))
@@ -283,8 +314,10 @@ def test_an_unreadable_state_is_named(tmp_path):
     with pytest.raises(CacheError, match=r"step-1 is damaged: state.json is not what was saved"):
         checkpoints.resume()
     (tmp_path / "checkpoints" / "step-1" / "SHA256SUMS").unlink()
-    with pytest.raises(CacheError, match=r"step-1/state.json cannot be read .*; no other is whole"):
-        checkpoints.resume()
+    for text in ("{", "[]", "7", '{"state": {}}', '{"state": {"speed": 1}}', "[" * 10**5):
+        (tmp_path / "checkpoints" / "step-1" / "state.json").write_text(text)
+        with pytest.raises(CacheError, match=r"step-1/state.json cannot be read .*; no other is w"):
+            checkpoints.resume()
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])

@@ -141,10 +141,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""
-        return max(self._complete_ones(), key=_step_of, default=None)
-
-    def _complete_ones(self) -> list[Path]:
-        return [path for path in self.folder.glob("step-*") if (path / STATE).is_file()]
+        return next(iter(complete_ones(self.folder)), None)
 
     def resume(self) -> TrainState | None:
         """Load the newest checkpoint that is whole into the prepared objects; None when there is
@@ -153,13 +150,15 @@ class Checkpoints:
         Raises RecipeError when it was made by a recipe that would have run differently, or by
         processes whose files these cannot read, and CacheError when all are damaged.
         """
+        if self.ranks.is_first:
+            self._sweep()
         newest = self.ranks.share(self._newest_whole() if self.ranks.is_first else None)
         if isinstance(newest, str):
             raise CacheError(newest)
         if newest is None:
             return None
         content = read_state(newest)
-        self._check(newest, content)
+        check_continued(newest, content, self.recipe, self.rows)
         there = Launch(content["processes"], content.get("engine"))
         there.check_continued_by(self.launch, newest)
         self.accelerator.load_state(str(newest))
@@ -174,7 +173,7 @@ class Checkpoints:
         What is wrong, where there are some and none is whole.
         """
         problem, damaged = None, []
-        for checkpoint in sorted(self._complete_ones(), key=_step_of, reverse=True):
+        for checkpoint in complete_ones(self.folder):
             try:
                 check_sums(checkpoint)
                 read_state(checkpoint)
@@ -186,22 +185,12 @@ class Checkpoints:
         else:
             return problem and f"{problem}; no other is whole, delete {self.folder} to start over"
         for folder in damaged:
-            folder.rename(folder.with_name(f".damaged-{folder.name}"))
+            aside = folder.with_name(f".damaged-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
         if problem:
             say(f"{problem}; going on from {checkpoint.name}")
         return checkpoint
-
-    def _check(self, checkpoint: Path, content: dict) -> None:
-        differing = differences(content["recipe"], self.recipe, FREE)
-        if content["rows"] != self.rows:
-            differing["rows of training data"] = (content["rows"], self.rows)
-        if differing:
-            key, (there, here) = next(iter(differing.items()))
-            more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-            raise RecipeError(
-                f"{checkpoint} was made with {key} = {there}, now it is {here}{more}; "
-                f"give another output.dir, or delete {self.folder} to start over"
-            )
 
     # Without DDP's wrapper, which is there or not with the number of processes.
 
@@ -213,19 +202,65 @@ class Checkpoints:
     def _take_whole_weights(self, models: list[nn.Module], _: str) -> None:
         models[:] = [self.accelerator.unwrap_model(model) for model in models]
 
+    def _sweep(self) -> None:
+        """Delete what a run that was killed was writing, or deleting."""
+        for name in (".writing-*", ".deleted-*"):
+            for leftover in self.folder.glob(name):
+                shutil.rmtree(leftover, ignore_errors=True)
+
     def _prune(self) -> None:
-        for old in sorted(self.folder.glob("step-*"), key=_step_of)[: -self.keep]:
+        for old in _by_step(self.folder)[: -self.keep]:
             # Renamed first: a folder that is half deleted must not be taken for a checkpoint.
             gone = old.with_name(f".deleted-{old.name}")
             old.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
 
+def complete_ones(folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a folder, the newest first."""
+    return [path for path in _by_step(folder) if (path / STATE).is_file()][::-1]
+
+
+def _by_step(folder: Path) -> list[Path]:
+    named = (path for path in folder.glob("step-*") if _step(path).isdecimal())
+    return sorted(named, key=lambda path: int(_step(path)))
+
+
+def check_continued(checkpoint: Path, content: dict, recipe: dict, rows: int | None = None) -> None:
+    """Raise RecipeError where a recipe, or its rows of data, would not have made a checkpoint.
+
+    content: its state.json; rows: None: not counted yet.
+    """
+    differing = differences(content["recipe"], recipe, FREE)
+    if rows is not None and content["rows"] != rows:
+        differing["rows of training data"] = (content["rows"], rows)
+    if differing:
+        key, (there, here) = next(iter(differing.items()))
+        more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+        raise RecipeError(
+            f"{checkpoint} was made with {key} = {there}, now it is {here}{more}; "
+            f"give another output.dir, or delete {checkpoint.parent} to start over"
+        )
+
+
+def check_run(out: Path, recipe: dict) -> None:
+    """Raise RecipeError, before hours of caching, where the newest checkpoint of a run's folder
+    was made by another recipe. What is damaged is `resume`'s affair."""
+    for checkpoint in complete_ones(out / "checkpoints")[:1]:
+        try:
+            content = read_state(checkpoint)
+        except CacheError:
+            return
+        check_continued(checkpoint, content, recipe)
+
+
 def read_state(checkpoint: Path) -> dict:
     """Read a checkpoint's state.json; raises CacheError when it cannot be read."""
     try:
-        return json.loads((checkpoint / STATE).read_text())
-    except (OSError, ValueError) as error:
+        content = json.loads((checkpoint / STATE).read_text())
+        TrainState(**content["state"])
+        return content | {key: content[key] for key in ("recipe", "rows", "processes")}
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise CacheError(
             f"{checkpoint / STATE} cannot be read ({in_a_line(error)}); delete {checkpoint}"
         ) from error
@@ -256,5 +291,5 @@ def _weights_last(file: Path) -> tuple[bool, bool]:
     return file.name == SUMS, file.suffix == ".safetensors"
 
 
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+def _step(checkpoint: Path) -> str:
+    return checkpoint.name.removeprefix("step-")

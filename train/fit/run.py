@@ -93,6 +93,11 @@ class Run:
             self.out, recipe.to_dict(), len(data), accelerator, train.keep
         )
         self.state = self.checkpoints.resume() or TrainState()
+        if self.state.step > self.steps:
+            raise RecipeError(
+                f"{self.checkpoints.newest()} lies beyond the {self.steps} steps of this recipe; "
+                "raise train.steps or train.epochs, or give another output.dir"
+            )
         if self.ranks.is_first:  # only now: another recipe's run keeps its own
             dump(recipe, self.out / "recipe.yaml")
 
