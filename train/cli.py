@@ -13,6 +13,7 @@ from specdraft.eval.drafters.registry import find, problems
 from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.fields import nearest
 from specdraft.recipes.load import load_recipe
+from specdraft.recipes.terminal import tell
 
 COMMANDS = {
     "train": ("", "train what a recipe drafts with, measure it, and keep it"),
@@ -33,9 +34,9 @@ def main() -> None:
     """Find the script of a command and run it with the other arguments."""
     name, arguments = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
     if name in ("-h", "--help"):
-        print(usage())  # noqa: T201
+        tell(usage())
     elif name == "--version":
-        print(version("specdraft"))  # noqa: T201
+        tell(version("specdraft"))
     elif name not in COMMANDS:
         guess = nearest(name[:100], COMMANDS)
         raise RecipeError(
