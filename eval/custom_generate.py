@@ -37,6 +37,7 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.families import position_limit
 from specdraft.eval.generation.generate_call import GenerateCall, read_call
+from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.medusa import MedusaHeads
@@ -79,9 +80,11 @@ def method(
     return make
 
 
-def falcon(head: FalconHead | Source, tree: str, revision: str | None = None) -> MakeDrafter:
-    """Draft with a Falcon head (or its folder or Hub id) and a tree: a bundled one's name, or a
-    file."""
+def falcon(
+    head: FalconHead | Eagle3Head | Source, tree: str, revision: str | None = None
+) -> MakeDrafter:
+    """Draft with a Falcon or EAGLE head (or its folder or Hub id) and a tree: a bundled one's name,
+    or a file."""
     return method("falcon_tree", {"eval": {"tree": tree}}, revision, head=head)
 
 

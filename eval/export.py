@@ -1,6 +1,7 @@
-"""Export a trained head for a serving engine: an EAGLE-1 head for vLLM or SGLang, Medusa for vLLM.
+"""Export a trained head for a serving engine: an EAGLE head for vLLM or SGLang, Medusa for vLLM.
 
     python eval/export.py recipes/tiny_eagle.yaml --engine vllm --out runs/tiny_eagle/vllm
+    python eval/export.py recipes/tiny_eagle3.yaml --engine sglang --out runs/tiny_eagle3/sglang
     python eval/export.py recipes/tiny_medusa.yaml --engine vllm --out runs/tiny_medusa/vllm
 
 Takes the head of `output.dir` and writes config.json and model.safetensors in target.dtype. Falcon
@@ -12,10 +13,11 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from specdraft.eval.drafters.registry import problems
+from specdraft.models.eagle3 import load_eagle3
 from specdraft.models.embeddings import DTYPES, TargetEmbeddings
 from specdraft.models.falcon import load_head
 from specdraft.models.medusa import load_medusa
-from specdraft.models.serving import ENGINES, Served, serve_eagle, serve_medusa
+from specdraft.models.serving import ENGINES, Served, serve_eagle, serve_eagle3, serve_medusa
 from specdraft.models.target import context_length
 from specdraft.models.target_files import identity_of, model_folder
 from specdraft.recipes.arguments import recipe_parser
@@ -50,9 +52,11 @@ def served_head(recipe: Recipe, engine: str) -> Served:
         if heads.lm_heads is None:
             shared = TargetEmbeddings.load(*name, section.dtype).lm_head_weight
         return serve_medusa(heads, engine, shared, dtype)
-    head = load_head(out / "head", whose)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
-    return serve_eagle(head, engine, context_length(config), dtype)
+    settings = (engine, context_length(config), dtype)
+    if recipe.head.fusion == "layers":
+        return serve_eagle3(load_eagle3(out / "head", whose), *settings)
+    return serve_eagle(load_head(out / "head", whose), *settings)
 
 
 if __name__ == "__main__":

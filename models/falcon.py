@@ -29,14 +29,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specdraft.models.feature_layers import cache_command
+from specdraft.models.feature_layers import check_width
 from specdraft.models.sar.blocks import BlockLayout, Seen, attending, rollout_mask
 from specdraft.models.sar.coupling import COUPLINGS
 from specdraft.models.sar.fusion import FUSIONS, State
 from specdraft.models.sar.layer import Attend, DecoderLayer, Rope
 from specdraft.models.sar.reading import READINGS
-from specdraft.models.saved import SavedConfig, SavedHead, Scale, Vocabulary, load_saved
-from specdraft.recipes.errors import HeadError
+from specdraft.models.saved import (
+    SavedConfig,
+    SavedHead,
+    Scale,
+    Vocabulary,
+    check_draft_ids,
+    load_saved,
+)
 from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Width, shown
 
 
@@ -106,9 +112,14 @@ class FalconConfig(SavedConfig):
         return self.reads == "own" and self.coupling == "none"
 
     @property
+    def head_dim(self) -> int:
+        """Of attention."""
+        return self.hidden_size // self.heads
+
+    @property
     def is_eagle(self) -> bool:
         """Whether this is the head of EAGLE-1 (arXiv 2401.15077): one token per pass, linear."""
-        return self.block_size == 1 and self.fusion == "linear"
+        return self.block_size == 1 and self.fusion in ("linear", "biased")
 
 
 def block_index(length: int, block_size: int, phase: int) -> Tensor:
@@ -164,13 +175,7 @@ class FalconHead(SavedHead, tags=["falcon"]):
         Raises HeadError for features without the layers that this head reads.
         """
         config, width = self.config, self.config.hidden_size
-        found, wanted = features.shape[-1] / width, 1 + len(config.feature_layers)
-        if found != wanted:
-            raise HeadError(
-                f"this head reads layers {list(config.feature_layers)} of the target beside its "
-                f"feature, {wanted} x {width} numbers a token, and was given {found:g} x {width}; "
-                f"make a cache for it with: {cache_command(config.feature_layers)}"
-            )
+        check_width(features, width, config.feature_layers)
         if not config.feature_layers:
             return features
         layers = features[..., width:].unflatten(-1, (-1, width))
@@ -376,11 +381,5 @@ def load_head(source: str | Path, target_identity: dict, revision: str | None = 
     maker = "accelerate launch train/falcon.py"
     head = load_saved(FalconHead, source, revision, noun="trained head", maker=maker)
     head.check_target(target_identity)
-    if head.draft_ids is not None:
-        ends = torch.tensor([-1]), torch.tensor([head.config.vocab_size])
-        if (torch.cat((ends[0], head.draft_ids, ends[1])).diff() < 1).any():
-            raise HeadError(
-                f"{source} holds no whole head: its draft_ids must be ascending ids below "
-                f"{head.config.vocab_size}; train it again"
-            )
+    check_draft_ids(source, head)
     return head

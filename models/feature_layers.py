@@ -14,7 +14,7 @@ Shapes: n layers, H hidden.
 import torch
 from torch import Tensor, nn
 
-from specdraft.recipes.errors import TargetError
+from specdraft.recipes.errors import HeadError, TargetError
 
 Layers = tuple[int, ...]
 
@@ -38,6 +38,17 @@ def cache_command(layers: Layers) -> str:
     """The command that makes features with these layers."""
     names = ",".join(map(str, layers))
     return f"accelerate launch data/cache.py RECIPE data.feature_layers=[{names}]"
+
+
+def check_width(features: Tensor, width: int, layers: Layers) -> None:
+    """Raise HeadError for features [.., ..] without the layers that a head of this width reads."""
+    found, wanted = features.shape[-1] / width, 1 + len(layers)
+    if found != wanted:
+        raise HeadError(
+            f"this head reads layers {list(layers)} of the target beside its feature, {wanted} x "
+            f"{width} numbers a token, and was given {found:g} x {width}; make a cache for it "
+            f"with: {cache_command(layers)}"
+        )
 
 
 def wide_features(base: nn.Module, layers: Layers, device: torch.device, **inputs) -> Tensor:

@@ -166,6 +166,18 @@ def _check_tensors(path: Path, expected: nn.Module) -> None:
             )
 
 
+def check_draft_ids(source: str | Path, head: nn.Module) -> None:
+    """Raise HeadError for a loaded head whose draft vocabulary is none."""
+    if head.draft_ids is None:
+        return
+    ends = torch.tensor([-1]), torch.tensor([head.config.vocab_size])
+    if (torch.cat((ends[0], head.draft_ids, ends[1])).diff() < 1).any():
+        raise HeadError(
+            f"{source} holds no whole head: its draft_ids must be ascending ids below "
+            f"{head.config.vocab_size}; train it again"
+        )
+
+
 # -- checksums -------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
-from specdraft.models.falcon import FalconConfig
+from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
+from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.feature_layers import check_layers as check_feature_layers
 from specdraft.models.medusa import MedusaConfig
 from specdraft.models.target_files import bundled_target_dir
@@ -84,6 +85,8 @@ KNOWN = {
     "meta-llama/Llama-2-13b-chat-hf": TargetShape(5120, 40, 40, 40, 13824, 32000),
     "meta-llama/Llama-2-70b-chat-hf": TargetShape(8192, 80, 64, 8, 28672, 32000),
     "TinyLlama/TinyLlama_v1.1": TargetShape(2048, 22, 32, 4, 5632, 32000),
+    "meta-llama/Llama-3.1-8B-Instruct": TargetShape(4096, 32, 32, 8, 14336, 128256, 5e5),
+    "Qwen/Qwen3-8B": TargetShape(4096, 36, 32, 8, 12288, 151936, 1e6, 1e-6),
     "Qwen/Qwen2.5-7B-Instruct": TargetShape(3584, 28, 28, 4, 18944, 152064, 1e6, 1e-6),
 }
 
@@ -225,6 +228,43 @@ def head_config(
         )
     except ValueError as error:
         raise RecipeError(f"head.{error}") from error
+
+
+def eagle3_config(
+    recipe: Recipe, shape: TargetShape, *, identity: dict | None = None
+) -> Eagle3Config:
+    """Return the config of the recipe's EAGLE-3 head: what it leaves open is as in the target.
+
+    Raises RecipeError when its attention heads or its draft vocabulary do not fit the target, and
+    TargetError for layers that the target does not have.
+    """
+    head, heads = recipe.head, recipe.head.heads or shape.heads
+    check_feature_layers(recipe.data.feature_layers, shape.layers, recipe.target.model)
+    try:
+        return Eagle3Config(
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+            feature_layers=recipe.data.feature_layers,
+            heads=heads,
+            kv_heads=head.kv_heads or head.heads or shape.kv_heads,
+            head_dim=shape.hidden_size // heads,
+            intermediate_size=head.intermediate or shape.intermediate_size,
+            rope={"rope_type": "default", "rope_theta": shape.rope_theta},
+            norm_eps=shape.norm_eps,
+            layer_norms="each" if head.normed else "none",
+            norm_output=head.normed,
+            draft_vocab=head.draft_vocab,
+            target=identity or {},
+        )
+    except ValueError as error:
+        raise RecipeError(f"head.{error}") from error
+
+
+def any_head(recipe: Recipe, shape: TargetShape) -> FalconHead | Eagle3Head:
+    """Return the recipe's head with weights as they are made. Raises as its config does."""
+    if recipe.head.fusion == "layers":
+        return Eagle3Head(eagle3_config(recipe, shape))
+    return FalconHead(head_config(recipe, shape))
 
 
 def medusa_config(

@@ -1,6 +1,7 @@
 """A recipe from its YAML file and the command line, and back to YAML.
 
     recipe = load_recipe("recipes/tiny.yaml", ["optim.lr=1.0e-3", "data.sources=[../a.jsonl]"])
+    recipe = load_recipe("recipes/tiny.yaml", ["head=you/a-head"])  # head.model, target.model, ..
     recipe = load_recipe("recipes/tiny_cascade.yaml", ["runs/tiny_cascade/tuned_cascade.yaml"])
     dump(recipe, "runs/tiny/recipe.yaml")
 
@@ -132,7 +133,11 @@ def _override(tree: dict, override: str) -> None:
         raise RecipeError(f"override {shown(override)}: {explain(error)}") from None
     there = tree.get(section) or {}
     if not dot:
-        tree[section] = value
+        kind = Recipe.sections().get(section)
+        named = (
+            isinstance(value, str) and isinstance(there, dict) and kind and hasattr(kind, "model")
+        )
+        tree[section] = {**there, "model": value} if named else value
     elif isinstance(there, dict):
         tree[section] = {**there, leaf: value}
 

@@ -125,8 +125,16 @@ def _of_medusa(student: StudentSection, medusa: MedusaSection) -> Iterator[str]:
 def _of_layers(data: DataSection, student: StudentSection, medusa: MedusaSection) -> Iterator[str]:
     if data.feature_layers and (student.given or medusa.given):
         kind = "students" if student.given else "Medusa heads"
-        way_out = "set it to [], or train a Falcon or EAGLE-1 head"
+        way_out = "set it to [], or train a Falcon or EAGLE head"
         yield data.complaint("feature_layers", f"{kind} do not read them; {way_out}")
+
+
+def _of_fusion(data: DataSection, head: HeadSection) -> Iterator[str]:
+    """Layers that are fused, in the order in which engines give them."""
+    layers = list(data.feature_layers)
+    if head.fusion == "layers" and (not layers or layers != sorted(layers)):
+        few = "head.fusion=layers reads some in ascending order, e.g. of 32: [2,16,29]"
+        yield data.complaint("feature_layers", few)
 
 
 # Each is about the sections that its parameters name.
@@ -138,4 +146,5 @@ _CHECKS = (
     _of_on_policy,
     _of_medusa,
     _of_layers,
+    _of_fusion,
 )

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.falcon import FalconConfig, FalconHead, block_index
 from specdraft.models.target import Target
 
@@ -57,6 +58,31 @@ def random_head(target: Target, block_size: int = 2, seed: int = 1, **changes) -
         for weight in head.parameters():
             if not weight.any():
                 weight.normal_(std=0.2)
+    return head
+
+
+def random_eagle3(target: Target, /, seed: int = 1, **changes) -> Eagle3Head:
+    """An EAGLE-3 head with random weights for a random target of four layers."""
+    torch.manual_seed(seed)
+    config = Eagle3Config(
+        **{
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "feature_layers": (1, 2, 3),
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 6,
+            "intermediate_size": 24,
+            **changes,
+        }
+    )
+    head = Eagle3Head(config).eval()
+    with torch.no_grad():
+        head.lm_head.normal_(std=2.0)
+        for weight in head.parameters():  # norms, too, have something to lose
+            weight.add_(0.1 * torch.randn_like(weight))
+        if config.draft_vocab is not None:
+            head.draft_ids.copy_(torch.randperm(config.vocab_size)[: len(head.draft_ids)].sort()[0])
     return head
 
 

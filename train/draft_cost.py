@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.falcon import FalconConfig, FalconHead
 
 HEAD_BYTES = 4  # a drafter runs its head in float32
@@ -26,15 +27,20 @@ class DraftCost:
     depths: int
 
     @classmethod
-    def of(cls, config: FalconConfig, lm_head_bytes: int) -> "DraftCost":
+    def of(cls, config: FalconConfig | Eagle3Config, lm_head_bytes: int) -> "DraftCost":
         """The cost of a head whose lm_head has so many bytes per weight."""
+        tokens = config.draft_vocab or config.vocab_size
+        if isinstance(config, Eagle3Config):
+            with torch.device("meta"):
+                weights = sum(p.numel() for p in Eagle3Head(config).parameters())
+            own = tokens * config.hidden_size
+            return cls(HEAD_BYTES * (weights - own), own * lm_head_bytes, 1)
         with torch.device("meta"):
             head = FalconHead(config)
         coupling = sum(p.numel() for p in head.coupling.parameters()) if head.coupling else 0
         weights = sum(p.numel() for p in head.parameters())
         weights += (config.block_size - 2) * coupling if coupling else 0
         rounds = config.block_size if head.coupling else 1
-        tokens = config.draft_vocab or config.vocab_size
         lm_head = rounds * tokens * config.hidden_size * lm_head_bytes
         return cls(HEAD_BYTES * weights, lm_head, config.block_size)
 
@@ -46,13 +52,17 @@ class DraftCost:
         )
 
 
-def compared(config: FalconConfig, lm_head_bytes: int) -> dict[str, DraftCost]:
+def compared(config: FalconConfig | Eagle3Config, lm_head_bytes: int) -> dict[str, DraftCost]:
     """A head's cost, and that of EAGLE-1 and of the paper's head for the same target."""
     paper = {"fusion": "lstm", "reads": "own", "coupling": "none", "draft_vocab": None}
     eagle = paper | {"fusion": "linear", "block_size": 1, "input_norm": False}
+    base = config
+    if isinstance(config, Eagle3Config):
+        same = ("hidden_size", "vocab_size", "heads", "kv_heads", "intermediate_size")
+        base = FalconConfig(**{key: getattr(config, key) for key in same})
     heads = {
         "draft": config,
-        "EAGLE-1's": replace(config, **eagle),
-        "Falcon's LSTM's": replace(config, **paper | {"block_size": max(2, config.block_size)}),
+        "EAGLE-1's": replace(base, **eagle),
+        "Falcon's LSTM's": replace(base, **paper | {"block_size": max(2, config.block_size)}),
     }
     return {name: DraftCost.of(each, lm_head_bytes) for name, each in heads.items()}

@@ -1,6 +1,6 @@
 """The stages that every kind of head goes through: tokens, features, training, measuring.
 
-Falcon, EAGLE-1 and Medusa heads read features of the target and differ in a `Kind`.
+Falcon, EAGLE and Medusa heads read features of the target and differ in a `Kind`.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.data.store.feature_cache import FeatureCache, Features
@@ -19,12 +19,13 @@ from specdraft.eval.drafters.trained import CARDS, KINDS, Trained
 from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.report import evaluate, tokens_per_step, write_report
 from specdraft.eval.measure.table import print_report
+from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.embeddings import TargetEmbeddings
-from specdraft.models.falcon import FalconHead
+from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.hub import check_login
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.publish import publish
-from specdraft.models.shapes import TargetShape, head_config, medusa_config
+from specdraft.models.shapes import TargetShape, eagle3_config, head_config, medusa_config
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
@@ -33,6 +34,7 @@ from specdraft.train.fit.loop import fit
 from specdraft.train.fit.run import Evaluate, Objective
 from specdraft.train.objectives.ahead import TokensAhead
 from specdraft.train.objectives.csgd import CoupledGlancing
+from specdraft.train.objectives.training_time_test import TrainingTimeTest
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,22 @@ class Kind:
     check: Callable[[Recipe, Target], None] = lambda recipe, target: None
 
     def check_methods(self, recipe: Recipe) -> None:
-        """Raise RecipeError for a recipe that measures with what this kind is not."""
+        """Raise RecipeError for a recipe of another kind, or that measures with what it is not."""
+        if recipe.head.model is not None:
+            raise RecipeError(
+                f"head.model = {recipe.head.model}: it is trained already; measure it: python "
+                "eval/bench.py, or set it to null"
+            )
+        layered = recipe.head.fusion == "layers"
+        if self.field == "head" and layered != (self.method == "eagle3_tree"):
+            raise RecipeError(
+                f"head.fusion = {recipe.head.fusion}: "
+                + (
+                    "an EAGLE-3 head, trained by train/eagle3.py"
+                    if layered
+                    else "EAGLE-3 has head.fusion=layers; set it and data.feature_layers"
+                )
+            )
         only = f"here is trained what {self.method} drafts with, and nothing else"
         check_methods(recipe, self.field, only)
 
@@ -70,14 +87,48 @@ def sar_head(method: str) -> Kind:
             recipe, target, head.config, head.draft_ids
         ),
         load=FalconHead.from_pretrained,
-        check=_check_sar_head,
+        check=_check_head,
     )
 
 
-def _check_sar_head(recipe: Recipe, target: Target) -> None:
+def eagle3_head() -> Kind:
+    """The kind of EAGLE-3 heads."""
+    return Kind(
+        field="head",
+        method="eagle3_tree",
+        make=_new_eagle3_head,
+        objective=lambda recipe, target, head: TrainingTimeTest(
+            recipe, target, head.config, head.draft_ids
+        ),
+        load=Eagle3Head.from_pretrained,
+        check=_check_head,
+    )
+
+
+def _new_eagle3_head(recipe: Recipe, target: Target, data: Features) -> Eagle3Head:
+    """Make the recipe's head, whose lm_head begins as the target's."""
+    torch.manual_seed(recipe.train.seed)
+    shape, ids = TargetShape.of(target.config), None
+    config = eagle3_config(recipe, shape, identity=target.identity())
+    if config.draft_vocab is not None:
+        ids = _drafted(config, target, data)
+    weight = target.embeddings().lm_head_weight.cpu()
+    head = Eagle3Head.of(config, weight, ids, data.scales["feature_scale"])
+    head.checkpointing = recipe.train.checkpointing
+    return head
+
+
+def _drafted(config: FalconConfig | Eagle3Config, target: Target, data: Features) -> Tensor:
+    """The ids that a head of this config drafts among, [N], ascending."""
+    vocabulary = config.draft_vocab, config.vocab_size, target.eos_ids
+    return frequent_tokens(data.answers(), *vocabulary)
+
+
+def _check_head(recipe: Recipe, target: Target) -> None:
     """Raise RecipeError for a shape that no head has, and for eos tokens that are never drafted."""
     head, ends = recipe.head, target.eos_ids
-    head_config(recipe, TargetShape.of(target.config))
+    config = eagle3_config if head.fusion == "layers" else head_config
+    config(recipe, TargetShape.of(target.config))
     if head.draft_vocab is not None and head.draft_vocab < len(ends):
         needed = f"must be {len(ends)} at least: {target.name} ends answers with as many tokens"
         raise RecipeError(head.complaint("draft_vocab", needed))
@@ -91,8 +142,7 @@ def _new_sar_head(recipe: Recipe, target: Target, data: Features) -> FalconHead:
     )
     head = FalconHead(config)
     if config.draft_vocab is not None:
-        vocabulary = config.draft_vocab, config.vocab_size, target.eos_ids
-        head.draft_ids.copy_(frequent_tokens(data.answers(), *vocabulary))
+        head.draft_ids.copy_(_drafted(config, target, data))
     head.checkpointing = recipe.train.checkpointing
     return head
 

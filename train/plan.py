@@ -14,7 +14,7 @@ from specdraft.data.fingerprint import of_settings
 from specdraft.data.sources import BUNDLED as TINY_SOURCE
 from specdraft.data.store.storage import Storage, feature_bytes
 from specdraft.data.store.tokens import TokenCache, token_settings
-from specdraft.models.falcon import FalconHead
+from specdraft.models.eagle3 import Apart
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.sar.fusion import FUSIONS
 from specdraft.models.shapes import (
@@ -22,6 +22,8 @@ from specdraft.models.shapes import (
     BYTES_PER_PARAMETER,
     LOGITS_BYTES,
     TargetShape,
+    any_head,
+    eagle3_config,
     head_config,
     medusa_config,
     target_shape,
@@ -164,12 +166,13 @@ def _head_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
     if medusa.given:
         kind = f"{medusa.heads} Medusa heads, {medusa.lm_heads} lm_heads"
     else:
-        kind += f", reads {head.reads}, coupling {head.coupling}"
+        kind += f", reads {head.reads}, coupling {head.coupling}" if head.block_size > 1 else ""
         if layers := recipe.data.feature_layers:
             kind += f", layers {', '.join(map(str, layers))} of the target"
         if head.draft_vocab is not None:
             kind += f", {head.draft_vocab} tokens drafted among"
-        costs = compared(head_config(recipe, plan.target), BYTES[recipe.target.dtype])
+        wanted = eagle3_config if head.fusion == "layers" else head_config
+        costs = compared(wanted(recipe, plan.target), BYTES[recipe.target.dtype])
     size = f"{plan.drafter_parameters / 1e6:.1f} M parameters"
     line = f"{kind}: {size} = {plan.head_layers:.2f} decoder layers of the target"
     return [("head", line), *((name, f"reads {cost}") for name, cost in costs.items())]
@@ -244,7 +247,7 @@ def _head_parameters(recipe: Recipe, shape: TargetShape) -> int:
         if recipe.medusa.given:
             head = MedusaHeads(medusa_config(recipe, shape))
         else:
-            head = FalconHead(head_config(recipe, shape))
+            head = any_head(recipe, shape)
     return sum(p.numel() for p in head.parameters())
 
 
@@ -263,10 +266,13 @@ def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> i
         floats = recipe.medusa.heads * recipe.medusa.layers * 3 * width
         slopes = 4 * parameters if recipe.medusa.lm_heads == "own" else 0
         return held + slopes + rows * recipe.data.max_length * floats * 4
+    if recipe.head.fusion == "layers":  # the slope of its lm_head is taken with the loss
+        held += 4 * (recipe.head.draft_vocab or shape.vocab_size) * width
     inner = recipe.head.intermediate or shape.intermediate_size
     # Kept for backward per position: inputs 2H, what the fusion keeps, per decoder layer about 12H
     # and the MLP's 4I; of a coupled slot 8H.
-    fused = (2 + FUSIONS[recipe.head.fusion].KEPT) * width
+    fusion = FUSIONS.get(recipe.head.fusion, Apart)
+    fused = (2 + fusion.KEPT) * width
     fused += 8 * width if recipe.head.coupling != "none" else 0
     layers, passes = recipe.head.layers * (12 * width + 4 * inner), recipe.train.rollout
     floats = passes * (fused + layers)

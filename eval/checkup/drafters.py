@@ -12,6 +12,7 @@ from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.identity import differences
 from specdraft.eval.measure.measurement import REFERENCE, measure
+from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.feature_layers import cache_command
 from specdraft.models.target import Target
@@ -60,19 +61,21 @@ def _check_drafter(
         problem, _, remedy = str(error).partition("; ")
         return None, [passed(whole, f"whole at {folder}"), failed(owner, problem, remedy)]
     findings = [passed(whole, f"whole at {folder}"), passed(owner, f"made for {target.name}")]
-    if isinstance(trained.head, FalconHead):
+    if trained.head is not None:
         findings.append(check_shape(trained.head, target, manifest))
     return trained, findings
 
 
-def check_shape(head: FalconHead, target: Target, manifest: dict[str, Any] | None) -> Finding:
+def check_shape(
+    head: FalconHead | Eagle3Head, target: Target, manifest: dict[str, Any] | None
+) -> Finding:
     """The head has the target's sizes and the cache's scales."""
     config = head.config
     pairs = {
         "hidden size": (config.hidden_size, target.hidden_size),
         "vocabulary": (config.vocab_size, target.vocab_size),
     }
-    if manifest is not None:
+    if manifest is not None and isinstance(head, FalconHead):
         for name in ("feature_scale", "embed_scale"):
             # A longer cache of the same kind has another scale, by a little.
             same = 0.9 < getattr(config, name) / manifest[name] < 1.1

@@ -28,6 +28,7 @@ from specdraft.eval.drafters.trained import KINDS, Trained
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
+from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
@@ -98,7 +99,9 @@ class DraftBench:
         elif student := self.trained.student:
             yield from self._of_student(student)
 
-    def _of_head(self, head: FalconHead) -> Iterator[tuple[list[int], list[int], Make]]:
+    def _of_head(
+        self, head: FalconHead | Eagle3Head
+    ) -> Iterator[tuple[list[int], list[int], Make]]:
         config, seen = head.config, []
         most = config.draft_vocab or self.target.vocab_size
         for paths in _trees(config.block_size, [width for width in WIDTHS if width <= most]):
@@ -107,7 +110,7 @@ class DraftBench:
                 seen.append(shape)
                 yield *shape, partial(self._falcon, head, tree)
 
-    def _falcon(self, head: FalconHead, tree: StaticTree, rows: int) -> FalconDrafter:
+    def _falcon(self, head: FalconHead | Eagle3Head, tree: StaticTree, rows: int) -> FalconDrafter:
         return FalconDrafter(head, self.target, tree, rows, self.capacity)
 
     def _of_medusa(self, heads: MedusaHeads) -> Iterator[tuple[list[int], list[int], Make]]:

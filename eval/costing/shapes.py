@@ -18,9 +18,10 @@ from transformers import (
 )
 
 from specdraft.eval.costing.room import bytes_of, check_room, row_bytes
+from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import DTYPES
 from specdraft.models.falcon import FalconHead
-from specdraft.models.shapes import KNOWN, TargetShape, head_config, llama_config
+from specdraft.models.shapes import KNOWN, TargetShape, any_head, llama_config
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, in_a_line
 from specdraft.recipes.fields import nearest
@@ -86,7 +87,7 @@ class Skeleton:
 
     shape: Shape
     model: nn.Module  # on the meta device
-    head: FalconHead
+    head: FalconHead | Eagle3Head
 
     @property
     def parameters(self) -> int:
@@ -109,14 +110,14 @@ def sketch(shape: Shape, recipe: Recipe) -> Skeleton:
             )
     except Exception as error:  # whatever a family makes of sizes that do not fit
         raise RecipeError(f"--shape {shape.name}: {in_a_line(error)}") from error
-    config = head_config(recipe, TargetShape.of(shape.config.get_text_config()))
     with torch.device("meta"):
-        return Skeleton(shape, model, FalconHead(config))
+        head = any_head(recipe, TargetShape.of(shape.config.get_text_config()))
+    return Skeleton(shape, model, head)
 
 
 def build(
     skeleton: Skeleton, recipe: Recipe, capacity: int, device: torch.device
-) -> tuple[Target, FalconHead]:
+) -> tuple[Target, FalconHead | Eagle3Head]:
     """Draw the weights of a target and of a head, on the device.
 
     Raises RecipeError, before anything is allocated, where they and a cache for one row of
@@ -128,5 +129,5 @@ def build(
     torch.manual_seed(recipe.train.seed)
     target = Target.random(config, name, DTYPES[dtype], device)
     with torch.device(device):
-        head = FalconHead(skeleton.head.config).eval()
+        head = any_head(recipe, TargetShape.of(config.get_text_config())).eval()
     return target, head

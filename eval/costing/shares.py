@@ -12,13 +12,14 @@ from torch import Tensor
 
 from specdraft.data.atomic import write_atomic
 from specdraft.data.prompts import validation_prompts
+from specdraft.eval.drafters.registry import tree_method
 from specdraft.eval.drafters.static import Path as Ranks
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.drafters.tree_growth import medusa_rank_shares, rank_shares
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.models.falcon import load_head
 from specdraft.models.medusa import load_medusa
+from specdraft.models.published import load_head
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
@@ -50,9 +51,9 @@ def measure_shares(recipe: Recipe, target: Target, depth: int) -> Drafted:
         shares = medusa_rank_shares(heads, target, answers(recipe, target), depth)
         trained = Trained(medusa=heads)
         return Drafted("medusa_tree", trained, run / "medusa", shares, depth)
-    head = load_head(run / "head", target.identity())
+    head = load_head(run / "head", target)
     shares = rank_shares(head, target, answers(recipe, target), depth)
-    method = "eagle_tree" if head.config.is_eagle else "falcon_tree"
+    method = tree_method(head.config)
     coupled = head.config.coupling != "none"
     trained, size = Trained(head=head), head.config.block_size
     return Drafted(method, trained, run / "head", shares, size, coupled)

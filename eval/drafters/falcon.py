@@ -1,4 +1,4 @@
-"""Draft a static tree with a Falcon head, K depths per pass.
+"""Draft a static tree with a Falcon or EAGLE head, K depths per pass.
 
 The first pass of a draft reads what the target has just committed, with its true features, and its
 last K positions give the first K depths. Further passes read drafted blocks: the tokens chosen and
@@ -30,7 +30,7 @@ from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree
-from specdraft.models.embeddings import DraftVocabulary
+from specdraft.models.eagle3 import Eagle3Head, vocabulary_of
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
@@ -58,7 +58,7 @@ class FalconDrafter:
 
     def __init__(
         self,
-        head: FalconHead,
+        head: FalconHead | Eagle3Head,
         target: Target,
         tree: StaticTree,
         rows: int = 1,
@@ -78,7 +78,7 @@ class FalconDrafter:
         self.head = head.to(target.device).eval()
         self.target, self.tree, self.k = target, tree, config.block_size
         self.reach = head.reading.reach
-        self.vocabulary = DraftVocabulary(head.draft_ids, target)
+        self.vocabulary = vocabulary_of(self.head, target)
         self.passes = [self._to_device(plan) for plan in tree.passes]
         self.choices = tree.choices.to(target.device)
         scratch = sum(len(plan.blocks) for plan in self.passes)
@@ -88,7 +88,7 @@ class FalconDrafter:
             rows,
             config.kv_heads,
             capacity + scratch,
-            config.hidden_size // config.heads,
+            config.head_dim,
         )
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds, self.max_nodes = 0, 0.0, len(tree.paths)

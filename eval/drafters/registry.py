@@ -31,6 +31,8 @@ from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.drafters.trained import KINDS, Sections, Trained
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.padded import PADDINGS
+from specdraft.models.eagle3 import Eagle3Config
+from specdraft.models.falcon import FalconConfig
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import MOST_LINES, nearest, shown
@@ -97,14 +99,24 @@ class Method:
 # -- what takes more than a line of a row ----------------------------------------------------------
 
 
-def _head(setup: Setup, tree: bool = False, eagle: str | None = None) -> FalconDrafter:
-    """A head's chain or static tree. RecipeError for the method `eagle` with another head."""
+def tree_method(config: FalconConfig | Eagle3Config) -> str:
+    """The method of a head of this config that drafts trees."""
+    if config.fusion == "layers":
+        return "eagle3_tree"
+    return "eagle_tree" if config.is_eagle else "falcon_tree"
+
+
+def _head(setup: Setup, tree: bool = False, only: str | None = None) -> FalconDrafter:
+    """A head's chain or static tree. RecipeError for the method `only` with another's head."""
     config, settings = setup.trained.head.config, setup.recipe.eval
-    if eagle and not config.is_eagle:
+    own = tree_method(config)
+    if only and only.partition("_")[0] != own.partition("_")[0]:
+        wanted = "EAGLE-1 head (k = 1, linear)"
+        if only.startswith("eagle3"):
+            wanted = "EAGLE-3 head (fusion layers)"
         raise RecipeError(
-            f"method {eagle} needs an EAGLE-1 head (k = 1, linear); this one has "
-            f"k = {config.block_size}, {config.fusion}: measure falcon_tree, or train one: "
-            "train/eagle.py"
+            f"method {only} needs an {wanted}; this one has k = {config.block_size}, "
+            f"{config.fusion}: measure {own}, or train one: {METHODS[only].trainer}"
         )
     plan = StaticTree.chain(settings.chain_depth, config.block_size)
     if tree:
@@ -149,6 +161,7 @@ GSD_SPACE = {
 }
 MAXGRAM_SPACE = {"maxgram.n": (1, 2, 3, 4, 5, 7, 10)}
 FALCON = {"needs": ("head",), "trainer": "train/falcon.py"}
+EAGLE3 = {"needs": ("head",), "trainer": "train/eagle3.py"}
 EAGLE = {"needs": ("head",), "trainer": "train/eagle.py"}
 MEDUSA = {"needs": ("medusa",), "trainer": "train/medusa.py"}
 STUDENT = {"needs": ("student",), "trainer": "train/distill.py"}
@@ -199,9 +212,13 @@ ROWS = (
     Method("falcon_maxgram", "Falcon's tree, then Max-Gram",
            lambda s: MaxGramTail(_head(s, tree=True), _maxgram(s), s.recipe.maxgram.n,
                                  s.recipe.maxgram.branches), **BOTH),
-    Method("eagle_chain", "EAGLE-1's head, a chain", partial(_head, eagle="eagle_chain"), **EAGLE),
+    Method("eagle_chain", "EAGLE-1's head, a chain", partial(_head, only="eagle_chain"), **EAGLE),
     Method("eagle_tree", "EAGLE-1's head, a static tree",
-           partial(_head, tree=True, eagle="eagle_tree"), **EAGLE),
+           partial(_head, tree=True, only="eagle_tree"), **EAGLE),
+    Method("eagle3_chain", "EAGLE-3's head, a chain", partial(_head, only="eagle3_chain"),
+           **EAGLE3),
+    Method("eagle3_tree", "EAGLE-3's head, a static tree",
+           partial(_head, tree=True, only="eagle3_tree"), **EAGLE3),
     Method("medusa_tree", "Medusa's heads, a static tree", _medusa, **MEDUSA),
 )
 # fmt: on

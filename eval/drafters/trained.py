@@ -9,9 +9,11 @@ from torch import nn
 
 from specdraft.data import fingerprint
 from specdraft.models.card import Card
-from specdraft.models.falcon import FalconHead, load_head
+from specdraft.models.eagle3 import Eagle3Head
+from specdraft.models.falcon import FalconHead
 from specdraft.models.maxgram import MaxGramTable, load_table
 from specdraft.models.medusa import MedusaHeads, load_medusa
+from specdraft.models.published import load_head
 from specdraft.models.student import finished_student, load_student
 from specdraft.models.target import Target
 from specdraft.models.target_files import hash_weights
@@ -26,7 +28,7 @@ Sections = Mapping[str, Any]  # of a recipe, by name; one that is unsound is mis
 class Trained:
     """What the methods of a run draft with; None or empty where none asks for it."""
 
-    head: FalconHead | None = None
+    head: FalconHead | Eagle3Head | None = None
     table: MaxGramTable | None = None
     student: Target | None = None
     cascade: tuple[Target, ...] = ()  # students, from the largest to the smallest
@@ -60,8 +62,8 @@ class Kind:
 
 
 def _of_head(method: str, sections: Sections) -> list[str]:
-    if "head" not in sections:
-        return []
+    if "head" not in sections or sections["head"].model is not None:
+        return []  # the section is not about the head that drafts
     return [*_other_blocks(method, sections), *_beyond_draft_vocab(sections)]
 
 
@@ -120,8 +122,8 @@ def _load_table(recipe: Recipe, target: Target, run: Path) -> MaxGramTable:
 KINDS: dict[str, Kind] = {
     "head": Kind(
         "a trained head; train one first",
-        load=lambda recipe, target, run: load_head(run / "head", target.identity()),
-        fetch=lambda name, revision, target: load_head(name, target.identity(), revision),
+        load=lambda recipe, target, run: load_head(recipe.head.model or run / "head", target),
+        fetch=lambda name, revision, target: load_head(name, target, revision),
         card=Card("head", "Falcon head", "falcon", 'falcon("{repo}", tree="{tree}"'),
         problems=_of_head,
     ),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.models.embeddings import DraftVocabulary
+from specdraft.models.eagle3 import Eagle3Head, vocabulary_of
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
@@ -26,11 +26,14 @@ WIDTH = 20  # ranks counted
 
 @torch.inference_mode()
 def rank_shares(
-    head: FalconHead, target: Target, texts: list[tuple[int, list[int]]], depth: int
+    head: FalconHead | Eagle3Head,
+    target: Target,
+    texts: list[tuple[int, list[int]]],
+    depth: int,
 ) -> Tensor:
     """Share of positions whose true token has rank r at depth d: [D, W], or fewer ranks where the
     head drafts among fewer tokens."""
-    k, vocabulary = head.config.block_size, DraftVocabulary(head.draft_ids, target)
+    k, vocabulary = head.config.block_size, vocabulary_of(head, target)
     passes = -(-depth // k)
     found, seen = torch.zeros(passes * k, WIDTH), torch.zeros(passes * k)
     never = torch.full((passes,), WIDTH)

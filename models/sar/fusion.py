@@ -49,6 +49,14 @@ class LinearFusion(nn.Linear):
         return super().forward(inputs), ()
 
 
+class BiasedFusion(LinearFusion):
+    """The same with a bias, as EAGLE-1's published heads have it; none is trained here."""
+
+    def __init__(self, inputs: int, hidden: int):
+        super().__init__(inputs, hidden)
+        self.bias = nn.Parameter(torch.zeros(hidden))
+
+
 def recur(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor) -> tuple[list, list, list]:
     """h_t, c_t and what backward needs, of every t, from the input's share of the gates
     [T, S, 4H], the recurrent weight [4H, H] and the state [S, H] before t = 0."""
@@ -136,4 +144,8 @@ class LSTM(nn.Module):
         return hidden[-1], (hidden, cell)
 
 
-FUSIONS: dict[str, type[Fusion]] = {"lstm": LSTM, "linear": LinearFusion}
+FUSIONS: dict[str, type[Fusion]] = {
+    "lstm": LSTM,
+    "linear": LinearFusion,
+    "biased": BiasedFusion,
+}

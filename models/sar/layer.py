@@ -21,16 +21,25 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and SwiGLU MLP; who attends to whom is the caller's `attend`."""
 
     def __init__(
-        self, width: int, heads: int, kv_heads: int, inner: int, eps: float, normed: bool = True
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        inner: int,
+        eps: float,
+        normed: bool = True,
+        reads: int | None = None,
+        dim: int | None = None,
     ):
-        """normed: whether the attention's input is; EAGLE-1's first layer takes it as it is."""
+        """normed: whether the attention's input is; EAGLE-1's first layer takes it as it is.
+        reads: width of that input; None: H. dim: of an attention head; None: H / heads."""
         super().__init__()
-        self.dim, self.eps = width // heads, eps
+        self.dim, self.eps = dim or width // heads, eps
         self.heads = (heads, kv_heads, kv_heads)
         self.attention_norm = nn.Parameter(torch.ones(width)) if normed else None
         self.mlp_norm = nn.Parameter(torch.ones(width))
-        self.qkv = nn.Linear(width, sum(self.heads) * self.dim, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.qkv = nn.Linear(reads or width, sum(self.heads) * self.dim, bias=False)
+        self.out = nn.Linear(heads * self.dim, width, bias=False)
         self.gate_up = nn.Linear(width, 2 * inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
@@ -55,7 +64,8 @@ class DecoderLayer(nn.Module):
             query = _rotate(self._project(y, asks), *rope)
             key, value = self._project(self._normed(source[0]), answers).chunk(2, 1)
             key = _rotate(key, *source[1])
-        x = x + self.out(attend(layer, query, key, value).transpose(1, 2).flatten(2))
+        attended = self.out(attend(layer, query, key, value).transpose(1, 2).flatten(2))
+        x = self._residual(x) + attended
         y = F.rms_norm(x, x.shape[-1:], self.mlp_norm, self.eps)
         gate, up = self.gate_up(y).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -64,6 +74,10 @@ class DecoderLayer(nn.Module):
         if self.attention_norm is None:
             return x
         return F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
+
+    def _residual(self, x: Tensor) -> Tensor:
+        """What the attention's output is added to."""
+        return x
 
     def _project(self, x: Tensor, weight: Tensor) -> Tensor:
         """[S, T, H] -> [S, heads, T, D]."""

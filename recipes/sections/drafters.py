@@ -10,10 +10,12 @@ from specdraft.recipes.fields import Draft, Few, Fraction, Natural, Positive, Se
 @dataclass(frozen=True, kw_only=True)
 class HeadSection(Section):
     """The shape of a Falcon head (Gao et al., AAAI 2025); with `block_size: 1`,
-    `fusion: linear` and `input_norm: false` it is the head of EAGLE-1 (arXiv 2401.15077)."""
+    `fusion: linear` and `input_norm: false` it is the head of EAGLE-1 (arXiv 2401.15077), with
+    `block_size: 1` and `fusion: layers` that of EAGLE-3 (arXiv 2503.01840)."""
 
     block_size: Draft = 2  # k: tokens drafted per pass
-    fusion: Literal["lstm", "linear"] = "lstm"  # of token and feature
+    # Of token and feature; layers: of data.feature_layers alone, which the token stands beside.
+    fusion: Literal["lstm", "linear", "layers"] = "lstm"
     reads: Literal["own", "both", "newest"] = "own"  # of a block's inputs, by each of its slots
     coupling: Literal["none", "markov", "recurrent"] = "none"  # of a slot with the token before it
     layers: Few = 1  # decoder layers
@@ -21,6 +23,11 @@ class HeadSection(Section):
     kv_heads: Few | None = None
     intermediate: Width | None = None  # width of the MLP
     input_norm: bool = True  # of the first decoder layer; EAGLE-1 and its serving format: false
+    # Of fusion: layers. Each layer is normalised, and so is the state that is fed back: EAGLE-3.1.
+    normed: bool = False
+    # A trained head to measure in place of the run's: a folder or a Hub id, also one in the layout
+    # of vLLM and SGLang, EAGLE-1's or EAGLE-3's. `head=..` is short for it.
+    model: str | None = None
     # Drafted are only this many tokens, the most frequent of the training answers and the target's
     # eos; lm_head shrinks with it. null: all.
     draft_vocab: Tokens | None = None
@@ -31,6 +38,13 @@ class HeadSection(Section):
             if self.block_size == 1 and getattr(self, key) != alone:
                 needed = f"needs head.block_size above 1; a block of one slot has {alone}"
                 yield self.complaint(key, needed)
+        if self.fusion == "layers":
+            for key, wanted in (("block_size", 1), ("layers", 1), ("input_norm", True)):
+                if getattr(self, key) != wanted:
+                    needed = f"EAGLE-3 (head.fusion=layers) has {str(wanted).lower()}"
+                    yield self.complaint(key, needed)
+        elif self.normed:
+            yield self.complaint("normed", "needs head.fusion=layers")
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             yield self.complaint("kv_heads", f"must divide head.heads ({self.heads})")
 

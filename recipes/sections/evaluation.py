@@ -28,7 +28,7 @@ class EvalSection(Section):
 
     prompts: str = "tiny_chat"  # bundled; or a published set, NAME:FILE, a JSONL file, "holdout"
     tree: str = "tiny_k2"  # a file of recipes/trees without .yaml, or a path
-    chain_depth: Draft = 6  # of falcon_chain and eagle_chain
+    chain_depth: Draft = 6  # of falcon_chain, eagle_chain, eagle3_chain
     threads: Few | None = None  # of a CPU while decoding; null: as in training
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Tokens = 128

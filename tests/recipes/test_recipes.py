@@ -29,6 +29,7 @@ def test_all_promised_recipes_exist():
     promised = {"tiny", "tinystories", "vicuna7b", "vicuna13b"}
     promised |= {"llama2_7b_chat", "llama2_13b_chat", "qwen2_5_7b"}
     promised |= {"tiny_eagle", "vicuna7b_eagle", "tiny_medusa"}
+    promised |= {"tiny_eagle3", "qwen3_8b_eagle3", "llama31_8b_eagle3"}
     promised |= {"tiny_distill", "vicuna7b_distill", "llama2_70b_draft", "llama2_13b_lora"}
     assert promised <= {path.stem for path in FILES}
 

@@ -29,7 +29,12 @@ def make_optimizer(
     if optim.name == "adamw":
         return adamw(trained)
     vocabulary = drafter.config.vocab_size
-    matrices = [one for one in trained if one.ndim == 2 and vocabulary not in one.shape]
+    heads = {id(one) for name, one in drafter.named_parameters() if "lm_head" in name}
+    matrices = [
+        one
+        for one in trained
+        if one.ndim == 2 and vocabulary not in one.shape and id(one) not in heads
+    ]
     chosen = {id(one) for one in matrices}
     others = [one for one in trained if id(one) not in chosen]
     parts = [adamw(others)] if others else []

@@ -9,7 +9,7 @@ graph through them is ever kept. What a formula makes of the target's logits ser
 Shapes: R passes, N positions, n of a chunk, H hidden (the target's may differ), V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,23 +45,24 @@ def chunked_loss(
     size: int,
     dtype: torch.dtype,
     weigh: Weigh | None = None,
+    by_pass: Sequence[float] | None = None,  # R
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return a loss and its parts, summed over passes and positions, and where the argmax is right
     [R, N]. The loss is differentiable in hidden states and lm_head.
 
     size: positions of a chunk. dtype: of the products with lm_head; sums are float32 or wider.
     weigh: what positions count in the loss, its parts are as they were; for a frozen lm_head,
-    whose slope would be summed before the weights are known.
+    whose slope would be summed before the weights are known. by_pass: the same of whole passes.
     """
     assert weigh is None or not lm_head.requires_grad
-    inputs = (hidden, lm_head, tokens, target)
-    total, parts, right = _ChunkedLoss.apply(*inputs, formula, max(1, size), dtype, weigh)
+    inputs, by_pass = (hidden, lm_head, tokens, target), by_pass or [1.0] * len(hidden)
+    total, parts, right = _ChunkedLoss.apply(*inputs, formula, max(1, size), dtype, weigh, by_pass)
     return total, dict(zip(formula.weights(), parts.unbind(), strict=True)), right
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, lm_head, tokens, target, formula, size, dtype, weigh):
+    def forward(ctx, hidden, lm_head, tokens, target, formula, size, dtype, weigh, by_pass):
         wide, weights = torch.promote_types(hidden.dtype, torch.float32), formula.weights()
         slopes = [
             torch.zeros_like(tensor, dtype=wide) if needed else None
@@ -80,17 +81,17 @@ class _ChunkedLoss(torch.autograd.Function):
                     logits = (states @ matrix.T).to(wide)
                     values, slope, right[r, chunk] = formula(logits, known, tokens[chunk])
                     parts[:, r, chunk] = torch.stack(values)
-                    slope = slope.to(dtype)
+                    slope, weight = slope.to(dtype), by_pass[r]
                     if slopes[0] is not None:
-                        slopes[0][r, chunk] = (slope @ matrix).to(wide)
+                        slopes[0][r, chunk] = (slope @ matrix).to(wide) * weight
                     if slopes[1] is not None:
-                        slopes[1] += slope.T @ states
-        counted, sums = parts, parts.sum((1, 2))
+                        slopes[1] += slope.T @ (states * weight)
+        counted, sums = parts * parts.new_tensor(by_pass)[:, None], parts.sum((1, 2))
         if weigh is not None:
             counts = weigh(dict(zip(weights, parts, strict=True)))
             if slopes[0] is not None:
                 slopes[0] *= counts.unsqueeze(-1)
-            counted = parts * counts
+            counted = counted * counts
         ctx.save_for_backward(*slopes)
         ctx.dtypes = hidden.dtype, lm_head.dtype
         ctx.mark_non_differentiable(sums, right)
@@ -104,4 +105,4 @@ class _ChunkedLoss(torch.autograd.Function):
             None if slope is None else (grad_total * slope).to(dtype)
             for slope, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return *slopes, *[None] * 6
+        return *slopes, *[None] * 7

@@ -55,8 +55,6 @@ def head_loss(
     work at one time.
     """
     passes, _, hidden = predicted.shape
-    if elements is None:  # a CPU's caches want small chunks, a GPU large ones
-        elements = 1 << 20 if predicted.device.type == "cpu" else 1 << 25
     predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
     target = features.to(predicted.dtype).expand_as(predicted)
     feature = smooth_l1_loss(predicted / feature_scale, target / feature_scale, reduction="sum") / (
@@ -68,7 +66,7 @@ def head_loss(
         tokens,
         (features, lm_head),
         DistilledTokens(soft_weight, lk_weight, partial),
-        size=elements // (lm_head.shape[0] * (passes + 1)),
+        size=chunk_size(lm_head, passes, elements),
         dtype=lm_head.dtype,  # the product as the target does it
         weigh=weigh,
     )
@@ -79,6 +77,14 @@ def head_loss(
         hard=parts["hard"] / passes,
         correct=correct,
     )
+
+
+def chunk_size(lm_head: Tensor, passes: int, elements: int | None = None) -> int:
+    """Return how many positions are in work at one time, given how many logits of an lm_head [V, H]
+    may be: by default few on a CPU, whose caches want small chunks, and many on a GPU."""
+    if elements is None:
+        elements = 1 << 20 if lm_head.device.type == "cpu" else 1 << 25
+    return elements // (lm_head.shape[0] * (passes + 1))
 
 
 @dataclass(frozen=True)
