@@ -101,11 +101,13 @@ TRAIN = "accelerate launch train/falcon.py recipes/tiny.yaml"
 DECODING = ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=4", "eval.threads=1"]
 STEPS = ["train.steps=2", "train.batch_size=4", "train.threads=1"]
 STEPS += ["train.eval_every=null", "train.save_every=null"]
-TRAINERS = ("train/falcon.py", "train/eagle.py", "train/medusa.py", "train/distill.py")
+TRAINERS = ("train/falcon.py", "train/eagle.py", "train/eagle3.py")
+TRAINERS += ("train/medusa.py", "train/distill.py")
 # What a command reads must have been made before, by recipe.
 MADE_BY = {
     "recipes/tiny.yaml": [TRAIN],
     "recipes/tiny_eagle.yaml": ["accelerate launch train/eagle.py recipes/tiny_eagle.yaml"],
+    "recipes/tiny_eagle3.yaml": ["accelerate launch train/eagle3.py recipes/tiny_eagle3.yaml"],
     "recipes/tiny_medusa.yaml": ["accelerate launch train/medusa.py recipes/tiny_medusa.yaml"],
     "recipes/tiny_cascade.yaml": [
         "accelerate launch train/distill.py recipes/tiny_distill.yaml",

@@ -47,7 +47,8 @@ def _check_drafter(
     recipe: Recipe, method: str, target: Target, manifest: dict[str, Any] | None
 ) -> tuple[Trained | None, list[Finding]]:
     run, need = Path(recipe.output.dir), " and ".join(needs(method))
-    folder = run / need
+    # A head may lie elsewhere.
+    folder = Path(recipe.head.model or run / need) if need == "head" else run / need
     whole, owner = f"{need} files", f"{need}'s target"
     try:
         trained = load_trained(recipe, target, [method], run)

@@ -96,7 +96,8 @@ class RivalTable(Table):
         for name, (rival_path, *changes) in self.against.items():
             overrides = (*common, *changes)
             recipe = load_recipe(rival_path, [*overrides], check=problems)
-            method = "medusa_tree" if recipe.medusa.given else "eagle_tree"
+            method = "eagle3_tree" if recipe.head.fusion == "layers" else "eagle_tree"
+            method = "medusa_tree" if recipe.medusa.given else method
             rivals.append(Rival(self.name, name, rival_path, overrides, method))
             check_fair(ours.recipe, recipe, self.equal)
         return [replace(one, trained_as=_same_head(one, rivals)) for one in rivals]
@@ -133,7 +134,9 @@ def _same_head(rival: Rival, others: Sequence[Rival]) -> Rival | None:
 
 
 def check_fair(ours: Recipe, theirs: Recipe, equal: Sequence[str]) -> None:
-    """RecipeError where two recipes differ in what must be equal; Medusa has no rollout."""
+    """RecipeError where two recipes differ in what must be equal; Medusa has no rollout, and which
+    layers of the target a head reads is its own affair."""
+    theirs = replace(theirs, data=replace(theirs.data, feature_layers=ours.data.feature_layers))
     for key in equal:
         mine, other = (attrgetter(key)(recipe) for recipe in (ours, theirs))
         if mine != other and not (theirs.medusa.given and key == "train.rollout"):
