@@ -49,6 +49,39 @@ output = model.generate(**inputs, custom_generate=fast, max_new_tokens=64)
 print(tokenizer.decode(output[0]))
 """
 
+# custom_generate/generate.py of a repository: what `generate` runs that is given the repository.
+GENERATE = """\
+\"\"\"Decode with this repository's drafter: the tokens of `generate`, in fewer steps of the model.
+
+    model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True)
+\"\"\"
+
+import inspect
+from functools import lru_cache
+
+from transformers.utils import cached_file
+
+from specdraft.eval.custom_generate import Speculative, {maker}
+
+
+@lru_cache
+def speculative(source, revision):
+    return Speculative({drafter})
+
+
+def generate(model, streamer=None, revision=None, **arguments):
+    # Where this file comes from, a repository or a folder, stands in the call of `generate` alone.
+    called = inspect.currentframe().f_back.f_locals
+    fast = speculative(called.get("custom_generate") or "{repo}", revision)
+    fast.streamer = streamer
+    # Not model.generate: of a model that lies beside this file, that is this function.
+    return type(model).generate(model, **arguments, custom_generate=fast)
+"""
+CACHED_FILE = "from transformers.utils import cached_file\n\n"
+ALONE = """\
+output = model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True)
+"""
+
 
 def model_card(
     recipe: Recipe,
@@ -67,6 +100,9 @@ def model_card(
         facts(recipe, config),
         "## Use",
         f"```python\n{usage(recipe, card)}```",
+        "Or, with nothing but specdraft installed (`trust_remote_code` runs "
+        "`custom_generate/generate.py` of this repository):",
+        f"```python\n{ALONE.format(repo=recipe.hub.repo_id)}```",
         "## Results",
         results(report),
     ]
@@ -134,6 +170,19 @@ def usage(recipe: Recipe, card: Card) -> str:
     return USAGE.format(
         imports=imports, source=source, pin=pin, dtype=target.dtype, drafter=drafter
     )
+
+
+def generate_file(recipe: Recipe, card: Card) -> str:
+    """Return custom_generate/generate.py for the repository `hub.repo_id`."""
+    maker = card.call.partition("(")[0]
+    tree = f'"{recipe.eval.tree}"'
+    if tree_name(recipe) == TREE:
+        tree = f'cached_file(source, "{TREE}", revision=revision)'
+    call = card.call.replace('"{repo}"', "source").replace('"{tree}"', tree)
+    text = GENERATE.format(
+        repo=recipe.hub.repo_id, maker=maker, drafter=f"{call}, revision=revision)"
+    )
+    return text if "cached_file(source" in text else text.replace(CACHED_FILE, "")
 
 
 def tree_name(recipe: Recipe) -> str:

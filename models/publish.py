@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from specdraft.models.card import PICTURE, TREE, Card, model_card, tree_name
+from specdraft.models.card import PICTURE, TREE, Card, generate_file, model_card, tree_name
 from specdraft.models.curve import curve
 from specdraft.models.hub import SUMS, push
 from specdraft.models.saved import check_sums, sums
@@ -41,6 +41,7 @@ WHOLE = (
     "merges.txt",
 )
 FILES = (".json", ".jsonl", ".txt", ".csv", ".yaml", ".jinja", ".arrow", ".parquet", ".gz", ".zip")
+REQUIREMENTS = "specdraft>=0.1.0\n"  # of custom_generate/generate.py
 
 
 def publish(recipe: Recipe, card: Card) -> str | None:
@@ -88,6 +89,8 @@ def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
         picture=picture is not None,
     )
     files["README.md"] = text.encode()
+    files["custom_generate/generate.py"] = generate_file(recipe, card).encode()
+    files["custom_generate/requirements.txt"] = REQUIREMENTS.encode()
     files["recipe.yaml"] = yaml.safe_dump(pushed_recipe(recipe), sort_keys=False).encode()
     return files
 

@@ -292,6 +292,15 @@ for card in cards:
     exec(open(card).read(), lines)
     plain = lines["model"].generate(**lines["inputs"], do_sample=False, max_new_tokens=64)
     assert torch.equal(lines["output"], plain), card
+    exec(open(card.replace(".py", "_alone.py")).read(), lines)
+    plain = lines["model"].generate(**lines["inputs"])
+    assert torch.equal(lines["output"], plain), card
+    # The same of a copy of the repository, with a streamer.
+    from transformers import TextStreamer
+    shown, model = TextStreamer(lines["tokenizer"]), lines["model"]
+    folder = card.removesuffix(".py")
+    how = {"custom_generate": folder, "trust_remote_code": True, "streamer": shown}
+    assert torch.equal(model.generate(**lines["inputs"], **how), plain), folder
 there, here = FalconHead.from_pretrained("you/head"), FalconHead.from_pretrained(local)
 blocks = torch.arange(9)[None] // 2
 x = torch.randn(2, 1, 9, here.config.hidden_size)
@@ -316,7 +325,13 @@ def test_what_was_pushed_loads_back_by_its_name_and_by_the_lines_of_its_card(
 ):
     cards = [tmp_path / f"{kind}.py" for kind in ENTRIES]
     for kind, path in zip(ENTRIES, cards, strict=True):
-        path.write_text(code(hub.commits[f"you/{kind}"]["main"][-1]["README.md"].decode()))
+        files = hub.commits[f"you/{kind}"]["main"][-1]
+        card = files["README.md"].decode()
+        path.write_text(code(card))
+        (tmp_path / f"{kind}_alone.py").write_text(code(card.split("Or, with nothing but")[1]))
+        for name, content in files.items():
+            (tmp_path / kind / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / kind / name).write_bytes(content)
     (tmp_path / "use.py").write_text(USE)
     done = run(nursery, tmp_path / "use.py", runs / "head" / "head", *cards)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -441,4 +456,8 @@ def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):
     files = contents(recipe, CARDS["head"])
     assert yaml.safe_load(files["tree.yaml"]) == {"paths": [[0], [1], [0, 0]]}
     assert 'falcon("you/t", tree="tree.yaml")' in files["README.md"].decode()
+    made = files["custom_generate/generate.py"].decode()
+    assert 'falcon(source, tree=cached_file(source, "tree.yaml", revision=revision)' in made
+    assert "from transformers.utils import cached_file" in made
+    compile(made, "generate.py", "exec")
     assert str(tmp_path) not in files["README.md"].decode() + files["recipe.yaml"].decode()
