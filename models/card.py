@@ -97,7 +97,7 @@ def model_card(
         f"A {card.noun} that drafts for **{recipe.target.model}** in speculative decoding: the "
         "target checks every drafted token, so its output stays what it would have been alone. "
         "Trained and measured with specdraft; `recipe.yaml` makes it again.",
-        facts(recipe, config),
+        facts(recipe, card, config),
         "## Use",
         f"```python\n{usage(recipe, card)}```",
         "Or, with nothing but specdraft installed (`trust_remote_code` runs "
@@ -125,7 +125,7 @@ def metadata(recipe: Recipe, card: Card) -> dict:
     return {key: value for key, value in found.items() if value}
 
 
-def facts(recipe: Recipe, config: dict) -> str:
+def facts(recipe: Recipe, card: Card, config: dict) -> str:
     """Return target, data and licence as a table."""
     target, data = recipe.target, recipe.data
     weights = config.get("target", {}).get("weights")
@@ -135,7 +135,7 @@ def facts(recipe: Recipe, config: dict) -> str:
         "data": f"{', '.join(data.sources)}; answers by the {data.answers}, up to "
         f"{data.max_length} tokens"
         + (f", {data.limit} conversations at most" if data.limit else ""),
-        **({"head": head_facts(config)} if "block_size" in config else {}),
+        **({"head": head_facts(config)} if card.folder == "head" else {}),
         "licence": recipe.hub.license
         or "none was chosen (`hub.license`); that of the target may bind what is made from it",
     }  # fmt: skip
@@ -143,9 +143,9 @@ def facts(recipe: Recipe, config: dict) -> str:
 
 
 def head_facts(config: dict) -> str:
-    """Return what a Falcon or EAGLE-1 head's config says of its form, in a line."""
-    size = config["block_size"]
-    parts = [f"{size} token{'s' * (size > 1)} a pass", f"fusion {config['fusion']}"]
+    """Return what a Falcon or EAGLE head's config says of its form, in a line."""
+    size, fusion = config.get("block_size", 1), config.get("fusion", "of layers (EAGLE-3)")
+    parts = [f"{size} token{'s' * (size > 1)} a pass", f"fusion {fusion}"]
     if size > 1:
         parts += [f"slots read {config['reads']}, coupling {config['coupling']}"]
     if layers := config.get("feature_layers"):

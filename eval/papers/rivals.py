@@ -134,12 +134,13 @@ def _same_head(rival: Rival, others: Sequence[Rival]) -> Rival | None:
 
 
 def check_fair(ours: Recipe, theirs: Recipe, equal: Sequence[str]) -> None:
-    """RecipeError where two recipes differ in what must be equal; Medusa has no rollout, and which
-    layers of the target a head reads is its own affair."""
-    theirs = replace(theirs, data=replace(theirs.data, feature_layers=ours.data.feature_layers))
+    """RecipeError where two recipes differ in what must be equal. Medusa has no rollout, EAGLE-3's
+    is part of it, and so are the layers of the target that a head reads."""
+    ours = replace(ours, data=replace(ours.data, feature_layers=theirs.data.feature_layers))
     for key in equal:
         mine, other = (attrgetter(key)(recipe) for recipe in (ours, theirs))
-        if mine != other and not (theirs.medusa.given and key == "train.rollout"):
+        own_rollout = theirs.medusa.given or theirs.head.fusion == "layers"
+        if mine != other and not (own_rollout and key == "train.rollout"):
             raise RecipeError(
                 f"{key} of {ours.name} and {theirs.name} differ ({mine} and {other}): "
                 "set it for both, on the command line"

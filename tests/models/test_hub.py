@@ -171,7 +171,8 @@ def test_only_the_files_of_a_drafter_are_pushed(head_run):
     (run / "head" / "vocab.json").mkdir()
     assert set(pushed()) == before
     assert before == {
-        "README.md", "SHA256SUMS", "config.json", "model.safetensors", "recipe.yaml",
+        "README.md", "SHA256SUMS", "config.json", "custom_generate/generate.py",
+        "custom_generate/requirements.txt", "model.safetensors", "recipe.yaml",
         *({PICTURE} & before),
     }  # fmt: skip
 
@@ -270,6 +271,11 @@ def test_what_would_be_pushed_is_shown_before_it_is(hub, runs, push):
         assert "notes.txt" not in hub.commits["you/shown"]["main"][-1]
     finally:
         (runs / "head" / "head" / "notes.txt").unlink()
+
+
+def test_a_card_says_that_a_head_is_eagle_3s():
+    config = {"architecture": "eagle3", "feature_layers": [2, 6, 9], "vocab_size": 2048}
+    assert head_facts(config).startswith("1 token a pass; fusion of layers (EAGLE-3); reads lay")
 
 
 def test_the_pushed_recipe_is_the_one_that_ran_without_the_places_of_this_machine(hub, runs):

@@ -59,11 +59,13 @@ def test_rows_that_differ_in_decoding_alone_share_a_head():
     assert shallow.recipe.eval.tree != ours.recipe.eval.tree
     trained = {row.job(plan, 0).folder.name for row in rows.values()}
     assert {"falcon-seed0", "medusa-seed0"} < trained
-    assert (
-        sum(name.startswith("eagle") for name in trained)
-        == 1
-        < sum(name.startswith("eagle") for name in rows)
-    )
+    for kind in ("eagle", "eagle3"):
+        assert (
+            sum(name.startswith(f"{kind}_") for name in trained)
+            == 1
+            < sum(name.startswith(f"{kind}, ") for name in rows)
+        )
+    assert rows["eagle3, 16 nodes to depth 6"].method == "eagle3_tree"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
@@ -40,6 +41,16 @@ def step(module: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, tor
         for optimizer in optimizers:
             optimizer.step()
     return {name: one.detach().clone() for name, one in module.named_parameters()}
+
+
+def test_an_lm_head_of_a_draft_vocabulary_is_no_matrix_of_muon():
+    config = Eagle3Config(hidden_size=16, vocab_size=VOCABULARY, feature_layers=(1,), draft_vocab=9)
+    module = Eagle3Head(config)
+    adamw, muon = make_optimizer(module, OptimSection(name="muon"), CPU).parts
+    assert names(module, adamw) == {"lm_head", "norm"} | {
+        f"layer.{name}_norm" for name in ("attention", "mlp", "embedding")
+    }
+    assert {"fc.weight", "layer.qkv.weight"} < names(module, muon)
 
 
 def test_muon_has_the_matrices_and_adamw_the_rest():
