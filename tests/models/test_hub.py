@@ -9,17 +9,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from forks import Fork, Nursery
 from local_hub import DROP, LocalHub
+from random_models import random_eagle3
 
 from specdraft.eval.drafters.trained import CARDS
 from specdraft.models.card import PICTURE, head_facts
 from specdraft.models.curve import curve
 from specdraft.models.hub import fetch, is_hub_id
 from specdraft.models.publish import contents, portable
+from specdraft.models.serving import serve_eagle3
+from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import HeadError, HubError
 from specdraft.recipes.load import from_dict, load_recipe
 
@@ -344,6 +348,31 @@ def test_what_was_pushed_loads_back_by_its_name_and_by_the_lines_of_its_card(
     refusal = done.stdout.strip().splitlines()[-1]
     assert "this head was trained for tiny" in refusal
     assert "not for another-model" in refusal
+
+
+PUBLISHED = """
+import sys
+from pathlib import Path
+import torch
+from specdraft.models.hub import push
+from specdraft.models.published import load_head
+from specdraft.models.target import Target
+folder, target = Path(sys.argv[1]), Target.load("tiny")
+push({path.name: path for path in folder.iterdir()}, "others/eagle3")
+here, there = load_head(folder, target), load_head("others/eagle3", target)
+assert here.config == there.config
+assert torch.equal(here.lm_head, there.lm_head)
+"""
+
+
+def test_a_head_of_others_is_read_by_its_name(nursery, tmp_path):
+    """In an engine's layout; tests/models/test_eagle3.py has what is read of it."""
+    sizes = json.loads((bundled_target_dir() / "config.json").read_text())
+    head = random_eagle3(SimpleNamespace(**sizes), feature_layers=(2, 6, 9), draft_vocab=99)
+    serve_eagle3(head, "vllm", 512).write(tmp_path / "head")
+    (tmp_path / "read.py").write_text(PUBLISHED)
+    done = run(nursery, tmp_path / "read.py", tmp_path / "head")
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
