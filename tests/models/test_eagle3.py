@@ -296,6 +296,29 @@ def test_a_recipe_that_is_not_its_own_is_refused_before_any_training(overrides, 
         check(eagle3_head(), load_recipe(RECIPE, overrides))
 
 
+@pytest.mark.parametrize("features", ["cached", "online"])
+def test_a_run_goes_from_tokens_to_an_engine_and_back(tmp_path, features):
+    """As the large recipes have it: few tokens, every pass run again in backward."""
+    small = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=8"]
+    small += ["train.checkpointing=true", "head.draft_vocab=500", f"data.features={features}"]
+    small += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=8"]
+    small += ["eval.methods=[plain,eagle3_tree]", f"data.cache_dir={tmp_path / 'cache'}"]
+    run, served = f"output.dir={tmp_path / 'run'}", tmp_path / "served"
+    for command, more in (
+        ("train/eagle3.py", [run]),
+        ("eval/export.py", [run, "--engine", "vllm", "--out", str(served)]),
+        ("eval/bench.py", [f"output.dir={tmp_path / 'out'}", f"head={served}"]),
+    ):
+        done = run_here(command, "recipes/tiny_eagle3.yaml", *small, *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+    ours, theirs = (
+        json.loads((tmp_path / name / "report.json").read_text())["runs"][-1]
+        for name in ("run", "out")
+    )
+    assert ours["method"] == theirs["method"] == "eagle3_tree"
+    assert ours["tokens_per_step"] == theirs["tokens_per_step"]
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
