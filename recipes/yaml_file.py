@@ -16,10 +16,20 @@ LONGEST_FILE, LONGEST_TEXT = 2**17, 2**13  # characters of a file, of a value on
 LONGEST_EXPANDED = 2**18  # characters with every anchor written out where it is used
 LONGEST_SCALAR = 2**11  # characters of one value
 DEEPEST = 16  # lists and mappings in one another
+POWER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+SIGNS = frozenset("-+0123456789")  # that a number begins with
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, with these bounds, and with a word about a key that is given twice."""
+    """PyYAML's, with these bounds, and with a word about a key that is given twice.
+
+    YAML 1.2 and people write 1e-3 for a number; YAML 1.1, which PyYAML reads, wants 1.0e-3.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [*known, ("tag:yaml.org,2002:float", POWER)] if first in SIGNS else known
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -64,14 +74,6 @@ class _Loader(yaml.SafeLoader):
             raise _problem(
                 node, f"{node.value!s:.60} is no {kind}; put it in quotes to make it text"
             ) from None
-
-
-# YAML 1.2 and people write 1e-3 for a number; YAML 1.1, which PyYAML reads, wants 1.0e-3.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
 
 
 def _problem(place: yaml.Event | yaml.Node, what: str) -> yaml.MarkedYAMLError:

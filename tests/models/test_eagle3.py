@@ -581,7 +581,8 @@ def test_a_published_head_is_measured_by_its_folder(tmp_path):
     sizes = {key: tiny[key] for key in ("hidden_size", "vocab_size", "intermediate_size")}
     head = random_eagle3(SimpleNamespace(**sizes), feature_layers=(2, 6, 9), draft_vocab=99)
     serve_eagle3(head, "sglang", 512).write(tmp_path / "head")
-    small = ["eval.limit=1", "eval.max_new_tokens=8", "eval.methods=[plain,eagle3_tree]"]
+    small = ["eval.limit=1", "eval.max_new_tokens=8", "eval.tree=tiny_k1"]
+    small += ["eval.methods=[plain,eagle3_tree]"]
     where = [f"head={tmp_path / 'head'}", f"output.dir={tmp_path / 'out'}"]
     done = run_here("eval/bench.py", "recipes/tiny.yaml", *small, *where)
     assert done.returncode == 0, done.stdout + done.stderr
