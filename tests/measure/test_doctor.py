@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from specdraft.data.store import storage
 from specdraft.eval.checkup import drafters as drafter_checkup
+from specdraft.models.saved import write_sums
 from specdraft.models.target_files import bundled_target_dir
 
 SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=12"]
@@ -126,12 +127,21 @@ def enlarge(folder: Path) -> None:
 def another_owner(folder: Path) -> None:
     path = folder / "run" / "head" / "config.json"
     path.write_text(path.read_text().replace('"weights": "', '"weights": "0'))
+    write_sums(path.parent)  # as if it had been made so, not changed since
 
 
 def other_sizes(folder: Path) -> None:
     path = folder / "run" / "head" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"vocab_size": 7, "feature_scale": 1.0}))
+    write_sums(path.parent)
+
+
+def flip_a_bit_of_the_head(folder: Path) -> None:
+    path = folder / "run" / "head" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-4] ^= 1  # still a number, and nearly the same one
+    path.write_bytes(content)
 
 
 def cut_the_head(folder: Path) -> None:
@@ -179,6 +189,7 @@ def cut_the_rows(folder: Path) -> None:
         (another_owner, ["head's target"], "train a head for this one", METHODS[1:]),
         (other_sizes, ["head shape"], "train one for this target", []),
         (cut_the_head, ["head files"], "delete", ["head's target", *METHODS[1:]]),
+        (flip_a_bit_of_the_head, ["head files"], "delete", ["head's target", *METHODS[1:]]),
         (spoil_a_weight, ["head files"], "delete", ["head's target", *METHODS[1:]]),
         (supervise_everything, ["mask"], "mark the answers", []),
         (cut_the_rows, ["tokens"], "delete", []),
