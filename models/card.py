@@ -69,11 +69,10 @@ def speculative(source, revision):
     return Speculative({drafter})
 
 
-def generate(model, streamer=None, revision=None, **arguments):
+def generate(model, revision=None, **arguments):
     # Where this file comes from, a repository or a folder, stands in the call of `generate` alone.
     called = inspect.currentframe().f_back.f_locals
     fast = speculative(called.get("custom_generate") or "{repo}", revision)
-    fast.streamer = streamer
     # Not model.generate: of a model that lies beside this file, that is this function.
     return type(model).generate(model, **arguments, custom_generate=fast)
 """

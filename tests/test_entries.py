@@ -88,6 +88,7 @@ def test_one_command_names_what_there_is():
     [
         ("tiny", ["train.falcon"]),
         ("tiny_eagle", ["train.eagle"]),
+        ("tiny_eagle3", ["train.eagle3"]),
         ("recipes/tiny_medusa.yaml", ["train.medusa"]),
         ("tiny_distill", ["train.distill"]),
         ("tiny_maxgram", ["train.maxgram"]),
