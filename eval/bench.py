@@ -22,7 +22,7 @@ from pathlib import Path
 from specdraft.data.fingerprint import of_settings
 from specdraft.data.lock import output_lock
 from specdraft.data.prompts import Prompt, load_prompts
-from specdraft.eval.drafters.registry import describe, load_trained, problems
+from specdraft.eval.drafters.registry import describe, drafted_tree, load_trained, problems
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import environment
 from specdraft.eval.measure.logbook import NAME, Logbook
@@ -107,6 +107,7 @@ def depends_on(
         "prompts": asked,
         "target": target.identity(),
         "drafter": trained.weights(),
+        "tree": [drafted_tree(recipe, trained) for recipe in recipes],
     }
     return {name: of_settings({name: part}) for name, part in parts.items()} | environment(target)
 

@@ -16,21 +16,18 @@ import argparse
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from specdraft.data.lock import output_lock
-from specdraft.eval.costing.bench import TargetBench, turns, visit
-from specdraft.eval.costing.drafts import DraftBench, drafter_identity, trained_drafter
+from specdraft.eval.costing.drafts import trained_drafter
 from specdraft.eval.costing.grid import CACHED, NODES, ROWS, Grid, of_options
-from specdraft.eval.costing.ledger import BUSY, Ledger, unrest
+from specdraft.eval.costing.ledger import Ledger
+from specdraft.eval.costing.measuring import measure_costs
 from specdraft.eval.costing.plot import can_plot, write_plot
-from specdraft.eval.costing.room import most_rows, row_bytes
 from specdraft.eval.costing.shapes import Shape, build, find_shape, sketch
 from specdraft.eval.costing.show import print_costs, summary
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.measure.environment import cpu_threads, environment
-from specdraft.models.shapes import TargetShape
+from specdraft.eval.measure.environment import cpu_threads
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole, whole_numbers
 from specdraft.recipes.errors import DataError, RecipeError, entry
@@ -66,9 +63,8 @@ def main() -> None:
         cpu_threads(recipe.eval.threads),
     ):
         target, trained = shaped(shape, recipe, grid) if shape else loaded(recipe)
-        ledger = Ledger(out, recipe.name, subject(target, trained))
-        measure(ledger, target, trained, with_room(grid, recipe, target))
-        finish(ledger, f"{target.name}, {recipe.target.dtype}, {target.device}")
+        ledger = measure_costs(recipe, target, trained, grid, out)
+        show(ledger, f"{target.name}, {recipe.target.dtype}, {target.device}")
 
 
 def grid_of(options: argparse.Namespace) -> Grid:
@@ -114,61 +110,13 @@ def shaped(shape: Shape, recipe: Recipe, grid: Grid) -> tuple[Target, Trained]:
     return target, Trained(head=head)
 
 
-def subject(target: Target, trained: Trained) -> dict:
-    """What the figures depend on, as costs.json has it."""
-    sizes = {
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "parameters": sum(weight.numel() for weight in target.model.parameters()),
-        # Read by the decoder beside the last feature: part of what a forward costs.
-        "feature_layers": trained.head.config.feature_layers if trained.head else (),
-    }
-    return {
-        "environment": environment(target),
-        "target": target.identity() | sizes,
-        "drafter": drafter_identity(trained),
-    }
-
-
-def with_room(grid: Grid, recipe: Recipe, target: Target) -> Grid:
-    """The part of a grid that the target's context and the memory hold."""
-    grid = grid.within(target.context)
-    shape = TargetShape.of(target.config.get_text_config())
-    row = row_bytes(shape, grid.capacity, recipe.target.dtype)
-    most = max(most_rows(row, target.device), min(grid.rows))
-    if most < max(grid.rows):
-        say(f"a row's cache takes {row / 1e9:.2f} GB: at most {most} rows are measured")
-    return grid.with_rows(most)
-
-
-def measure(ledger: Ledger, target: Target, trained: Trained, grid: Grid) -> None:
-    """Time what the ledger has not got, in turns."""
-    layers = trained.head.config.feature_layers if trained.head else ()
-    cells = [*TargetBench(target, grid, layers).cells()]
-    cells += DraftBench(target, trained, grid).cells()
-    if ledger.note:
-        say(ledger.note)
-    left = [(turn, c) for turn, c in turns(cells, grid.repeats) if len(ledger.tries(c)) <= turn]
-    if not left:
-        say(f"all {len(cells)} points are there, nothing is measured; to do it again, delete it")
-    try:
-        ledger.write()
-        for _, cell in tqdm(left, desc="measuring", unit="visit", leave=False):
-            ledger.add(cell, visit(cell))
-    finally:
-        ledger.write()
-
-
-def finish(ledger: Ledger, title: str) -> None:
-    """Fit, write all, draw and show it."""
-    costs = ledger.fit()
-    ledger.write()
+def show(ledger: Ledger, title: str) -> None:
+    """Draw and print the costs."""
     console = Screen(soft_wrap=True)
-    points = [*ledger.points.values()]
+    points, costs = [*ledger.points.values()], ledger.model
     print_costs(points, costs, console)
     for line in summary(costs):
         console.print(line)
-    if (apart := unrest(points)) > BUSY:
-        say(f"tries of a point lie {apart:.0%} apart: the machine did something else, too")
     drawn = ledger.path.with_suffix(".png")
     if can_plot():
         write_plot(points, costs, title, drawn)

@@ -1,7 +1,7 @@
 """Speculative decoding inside transformers: `model.generate(.., custom_generate=Speculative(..))`.
 
     from specdraft.eval.custom_generate import Speculative, falcon
-    fast = Speculative(falcon("runs/tiny/head", tree="tiny_coupled_k3"))
+    fast = Speculative(falcon("runs/tiny/head"))
     model.generate(**inputs, custom_generate=fast, max_new_tokens=128)
 
 The tokens are those of `generate` without it; sampled ones are those of our plain decoding with
@@ -44,6 +44,7 @@ from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import from_dict
+from specdraft.recipes.static_trees import AUTO
 
 MakeDrafter = Callable[[Target, int, int], Drafter | None]  # of a target, rows and capacity
 BLOCK = (
@@ -81,14 +82,16 @@ def method(
 
 
 def falcon(
-    head: FalconHead | Eagle3Head | Source, tree: str, revision: str | None = None
+    head: FalconHead | Eagle3Head | Source, tree: str = AUTO, revision: str | None = None
 ) -> MakeDrafter:
-    """Draft with a Falcon or EAGLE head (or its folder or Hub id) and a tree: a bundled one's name,
-    or a file."""
+    """Draft with a Falcon or EAGLE head (or its folder or Hub id) and the tree that lies beside it,
+    or another: a bundled one's name, or a file."""
     return method("falcon_tree", {"eval": {"tree": tree}}, revision, head=head)
 
 
-def medusa(heads: MedusaHeads | Source, tree: str, revision: str | None = None) -> MakeDrafter:
+def medusa(
+    heads: MedusaHeads | Source, tree: str = AUTO, revision: str | None = None
+) -> MakeDrafter:
     """Draft with Medusa heads (or their folder or Hub id) and a tree, as `falcon` does."""
     return method("medusa_tree", {"eval": {"tree": tree}}, revision, medusa=heads)
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import yaml
 
 from specdraft.models.hub import is_hub_id
+from specdraft.recipes.fitted_tree import Fit
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
-from specdraft.recipes.static_trees import known_trees
+from specdraft.recipes.static_trees import AUTO, known_trees
 
 PICTURE = "training_curve.png"
-TREE = "tree.yaml"  # a tree of the user's own, beside the head
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Card:
     folder: str  # of a run, where it lies
     noun: str
     tag: str  # of its repository
-    call: str  # of eval/custom_generate.py, up to its revision; {repo} and {tree}: the recipe's
+    call: str  # of eval/custom_generate.py, up to what follows its {repo}
     library: str = "specdraft"  # that loads it
+    drafts_trees: bool = False  # static ones
 
 
 COLUMNS = {
@@ -59,8 +60,6 @@ GENERATE = """\
 import inspect
 from functools import lru_cache
 
-from transformers.utils import cached_file
-
 from specdraft.eval.custom_generate import Speculative, {maker}
 
 
@@ -76,7 +75,6 @@ def generate(model, revision=None, **arguments):
     # Not model.generate: of a model that lies beside this file, that is this function.
     return type(model).generate(model, **arguments, custom_generate=fast)
 """
-CACHED_FILE = "from transformers.utils import cached_file\n\n"
 ALONE = """\
 output = model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True)
 """
@@ -88,6 +86,7 @@ def model_card(
     config: dict,  # the drafter's own
     report: dict | None,  # report.json
     picture: bool,  # whether PICTURE lies beside the card
+    fit: Fit | None = None,  # of the tree beside the weights
 ) -> str:
     """Return README.md for the repository `hub.repo_id`."""
     parts = [
@@ -96,7 +95,7 @@ def model_card(
         f"A {card.noun} that drafts for **{recipe.target.model}** in speculative decoding: the "
         "target checks every drafted token, so its output stays what it would have been alone. "
         "Trained and measured with specdraft; `recipe.yaml` makes it again.",
-        facts(recipe, card, config),
+        facts(recipe, card, config, fit),
         "## Use",
         f"```python\n{usage(recipe, card)}```",
         "Or, with nothing but specdraft installed (`trust_remote_code` runs "
@@ -124,7 +123,7 @@ def metadata(recipe: Recipe, card: Card) -> dict:
     return {key: value for key, value in found.items() if value}
 
 
-def facts(recipe: Recipe, card: Card, config: dict) -> str:
+def facts(recipe: Recipe, card: Card, config: dict, fit: Fit | None) -> str:
     """Return target, data and licence as a table."""
     target, data = recipe.target, recipe.data
     weights = config.get("target", {}).get("weights")
@@ -135,6 +134,7 @@ def facts(recipe: Recipe, card: Card, config: dict) -> str:
         f"{data.max_length} tokens"
         + (f", {data.limit} conversations at most" if data.limit else ""),
         **({"head": head_facts(config)} if card.folder == "head" else {}),
+        **({"tree": tree_facts(fit)} if fit else {}),
         "licence": recipe.hub.license
         or "none was chosen (`hub.license`); that of the target may bind what is made from it",
     }  # fmt: skip
@@ -154,11 +154,21 @@ def head_facts(config: dict) -> str:
     return "; ".join(parts)
 
 
+def tree_facts(fit: Fit) -> str:
+    """Return what the tree beside the weights is, and what it brought where it was fitted."""
+    own, rows = fit.tried()[0], f"{fit.rows} row{'s' * (fit.rows > 1)}"
+    return (
+        f"{own}, fitted on {fit.place} for {rows}: {own.measured:.2f} x plain decoding there, "
+        f"{own.expected:.2f} x expected; for another machine: `python eval/fit.py recipe.yaml`"
+    )
+
+
 def usage(recipe: Recipe, card: Card) -> str:
     """Return the lines of Python that decode with the drafter."""
     target = recipe.target
     revision = f', revision="{recipe.hub.revision}"' if recipe.hub.revision else ""
-    call = card.call.format(repo=recipe.hub.repo_id, tree=tree_name(recipe))
+    call, tree = card.call.format(repo=recipe.hub.repo_id), tree_name(recipe)
+    call += f', tree="{tree}"' if card.drafts_trees and tree != AUTO else ""
     bundled = target.model == BUNDLED
     source = "bundled_target_dir()" if bundled else repr(target.model).replace("'", '"')
     pin = f', revision="{target.revision}"' if target.revision else ""
@@ -174,19 +184,15 @@ def usage(recipe: Recipe, card: Card) -> str:
 def generate_file(recipe: Recipe, card: Card) -> str:
     """Return custom_generate/generate.py for the repository `hub.repo_id`."""
     maker = card.call.partition("(")[0]
-    tree = f'"{recipe.eval.tree}"'
-    if tree_name(recipe) == TREE:
-        tree = f'cached_file(source, "{TREE}", revision=revision)'
-    call = card.call.replace('"{repo}"', "source").replace('"{tree}"', tree)
-    text = GENERATE.format(
-        repo=recipe.hub.repo_id, maker=maker, drafter=f"{call}, revision=revision)"
-    )
-    return text if "cached_file(source" in text else text.replace(CACHED_FILE, "")
+    call, tree = card.call.replace('"{repo}"', "source"), tree_name(recipe)
+    call += f', tree="{tree}"' if card.drafts_trees and tree != AUTO else ""
+    drafter = f"{call}, revision=revision)"
+    return GENERATE.format(repo=recipe.hub.repo_id, maker=maker, drafter=drafter)
 
 
 def tree_name(recipe: Recipe) -> str:
-    """Return a bundled tree's name, or TREE for one that goes along with the head."""
-    return recipe.eval.tree if recipe.eval.tree in known_trees() else TREE
+    """Return a bundled tree's name, or AUTO: one that goes along with the head."""
+    return recipe.eval.tree if recipe.eval.tree in known_trees() else AUTO
 
 
 def results(report: dict | None) -> str:

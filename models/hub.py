@@ -21,6 +21,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from specdraft.recipes.errors import HubError, in_a_line
 from specdraft.recipes.schema import HubSection
+from specdraft.recipes.static_trees import TREE
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 SUMS = "SHA256SUMS"  # of the files of a drafter, beside them: models/saved.py
@@ -45,7 +46,7 @@ def fetch(name: str | Path, revision: str | None = None) -> Path:
     if not is_hub_id(name):
         return Path(name).expanduser()
     try:
-        patterns = ["config.json", SUMS, *WEIGHTS]
+        patterns = ["config.json", SUMS, TREE, *WEIGHTS]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:
         raise HubError(

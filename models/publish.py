@@ -15,14 +15,16 @@ from typing import Any
 
 import yaml
 
-from specdraft.models.card import PICTURE, TREE, Card, generate_file, model_card, tree_name
+from specdraft.models.card import PICTURE, Card, generate_file, model_card, tree_name
 from specdraft.models.curve import curve
 from specdraft.models.hub import SUMS, push
 from specdraft.models.saved import check_sums, sums
 from specdraft.recipes.errors import HeadError, HubError
+from specdraft.recipes.fitted_tree import FIT, read_fit
 from specdraft.recipes.schema import Recipe
-from specdraft.recipes.static_trees import load_tree_paths, tree_block_size
+from specdraft.recipes.static_trees import AUTO, TREE, load_tree_paths, tree_block_size
 from specdraft.recipes.terminal import say
+from specdraft.recipes.yaml_file import read_mapping
 
 # All that a drafter's folder gives a push: settings, in which paths become names, and the rest.
 SETTINGS = ("config.json", "generation_config.json")
@@ -76,8 +78,12 @@ def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
     files: dict[str, Path | bytes] = {path.name: path for path in _known(folder)}
     files |= {name: _portable_json(folder / name) for name in SETTINGS if name in files}
     files[SUMS] = sums(files).encode()
-    if "{tree}" in card.call and tree_name(recipe) == TREE:
-        files[TREE] = _tree(recipe.eval.tree)
+    fit = None
+    if card.drafts_trees and tree_name(recipe) == AUTO:
+        own = folder / TREE if recipe.eval.tree == AUTO else Path(recipe.eval.tree)
+        if not own.is_file():
+            raise HeadError(f"eval.tree = {AUTO}: no {TREE} in {folder}; {FIT}")
+        fit, files[TREE] = read_fit(own), _tree(own)
     report, picture = run / "report.json", curve(run / "log.jsonl")
     if picture:
         files[PICTURE] = picture
@@ -87,6 +93,7 @@ def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
         config=json.loads(files["config.json"]),
         report=portable(json.loads(report.read_text())) if report.is_file() else None,
         picture=picture is not None,
+        fit=fit,
     )
     files["README.md"] = text.encode()
     files["custom_generate/generate.py"] = generate_file(recipe, card).encode()
@@ -112,9 +119,10 @@ def _portable_json(path: Path) -> bytes:
     return (json.dumps(portable(json.loads(path.read_text())), indent=2) + "\n").encode()
 
 
-def _tree(name: str) -> bytes:
+def _tree(file: Path) -> bytes:
     """A tree of the user's own: what is read of its file, and nothing else in it."""
-    tree = {"block_size": tree_block_size(name), "paths": list(map(list, load_tree_paths(name)))}
+    paths, fit = load_tree_paths(str(file)), read_mapping(file).get("fit")
+    tree = {"block_size": tree_block_size(str(file)), "paths": list(map(list, paths)), "fit": fit}
     return yaml.safe_dump({key: part for key, part in tree.items() if part}).encode()
 
 

@@ -68,6 +68,8 @@ class Saved(
 class SavedHead(Saved, tags=["draft-head"]):
     """A trained head, which belongs to a target."""
 
+    folder: Path | None = None  # that it was loaded from
+
     def __init__(self, config: SavedConfig):
         super().__init__()
         self.config = config
@@ -116,6 +118,7 @@ def load_saved(
         for name, tensor in module.state_dict().items():
             if not torch.isfinite(tensor).all():
                 raise HeadError(f"{WEIGHTS}: {name} has values that are no finite numbers")
+        module.folder = folder
     except HeadError as error:
         whole = noun.removeprefix("trained ")
         raise HeadError(f"{folder} holds no whole {whole}: {error}") from error

@@ -2,7 +2,7 @@
 
     recipe = load_recipe("recipes/tiny.yaml", ["optim.lr=1.0e-3", "data.sources=[../a.jsonl]"])
     recipe = load_recipe("recipes/tiny.yaml", ["head=you/a-head"])  # head.model, target.model, ..
-    recipe = load_recipe("recipes/tiny_cascade.yaml", ["runs/tiny_cascade/tuned_cascade.yaml"])
+    recipe = load_recipe("recipes/tiny_cascade.yaml", ["runs/tiny_cascade/fitted_cascade.yaml"])
     dump(recipe, "runs/tiny/recipe.yaml")
 
 YAML maps 1:1 to the sections of `schema.Recipe`; every mistake of a recipe is reported at once.

@@ -11,7 +11,8 @@ from specdraft.recipes.fields import LARGEST_TREE, MOST_LINES, InvalidRecipeErro
 from specdraft.recipes.yaml_file import read_mapping
 
 DEEPEST_TREE = 64  # tokens of a path
-KEYS = ("name", "block_size", "source", "paths")
+KEYS = ("name", "block_size", "source", "paths", "fit")
+AUTO, TREE = "auto", "tree.yaml"  # the tree beside a drafter's weights (recipes/fitted_tree.py)
 TREES = Path(__file__).parent / "trees"  # the bundled ones
 
 

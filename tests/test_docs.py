@@ -119,7 +119,6 @@ MORE = {  # what makes a script's work small
     "eval/bench.py": ["eval.methods=[plain,falcon_tree]"],
     "eval/costs.py": ["--nodes", "1,4", "--rows", "1", "--repeats", "1"],
     "eval/fit.py": ["--finalists", "1"],
-    "eval/tune.py": ["--candidates", "2", "--prompts", "1"],
     "eval/doctor.py": ["--prompts", "1", "--samples", "1"],
 }
 # Commands that do not run here, by how they begin, and why; ours are parsed.

@@ -24,7 +24,7 @@ def finished(tmp_path_factory) -> Path:
     launcher = ["-m", "accelerate.commands.launch", "train/falcon.py", "recipes/tiny.yaml"]
     done = run_afresh(*launcher, *SMALL, *places)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "falcon_tree" in done.stdout
+    assert "falcon_tree: fitted, " in done.stdout
     return folder
 
 
@@ -40,6 +40,7 @@ def test_a_run_leaves_everything_behind(finished):
         "config.json",
         "model.safetensors",
         "README.md",
+        "tree.yaml",
     }
     lines = [json.loads(line) for line in (finished / "run" / "log.jsonl").open()]
     assert any("tokens_per_step" in json.dumps(line) for line in lines)
@@ -97,6 +98,22 @@ def test_one_command_names_what_there_is():
 )
 def test_a_recipe_is_trained_by_the_script_of_its_methods(recipe, scripts):
     assert sorted(trainers([recipe, "--dry-run", "eval.limit=3"])) == scripts
+
+
+def test_a_run_that_ended_before_its_tree_was_fitted_goes_on_there(finished):
+    tree, places = finished / "run" / "head" / "tree.yaml", [f"output.dir={finished / 'run'}"]
+    places.append(f"data.cache_dir={finished / 'cache'}")
+    again = run_here("train/falcon.py", "recipes/tiny.yaml", *SMALL, *places)
+    assert again.returncode == 0, again.stderr
+    assert str(tree) not in again.stdout  # it fits these weights, and this machine
+    weights = (tree.parent / "model.safetensors").read_bytes()
+    tree.unlink()
+    again = run_here("train/falcon.py", "recipes/tiny.yaml", *SMALL, *places)
+    assert again.returncode == 0, again.stderr
+    assert "resumed at step 6 of 6" in again.stderr + again.stdout
+    assert "points are there, nothing is measured" in again.stderr
+    assert f"wrote {tree}" in again.stdout
+    assert (tree.parent / "model.safetensors").read_bytes() == weights
 
 
 def test_a_head_is_not_used_for_another_target(finished):

@@ -101,7 +101,7 @@ class Bench:
         accelerator = make_accelerator(recipe)
         target = Target.of_recipe(recipe.target, accelerator.device)
         tokens, data = build_caches(recipe, target, accelerator)
-        kind = medusa_heads() if recipe.medusa.given else sar_head("falcon_tree")
+        kind = medusa_heads() if recipe.medusa.given else sar_head("falcon")
         head = kind.make(recipe, target, data)
         if isinstance(data, FeatureCache):
             data = FeatureCache(data.directory, data.manifest)  # nothing of it is mapped yet

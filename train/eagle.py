@@ -18,7 +18,7 @@ from specdraft.train.heads import Kind, sar_head, train_head
 @entry
 def main() -> None:
     """Parse, load the recipe, and go through the stages."""
-    kind = sar_head("eagle_tree")
+    kind = sar_head("eagle")
     run(__doc__, partial(train_head, kind), partial(check, kind))
 
 

@@ -16,7 +16,7 @@ from specdraft.train.heads import sar_head, train_head
 @entry
 def main() -> None:
     """Parse, load the recipe, and go through the stages."""
-    kind = sar_head("falcon_tree")
+    kind = sar_head("falcon")
     run(__doc__, partial(train_head, kind), kind.check_methods)
 
 

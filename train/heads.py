@@ -1,4 +1,4 @@
-"""The stages that every kind of head goes through: tokens, features, training, measuring.
+"""The stages that every kind of head goes through: tokens, features, training, tree, measuring.
 
 Falcon, EAGLE and Medusa heads read features of the target and differ in a `Kind`.
 """
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.data.store.feature_cache import FeatureCache, Features
 from specdraft.data.store.tokens import frequent_tokens
+from specdraft.eval.costing.fitting import fit_tree, is_fitted
+from specdraft.eval.costing.race import fitting_prompts
+from specdraft.eval.costing.show import print_fit
 from specdraft.eval.drafters.registry import needs
 from specdraft.eval.drafters.trained import CARDS, KINDS, Trained
 from specdraft.eval.generation.answers import build_caches
@@ -29,6 +32,7 @@ from specdraft.models.shapes import TargetShape, eagle3_config, head_config, med
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.static_trees import AUTO
 from specdraft.train.command import LoadTarget
 from specdraft.train.fit.loop import fit
 from specdraft.train.fit.run import Evaluate, Objective
@@ -42,10 +46,9 @@ class Kind:
     """What a kind of head has of its own."""
 
     field: str  # of `Trained`, and the folder below output.dir
-    method: str  # whose tokens per step choose the head that is kept
+    name: str  # of its methods: NAME_chain, NAME_tree
     make: Callable[[Recipe, Target, Features], nn.Module]
     objective: Callable[[Recipe, TargetEmbeddings, nn.Module], Objective]
-    load: Callable[[Path], nn.Module]
     # Raises RecipeError for a recipe's head that does not fit the target.
     check: Callable[[Recipe, Target], None] = lambda recipe, target: None
 
@@ -57,7 +60,7 @@ class Kind:
                 "eval/bench.py, or set it to null"
             )
         layered = recipe.head.fusion == "layers"
-        if self.field == "head" and layered != (self.method == "eagle3_tree"):
+        if self.field == "head" and layered != (self.name == "eagle3"):
             raise RecipeError(
                 f"head.fusion = {recipe.head.fusion}: "
                 + (
@@ -66,8 +69,13 @@ class Kind:
                     else "EAGLE-3 has head.fusion=layers; set it and data.feature_layers"
                 )
             )
-        only = f"here is trained what {self.method} drafts with, and nothing else"
+        only = f"here is trained what {self.name}_tree drafts with, and nothing else"
         check_methods(recipe, self.field, only)
+
+    def judge(self, recipe: Recipe) -> str:
+        """The method whose tokens per step choose the head that is kept: its tree is fitted when
+        that is done, unless the recipe names one."""
+        return f"{self.name}_{'chain' if recipe.eval.tree == AUTO else 'tree'}"
 
 
 def check_methods(recipe: Recipe, kind: str, only: str) -> None:
@@ -77,16 +85,15 @@ def check_methods(recipe: Recipe, kind: str, only: str) -> None:
             raise RecipeError(f"eval.methods: {name} needs {KINDS[others[0]].remedy}; {only}")
 
 
-def sar_head(method: str) -> Kind:
+def sar_head(name: str) -> Kind:
     """The kind of semi-autoregressive heads, Falcon's and EAGLE-1's."""
     return Kind(
         field="head",
-        method=method,
+        name=name,
         make=_new_sar_head,
         objective=lambda recipe, target, head: CoupledGlancing(
             recipe, target, head.config, head.draft_ids
         ),
-        load=FalconHead.from_pretrained,
         check=_check_head,
     )
 
@@ -95,12 +102,11 @@ def eagle3_head() -> Kind:
     """The kind of EAGLE-3 heads."""
     return Kind(
         field="head",
-        method="eagle3_tree",
+        name="eagle3",
         make=_new_eagle3_head,
         objective=lambda recipe, target, head: TrainingTimeTest(
             recipe, target, head.config, head.draft_ids
         ),
-        load=Eagle3Head.from_pretrained,
         check=_check_head,
     )
 
@@ -151,10 +157,9 @@ def medusa_heads() -> Kind:
     """The kind of Medusa heads."""
     return Kind(
         field="medusa",
-        method="medusa_tree",
+        name="medusa",
         make=_new_medusa_heads,
         objective=lambda recipe, target, heads: TokensAhead(recipe, target),
-        load=MedusaHeads.from_pretrained,
     )
 
 
@@ -173,16 +178,22 @@ def train_head(
     kind.check(recipe, target)
     _, data = build_caches(recipe, target, accelerator)
     prompts = load_prompts(recipe, target.tokenizer)
-    measure = measuring(recipe, target, kind.method, lambda head: Trained(**{kind.field: head}))
+    if recipe.eval.tree == AUTO:
+        fitting_prompts(recipe, target)  # now, and not behind hours of training
+    measure = measuring(
+        recipe, target, kind.judge(recipe), lambda head: Trained(**{kind.field: head})
+    )
     head = kind.make(recipe, target, data)
     objective = kind.objective(recipe, target.embeddings(), head)
     if not measure and isinstance(data, FeatureCache):
         target = None  # its embeddings are enough: leave the memory to the head
     fit(head, data, objective, recipe, accelerator, measure)
     if accelerator.is_main_process:
-        best = kind.load(Path(recipe.output.dir) / kind.field)
-        trained = Trained(**{kind.field: best})
-        report(recipe, target or load_target(alone=True), trained, prompts, kind.field)
+        target, run = target or load_target(alone=True), Path(recipe.output.dir)
+        if recipe.eval.tree == AUTO and not is_fitted(recipe, target):
+            print_fit(*fit_tree(recipe, target))
+        best = KINDS[kind.field].load(recipe, target, run)
+        report(recipe, target, Trained(**{kind.field: best}), prompts, kind.field)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

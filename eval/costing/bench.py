@@ -3,6 +3,10 @@
 A machine drifts: measured one after the other, the last of a grid would be those of a slower one.
 So every turn visits everything once, in an order of its own. A visit does its thing once unseen,
 then a few times more; what stands of all turns is said in eval/costing/ledger.py.
+
+In decoding, a forward finds in the machine's caches what the draft before it has left there, and a
+draft what the forward has. Timed one behind another of its kind, both are a fifth cheaper than they
+ever are: between two of them comes one of the other kind, unseen, as in decoding.
 """
 
 import random
@@ -64,21 +68,30 @@ def visit(cell: Cell) -> float:
     return 1e3 * min(seconds)
 
 
-class Guesser:
-    """A `Drafter` that drafts the same tree for every row, in no time."""
+def nothing() -> None:
+    """What comes between two forwards of plain decoding."""
 
-    forwards, seconds = 0, 0.0
+
+class Guesser:
+    """A `Drafter` that drafts the same tree for every row, and does something else `between`."""
+
+    forwards = 0
     rules: frozenset[str] = frozenset()
     from_tokens = True
 
     def __init__(self, most: int, feature_layers: Layers):
-        self.max_nodes, self.feature_layers = most, feature_layers
+        self.max_nodes, self.feature_layers, self.seconds = most, feature_layers, 0.0
         self.tree: Tree | None = None
+        self.between: Callable[[], object] = nothing
 
     def start(self, row: int, request: Request) -> None:
         """Nothing to know."""
 
     def draft(self, rows: list[int]) -> list[Tree]:
+        with Stopwatch() as watch:
+            if len(self.tree.topology) > 1:
+                self.between()
+        self.seconds += watch.seconds
         return [self.tree] * len(rows)
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
@@ -88,12 +101,14 @@ class Guesser:
 class TargetBench:
     """A target in a decoder of as many rows as the grid has, and what is timed of it.
 
-    layers: of the target that the drafter reads beside the last feature.
+    layers: of the target that the drafter reads beside the last feature. `between` is done before
+    each forward that a draft comes before in decoding.
     """
 
     def __init__(self, target: Target, grid: Grid, layers: Layers = ()):
         self.target, self.grid = target, grid
         self.guesser = Guesser(max(grid.side), layers)
+        self.between: Callable[[], object] = nothing
         capacity = max(grid.capacity, PROMPT + self._answer + max(grid.side))
         self.decoder = Decoder(target, self.guesser, max(grid.rows), capacity)
 
@@ -105,10 +120,14 @@ class TargetBench:
     def cells(self) -> Iterator[Cell]:
         """The forwards of the grid, and the loop at some of its places."""
         for place in self.grid.places():
-            yield self._verify_cell(*place)
+            yield self._verify_cell(*place, self.between)
         rows, quarter = self.grid.rows, max(len(self.grid.rows) // 4, 1)
         for count in rows[: 2 * quarter + 1 : quarter]:  # its own part needs no more of them
             yield from (self._loop_cell(count, nodes) for nodes in self.grid.side)
+
+    def forward(self) -> Callable[[], float]:
+        """A forward of one row that verifies a few nodes: what comes between two drafts."""
+        return self._verify_cell(1, self.grid.side[-1], min(self.grid.cached), nothing).open()
 
     def tree(self, nodes: int) -> Tree:
         """A tree of random tokens, two children below each node."""
@@ -116,12 +135,13 @@ class TargetBench:
         tokens = torch.randint(self.target.vocab_size, (nodes - 1,), device=self.target.device)
         return Tree(topology, tokens)
 
-    def _verify_cell(self, rows: int, nodes: int, cached: int) -> Cell:
+    def _verify_cell(
+        self, rows: int, nodes: int, cached: int, between: Callable[[], object]
+    ) -> Cell:
         """What `Timing.verify` of the decoder counts. The cache holds whatever lies there."""
 
         def opened() -> Callable[[], float]:
             packed, tree = self.decoder.packed, self.tree(nodes)
-            packed.pool.lengths[:rows] = [cached] * rows
             request = Request([0] * (cached + 1), max_new_tokens=1)
             eos = frozenset()
             shares = [(Row(slot, slot, request, [0], eos, False), 1) for slot in range(rows)]
@@ -129,6 +149,9 @@ class TargetBench:
             width = self.target.hidden_size
 
             def go() -> float:
+                if nodes > 1:
+                    between()
+                packed.pool.lengths[:rows] = [cached] * rows
                 batch, waited = pack(inputs, packed), Timing()
                 with Stopwatch() as forward:
                     features = packed.forward(batch.ids, batch.positions, batch.segments)
@@ -141,19 +164,20 @@ class TargetBench:
         return Cell("verify", {"rows": rows, "nodes": nodes, "cached": cached}, opened)
 
     def _loop_cell(self, rows: int, nodes: int) -> Cell:
-        """A step without what the target takes; the drafter takes nothing."""
+        """A step without what the target and the drafter take."""
 
         def go() -> float:
-            self.guesser.tree = self.tree(nodes)
-            timing = self.decoder.timing = Timing()
+            guesser, timing = self.guesser, Timing()
+            guesser.tree, guesser.between, guesser.seconds = self.tree(nodes), self.between, 0.0
+            self.decoder.timing, steps, before = timing, [], 0.0
             asked = Request([0] * PROMPT, self._answer, eos_ids=frozenset())
-            steps, before = [], 0.0
             stream = self.decoder.stream([asked] * rows)
             while len(steps) <= STEPS:
                 next(stream)
                 if timing.forwards > len(steps):
-                    steps.append(timing.total - timing.verify - before)
-                    before = timing.total - timing.verify
+                    own = timing.total - timing.verify - guesser.seconds
+                    steps.append(own - before)
+                    before = own
             stream.close()
             return median(steps[1:])
 

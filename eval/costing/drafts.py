@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdraft.eval.costing.bench import Cell
+from specdraft.eval.costing.bench import Cell, nothing
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -34,9 +34,8 @@ from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 
-WIDTHS = (1, 2, 4, 8, 16)  # chains side by side
 SEVERAL = (4, 16)  # rows, beside one
-FRESH = 2  # tokens that a step has brought
+FRESH = 4  # tokens that a step has brought
 GAMMAS = (1, 2, 4)  # levels of a student's draft
 
 DRAFTERS = ("head", "medusa", "student")  # in a run's folder, and in `Trained`
@@ -81,6 +80,7 @@ class DraftBench:
     def __init__(self, target: Target, trained: Trained, grid: Grid):
         self.target, self.trained, self.grid = target, trained, grid
         self.prompt = [0] * min(grid.cached)
+        self.between: Callable[[], object] = nothing
         self.capacity = len(self.prompt) + FRESH
 
     def cells(self) -> Iterator[Cell]:
@@ -89,7 +89,12 @@ class DraftBench:
         for number, (paths, levels, make) in enumerate(self._drafts()):
             for count in (1, *(rows if number % 3 == 0 else ())):
                 at = {"rows": count, "paths": paths, "levels": levels}
-                yield Cell("draft", at, partial(self._open, make, count))
+                yield Cell("draft", at, partial(self._open, make, count, self.between))
+
+    def draft(self) -> Callable[[], object]:
+        """A draft of one row: what comes between two forwards; nothing where nothing is trained."""
+        first = next(self._drafts(), None)
+        return self._open(first[-1], 1, nothing) if first else nothing
 
     def _drafts(self) -> Iterator[tuple[list[int], list[int], Make]]:
         if head := self.trained.head:
@@ -104,7 +109,9 @@ class DraftBench:
     ) -> Iterator[tuple[list[int], list[int], Make]]:
         config, seen = head.config, []
         most = config.draft_vocab or self.target.vocab_size
-        for paths in _trees(config.block_size, [width for width in WIDTHS if width <= most]):
+        for paths in _trees(
+            config.block_size, [width for width in self.grid.widths if width <= most]
+        ):
             tree = StaticTree(paths, config.block_size, config.coupling != "none")
             if (shape := shape_of(tree)) not in seen:
                 seen.append(shape)
@@ -124,11 +131,11 @@ class DraftBench:
             return Branching(student, rows, self.capacity, branching)
 
         for depth in GAMMAS:
-            for width in WIDTHS if depth > 1 else (1,):
+            for width in self.grid.widths if depth > 1 else (1,):
                 nodes = [1, *[width] * (depth - 1)]
                 yield nodes, nodes, partial(make, (width, *[1] * (depth - 1)))
 
-    def _open(self, make: Make, rows: int) -> Callable[[], float]:
+    def _open(self, make: Make, rows: int, between: Callable[[], object]) -> Callable[[], float]:
         drafter, numbers = make(rows), list(range(rows))
         long, short = (self._features(count) for count in (len(self.prompt), FRESH))
 
@@ -140,6 +147,7 @@ class DraftBench:
             drafter.draft(numbers)
             for row in numbers:
                 drafter.observe(row, [0] * FRESH, short)
+            between()
             _wait(self.target.device)
             with Stopwatch() as watch:
                 drafter.draft(numbers)

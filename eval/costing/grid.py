@@ -17,16 +17,19 @@ from specdraft.recipes.errors import RecipeError
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 ROWS = (1, 2, 4, 8, 16, 32)
 CACHED = (64, 256)
+WIDTHS = (1, 2, 4, 8, 16)  # of drafts: chains side by side
 SIDE = 16  # nodes at most, of several rows: more are verified for one row alone
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbers of nodes, of rows and of cached tokens, ascending, and how often all is measured."""
+    """Numbers of nodes, of rows, of cached tokens and of chains, ascending, and how often all is
+    measured."""
 
     nodes: tuple[int, ...] = NODES
     rows: tuple[int, ...] = ROWS
     cached: tuple[int, ...] = CACHED
+    widths: tuple[int, ...] = WIDTHS
     repeats: int = 7
 
     @property
@@ -39,6 +42,13 @@ class Grid:
         """Numbers of nodes that several rows are measured at: three, from the least on."""
         small = [count for count in self.nodes if count <= SIDE] or [self.nodes[0]]
         return tuple(sorted({small[0], small[(len(small) - 1) // 2], small[-1]}))
+
+    @classmethod
+    def for_rows(cls, most: int) -> "Grid":
+        """A small one, seconds of a small target: what choices between drafts of up to so many
+        rows need, which end one after the other."""
+        rows = (*(2**n for n in range((most - 1).bit_length())), most)
+        return cls((1, 2, 4, 8, 16, 32, 64), rows, CACHED, (1, 4, 16), repeats=5)
 
     def within(self, context: int | None) -> "Grid":
         """The part that a target's context holds; behind what there is room for, if behind none."""
@@ -66,4 +76,4 @@ def of_options(nodes: list[int], rows: list[int], cached: list[int], repeats: in
     if repeats < 1:
         raise RecipeError(f"--repeats {repeats}: measure everything at least once")
     parts = (tuple(sorted(set(numbers))) for numbers in (nodes, rows, cached))
-    return Grid(*parts, repeats)
+    return Grid(*parts, repeats=repeats)

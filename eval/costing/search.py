@@ -1,99 +1,73 @@
 """Which static tree buys the most tokens for the milliseconds of this machine.
 
 With the shares of ranks by depth the best tree of N nodes to some depth is known
-(eval/drafters/tree_growth.py), and the tokens that a step with it brings. What the step takes is
-the sum of its parts (eval/engine/cost.py). A deeper tree needs more passes of a head, a larger one
-a longer forward: every depth is tried with every number of nodes.
+(eval/drafters/tree_growth.py); what its steps bring is replayed (eval/costing/replay.py), and what
+they take is the sum of their parts (eval/engine/cost.py). A deeper tree needs more passes of a
+head, a larger one a longer forward: every depth is tried with every number of nodes.
 
 Shapes: D depths, W ranks.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache
 
 from torch import Tensor
 
 from specdraft.eval.costing.drafts import shape_of
+from specdraft.eval.costing.replay import Load, Ranks
 from specdraft.eval.drafters.static import Path, StaticTree
-from specdraft.eval.drafters.tree_growth import best_paths, probability
+from specdraft.eval.drafters.tree_growth import best_paths
 from specdraft.eval.engine.cost import CostModel
 
 LARGEST = 64  # nodes tried
 
 
 @dataclass(frozen=True)
-class Load:
-    """What trees are chosen for."""
-
-    rows: int = 1  # decoded at once
-    cached: int = 128  # tokens of a row
-
-
-@dataclass(frozen=True)
 class Candidate:
-    """A tree, and what a step with it is expected to bring and to take."""
+    """A tree, and what decoding with it is expected to bring and to take."""
 
     paths: tuple[Path, ...]
     passes: int
-    tokens: float  # of a step, the bonus token included
-    ms: float  # of a step, over all rows
-
-    @property
-    def rate(self) -> float:
-        """Expected tokens of a row per millisecond."""
-        return self.tokens / self.ms
+    tokens: float  # of a step, that of the prompt and the bonus token included
+    speedup: float  # over plain decoding of the same answers
 
     @property
     def depth(self) -> int:
         return max(map(len, self.paths))
 
-    def __str__(self) -> str:
-        return f"{len(self.paths)} nodes to depth {self.depth}"
-
-
-def plain_rate(costs: CostModel, load: Load) -> float:
-    """Tokens of a row per millisecond without a draft."""
-    return 1 / (costs.verify_ms(load.rows, 1, load.cached) + costs.loop_ms(load.rows))
-
 
 def candidates(
-    shares: Tensor, costs: CostModel, block_size: int, coupled: bool, load: Load
+    shares: Tensor, ranks: Ranks, costs: CostModel, block_size: int, coupled: bool, load: Load
 ) -> Iterator[Candidate]:
     """Yield the best tree of every depth and number of nodes, for shares [D, W] of ranks.
 
     block_size: depths of a pass; all of them for Medusa's heads.
     """
     seen = set()
+    plain = load.plain_ms(costs)
     for depth in range(1, len(shares) + 1):
         paths = best_paths(shares[:depth], LARGEST)
-        gained = accumulate((probability(shares, path) for path in paths), initial=1.0)
-        next(gained)
-        for nodes, tokens in enumerate(gained, start=1):
+        for nodes in range(1, len(paths) + 1):
             chosen = tuple(sorted(paths[:nodes]))
-            if chosen not in seen:
-                seen.add(chosen)
-                yield _priced(chosen, tokens, costs, block_size, coupled, load)
+            if chosen in seen:
+                continue
+            seen.add(chosen)
+            shape, steps = shape_of(StaticTree(chosen, block_size, coupled)), ranks.steps(chosen)
 
+            @cache
+            def step(rows: int, nodes: int = nodes, shape: tuple = shape) -> float:
+                return load.step_ms(costs, rows, nodes + 1) + costs.draft_ms(*shape, rows)
 
-def _priced(
-    paths: tuple[Path, ...],
-    tokens: float,
-    costs: CostModel,
-    block_size: int,
-    coupled: bool,
-    load: Load,
-) -> Candidate:
-    passes, levels = shape_of(StaticTree(paths, block_size, coupled))
-    rows, nodes = load.rows, len(paths) + 1  # the root is verified, too
-    ms = costs.verify_ms(rows, nodes, load.cached) + costs.draft_ms(passes, levels, rows)
-    return Candidate(paths, len(passes), tokens, ms + costs.loop_ms(rows, nodes))
+            tokens = load.tokens / (sum(steps) + len(steps))
+            speedup = plain / load.ms(steps, step, costs)
+            yield Candidate(chosen, len(shape[0]), tokens, speedup)
 
 
 def finalists(found: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The best by rate, then the best of other numbers of passes and of other sizes: where costs
-    are a little wrong, one of them is better."""
-    ranked = sorted(found, key=lambda one: -one.rate)
+    """The best, then the best of other numbers of passes and of other sizes: where costs are a
+    little wrong, one of them is better."""
+    ranked = sorted(found, key=lambda one: -one.speedup)
     chosen: list[Candidate] = []
     for one in ranked:
         if len(chosen) == count:

@@ -1,82 +1,57 @@
-"""How often a trained head's ranks are right on a recipe's validation prompts, and its tree file.
+"""What a run has trained that drafts static trees, and how right it is in texts.
 
 Shapes: D depths, W ranks.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from torch import Tensor
 
-from specdraft.data.atomic import write_atomic
-from specdraft.data.prompts import validation_prompts
+from specdraft.eval.costing.replay import Ranks
 from specdraft.eval.drafters.registry import tree_method
-from specdraft.eval.drafters.static import Path as Ranks
-from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.drafters.tree_growth import medusa_rank_shares, rank_shares
-from specdraft.eval.engine.decoder import Decoder
-from specdraft.eval.engine.request import Request
-from specdraft.models.medusa import load_medusa
-from specdraft.models.published import load_head
+from specdraft.eval.drafters.trained import KINDS, Trained
+from specdraft.eval.drafters.tree_growth import Texts, medusa_rank_traces, rank_traces, shares_of
+from specdraft.models.eagle3 import Eagle3Head
+from specdraft.models.falcon import FalconHead
+from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
-from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
 
-ROWS = 8  # answered at once
+DEEPEST = 16  # depths of a head's drafts that are looked at
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """A head that drafts static trees, and how often it is right."""
+class TreeDrafter:
+    """What a run has trained that drafts static trees."""
 
     method: str  # that decodes with its trees
     trained: Trained
-    folder: Path  # of its weights
-    shares: Tensor  # [D, W]
     block_size: int  # depths of a pass
-    coupled: bool = False  # whether every node with children has a distribution of its own
+    coupled: bool  # whether every node with children has a distribution of its own
+    deepest: int  # node that it drafts
+    drafted: int | None = None  # tokens that it drafts among; None: all
 
+    @classmethod
+    def of_run(cls, recipe: Recipe, target: Target) -> "TreeDrafter":
+        """The recipe's Medusa heads, or its head. Raises HeadError where nothing is trained."""
+        kind, run = "medusa" if recipe.medusa.given else "head", Path(recipe.output.dir)
+        part = KINDS[kind].load(recipe, target, run)
+        trained = Trained(**{kind: part})
+        if kind == "medusa":
+            return cls("medusa_tree", trained, part.config.heads, False, part.config.heads)
+        config = part.config
+        method = tree_method(config)
+        coupled = config.coupling != "none"
+        return cls(method, trained, config.block_size, coupled, DEEPEST, config.draft_vocab)
 
-def measure_shares(recipe: Recipe, target: Target, depth: int) -> Drafted:
-    """Count the ranks of what the recipe has trained, to a depth at most.
+    @property
+    def part(self) -> FalconHead | Eagle3Head | MedusaHeads:
+        """The network."""
+        return self.trained.head or self.trained.medusa
 
-    Raises HeadError where it has trained no head, DataError where no validation prompts are left.
-    """
-    run = Path(recipe.output.dir)
-    if recipe.medusa.given:
-        heads = load_medusa(run / "medusa", target.identity())
-        depth = min(depth, heads.config.heads)
-        shares = medusa_rank_shares(heads, target, answers(recipe, target), depth)
-        trained = Trained(medusa=heads)
-        return Drafted("medusa_tree", trained, run / "medusa", shares, depth)
-    head = load_head(run / "head", target)
-    shares = rank_shares(head, target, answers(recipe, target), depth)
-    method = tree_method(head.config)
-    coupled = head.config.coupling != "none"
-    trained, size = Trained(head=head), head.config.block_size
-    return Drafted(method, trained, run / "head", shares, size, coupled)
-
-
-def answers(recipe: Recipe, target: Target) -> list[tuple[int, list[int]]]:
-    """The target's greedy answers to the validation prompts: (length of the prompt, all ids)."""
-    prompts = [prompt.input_ids for prompt in validation_prompts(recipe, target.tokenizer)]
-    if not prompts:
-        raise DataError("no validation prompts are left: lower eval.limit")
-    requests = [Request(prompt, recipe.eval.max_new_tokens) for prompt in prompts]
-    capacity = max(map(len, prompts)) + recipe.eval.max_new_tokens
-    done = Decoder(target, rows=ROWS, capacity=capacity).run(requests)
-    return [(len(prompts[one.index]), prompts[one.index] + one.tokens) for one in done]
-
-
-def write_tree(path: Path, block_size: int, source: str, paths: Sequence[Ranks]) -> None:
-    """Write a tree file as recipes name it in eval.tree, whole or not at all."""
-    content = {
-        "name": path.stem,
-        "block_size": block_size,
-        "source": source,
-        "paths": [list(ranks) for ranks in sorted(paths, key=lambda ranks: (len(ranks), ranks))],
-    }
-    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=99)
-    write_atomic(path, text.encode())
+    def right(self, target: Target, texts: Texts) -> tuple[Ranks, Tensor]:
+        """Ranks of the tokens of texts in its drafts, and their shares [D, W]."""
+        ranks_of = rank_traces if self.trained.head else medusa_rank_traces
+        traces = ranks_of(self.part, target, texts, self.deepest)
+        return Ranks(texts, traces), shares_of(traces, texts, self.drafted)

@@ -1,11 +1,16 @@
-"""Costs on a terminal: what was measured, beside what the curve says, and how far off it is."""
+"""Costs and trees on a terminal: what was measured, beside what the curve and the search say."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specdraft.eval.costing.settings import PricedSetting
 from specdraft.eval.engine.cost import CostModel, Curve
+from specdraft.eval.measure.tuning import overrides, recipe_part
+from specdraft.recipes.fitted_tree import Fit, Trial
+from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
 
 
@@ -73,6 +78,31 @@ def _of_drafts(points: Sequence[dict], costs: CostModel) -> Table:
         name = f"{_joined(paths)}; {_joined(levels)}"
         table.add_row(name, _pair(point["ms"], costs.draft_ms(paths, levels)))
     return table
+
+
+def print_fit(file: Path, fit: Fit) -> None:
+    """Show what was expected of every tree that was tried beside what was measured."""
+    _print_tried("tree", fit.tried())
+    own, rows = fit.tried()[0], f"{fit.rows} row{'s' * (fit.rows > 1)}"
+    Screen(soft_wrap=True).print(f"wrote {file}: {own}, for {rows}")
+
+
+def print_settings(recipe: Recipe, file: Path, found: Sequence[PricedSetting]) -> None:
+    """The same of settings of a recipe."""
+    _print_tried("setting", found)
+    part = overrides(recipe_part(recipe, found[0].setting))
+    Screen(soft_wrap=True).print(f"wrote {file}: {' '.join(map(repr, part))}")
+
+
+def _print_tried(name: str, tried: Sequence[Trial | PricedSetting]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(name, no_wrap=True)
+    for heading in ("tokens/step\nexpected", "x plain\nexpected", "x plain\nmeasured"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, one in enumerate(tried):
+        figures = (f"{figure:.2f}" for figure in (one.tokens, one.expected, one.measured))
+        table.add_row(str(one), *figures, style=None if number else "bold")
+    Screen(soft_wrap=True).print(table)
 
 
 def _joined(numbers: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """All methods of decoding, one row each. A new drafter is a file beside this one and a row here.
 
 Whoever needs to know of methods reads the rows: a recipe is checked against them (`problems`), a
-run's trained parts are loaded for them, eval/bench.py measures them, eval/tune.py searches their
+run's trained parts are loaded for them, eval/bench.py measures them, eval/fit.py searches their
 settings, eval/custom_generate.py offers them inside transformers, and `--help` describes them.
 A drafter that is no part of the package is tried out with `registered`.
 
@@ -34,10 +34,12 @@ from specdraft.eval.engine.padded import PADDINGS
 from specdraft.models.eagle3 import Eagle3Config
 from specdraft.models.falcon import FalconConfig
 from specdraft.models.target import Target
+from specdraft.models.target_files import hash_weights
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import MOST_LINES, nearest, shown
+from specdraft.recipes.fitted_tree import fitted_tree
 from specdraft.recipes.schema import DraftingSection, EvalSection, Recipe
-from specdraft.recipes.static_trees import load_tree_paths
+from specdraft.recipes.static_trees import AUTO, load_tree_paths
 
 WAYS = (*PADDINGS, "dynamic")
 ALIASES = {"padded": "prompt_lookup:padded"}
@@ -82,12 +84,18 @@ class Method:
     needs: tuple[str, ...] = ()  # kinds of what is trained: eval/drafters/trained.py
     trainer: str | None = None  # the script that trains them
     rule: str | None = None  # its paper's acceptance when sampling; None: eval.acceptance
-    tuned: Space | Callable[[Recipe], Space] | None = None  # what eval/tune.py searches
+    tuned: Space | Callable[[Recipe], Space] | None = None  # what eval/fit.py searches
+    drafts_tree: bool = False  # eval.tree, which eval/fit.py searches, too
 
     @property
     def is_ours(self) -> bool:
         """Whether our engine decodes it; transformers draws other samples, and pads rows."""
         return self.generate is None
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether eval/fit.py has something to search."""
+        return self.drafts_tree or self.tuned is not None
 
     def check(self, trained: Trained) -> None:
         """Raise RecipeError unless there is all that it drafts with."""
@@ -120,14 +128,34 @@ def _head(setup: Setup, tree: bool = False, only: str | None = None) -> FalconDr
         )
     plan = StaticTree.chain(settings.chain_depth, config.block_size)
     if tree:
-        plan = StaticTree.of_file(settings.tree, config.block_size)
+        file = tree_file(setup.recipe, setup.trained)
+        plan = StaticTree.of_file(file, config.block_size)
     return FalconDrafter(setup.trained.head, setup.target, plan, setup.rows, setup.capacity)
 
 
-def _medusa(setup: Setup) -> MedusaDrafter:
-    paths = load_tree_paths(setup.recipe.eval.tree)
-    tree = StaticTree(paths, max(map(len, paths)))
-    return MedusaDrafter(setup.trained.medusa, setup.target, tree, setup.rows)
+def _medusa(setup: Setup, tree: bool = False) -> MedusaDrafter:
+    """Medusa heads' chain or static tree."""
+    depth = min(setup.recipe.eval.chain_depth, setup.trained.medusa.config.heads)
+    plan = StaticTree.chain(depth, depth)
+    if tree:
+        paths = tree_paths(setup)
+        plan = StaticTree(paths, max(map(len, paths)))
+    return MedusaDrafter(setup.trained.medusa, setup.target, plan, setup.rows)
+
+
+def tree_paths(setup: Setup) -> list[tuple[int, ...]]:
+    """The nodes of the static tree that a head drafts."""
+    return load_tree_paths(tree_file(setup.recipe, setup.trained))
+
+
+def tree_file(recipe: Recipe, trained: Trained) -> str | None:
+    """The name or the place of the static tree that a recipe's head drafts: the recipe's, or the
+    one beside the weights; None where there are no weights either. Raises RecipeError for weights
+    without a tree, or with that of others."""
+    part = trained.head or trained.medusa
+    if recipe.eval.tree != AUTO or part is None:
+        return None if recipe.eval.tree == AUTO else recipe.eval.tree
+    return str(fitted_tree(part.folder, hash_weights(part)))
 
 
 def _maxgram(setup: Setup) -> MaxGramDrafter:
@@ -159,6 +187,7 @@ GSD_SPACE = {
     "drafting.theta_sib": (0.1, 0.3, 0.5),
     "drafting.tau": (1, 2, 3),
 }
+LOOKUP_SPACE = {"eval.lookup_match": (1, 2, 3), "eval.lookup_copy": (2, 3, 4, 5, 7, 10)}
 MAXGRAM_SPACE = {"maxgram.n": (1, 2, 3, 4, 5, 7, 10)}
 FALCON = {"needs": ("head",), "trainer": "train/falcon.py"}
 EAGLE3 = {"needs": ("head",), "trainer": "train/eagle3.py"}
@@ -179,9 +208,10 @@ ROWS = (
            generate=lambda s: {"lookup_tokens": s.recipe.eval.hf_lookup_copy}),
     Method("prompt_lookup", "copies what followed the last tokens before",
            lambda s: PromptLookup(s.recipe.eval.lookup_match, s.recipe.eval.lookup_copy, s.rows,
-                                  s.target.device)),
+                                  s.target.device), tuned=LOOKUP_SPACE),
     Method("falcon_chain", "Falcon's head, a chain", _head, **FALCON),
-    Method("falcon_tree", "Falcon's head, a static tree", partial(_head, tree=True), **FALCON),
+    Method("falcon_tree", "Falcon's head, a static tree", partial(_head, tree=True), **FALCON,
+           drafts_tree=True),
     Method("maxgram", "copies behind the longest suffix, then bigrams", _maxgram, **TABLE,
            tuned=MAXGRAM_SPACE),
     Method("ssd", "a draft LM, a chain",
@@ -211,15 +241,17 @@ ROWS = (
            **CASCADE, tuned=cascade_space),
     Method("falcon_maxgram", "Falcon's tree, then Max-Gram",
            lambda s: MaxGramTail(_head(s, tree=True), _maxgram(s), s.recipe.maxgram.n,
-                                 s.recipe.maxgram.branches), **BOTH),
+                                 s.recipe.maxgram.branches), **BOTH, drafts_tree=True),
     Method("eagle_chain", "EAGLE-1's head, a chain", partial(_head, only="eagle_chain"), **EAGLE),
     Method("eagle_tree", "EAGLE-1's head, a static tree",
-           partial(_head, tree=True, only="eagle_tree"), **EAGLE),
+           partial(_head, tree=True, only="eagle_tree"), **EAGLE, drafts_tree=True),
     Method("eagle3_chain", "EAGLE-3's head, a chain", partial(_head, only="eagle3_chain"),
            **EAGLE3),
     Method("eagle3_tree", "EAGLE-3's head, a static tree",
-           partial(_head, tree=True, only="eagle3_tree"), **EAGLE3),
-    Method("medusa_tree", "Medusa's heads, a static tree", _medusa, **MEDUSA),
+           partial(_head, tree=True, only="eagle3_tree"), **EAGLE3, drafts_tree=True),
+    Method("medusa_chain", "Medusa's heads, a chain", _medusa, **MEDUSA),
+    Method("medusa_tree", "Medusa's heads, a static tree", partial(_medusa, tree=True), **MEDUSA,
+           drafts_tree=True),
 )
 # fmt: on
 METHODS: dict[str, Method] = {row.name: row for row in ROWS}
@@ -264,6 +296,22 @@ def needs(name: str) -> tuple[str, ...]:
     return find(name)[0].needs
 
 
+def drafted_tree(recipe: Recipe, trained: Trained) -> list[tuple[int, ...]] | None:
+    """The nodes of the static tree that any of a recipe's methods drafts."""
+    drafts = any(find(name)[0].drafts_tree for name in recipe.eval.methods)
+    file = tree_file(recipe, trained) if drafts else None
+    return file and load_tree_paths(file)
+
+
+def tree_of(name: str, recipe: Recipe, trained: Trained) -> str | None:
+    """The static tree of a method, in words; None where it has none."""
+    if not find(name)[0].drafts_tree or (file := tree_file(recipe, trained)) is None:
+        return None
+    paths = load_tree_paths(file)
+    which = "fitted" if recipe.eval.tree == AUTO else Path(recipe.eval.tree).stem
+    return f"{which}, {len(paths)} nodes to depth {max(map(len, paths))}"
+
+
 def rule_of(name: str, recipe: Recipe) -> str:
     """The acceptance rule of a method when sampling: its own, or the recipe's."""
     method, _ = find(name)
@@ -275,7 +323,7 @@ def space_of(recipe: Recipe, name: str) -> Space:
     tuned = METHODS[name].tuned if name in METHODS else None
     if tuned is None:
         known = ", ".join(row.name for row in METHODS.values() if row.tuned)
-        raise RecipeError(f"nothing to tune for {name!r}; known: {known}")
+        raise RecipeError(f"nothing to fit of {name!r}; known: {known}")
     return tuned(recipe) if callable(tuned) else tuned
 
 
@@ -284,6 +332,16 @@ def featured(names: Sequence[str]) -> str:
     else the last."""
     trained = [name for name in names if find(name)[0].is_ours and needs(name)]
     return [*names, *trained][-1]
+
+
+def fitted(names: Sequence[str]) -> str:
+    """Return the method that a run is fitted for: its last one that is trained and has something
+    to fit, else any. RecipeError where there is none."""
+    able = [name for name in names if find(name)[0].is_fitted]
+    if not able:
+        known = ", ".join(row.name for row in METHODS.values() if row.is_fitted)
+        raise RecipeError(f"nothing of eval.methods can be fitted; give --method, one of {known}")
+    return [*able, *(name for name in able if needs(name))][-1].partition(":")[0]
 
 
 def describe() -> str:

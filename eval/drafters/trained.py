@@ -18,7 +18,7 @@ from specdraft.models.student import finished_student, load_student
 from specdraft.models.target import Target
 from specdraft.models.target_files import hash_weights
 from specdraft.recipes.schema import Recipe
-from specdraft.recipes.static_trees import load_tree_paths, tree_block_size
+from specdraft.recipes.static_trees import AUTO, load_tree_paths, tree_block_size
 
 Source = str | Path  # a folder or a Hub id
 Sections = Mapping[str, Any]  # of a recipe, by name; one that is unsound is missing
@@ -64,6 +64,8 @@ class Kind:
 def _of_head(method: str, sections: Sections) -> list[str]:
     if "head" not in sections or sections["head"].model is not None:
         return []  # the section is not about the head that drafts
+    if sections["eval"].tree == AUTO:
+        return []
     return [*_other_blocks(method, sections), *_beyond_draft_vocab(sections)]
 
 
@@ -72,7 +74,7 @@ def _other_blocks(method: str, sections: Sections) -> list[str]:
     if "chain" in method or (wanted := tree_block_size(settings.tree)) in (None, size):
         return []
     other = f"made for blocks of {wanted}, and head.block_size = {size}"
-    way_out = "take a tree for these; eval/grow.py grows one for a trained head"
+    way_out = "take a tree for these; eval/fit.py fits one to a trained head"
     return [settings.complaint("tree", f"{other}; {way_out}")]
 
 
@@ -106,10 +108,12 @@ def _without_medusa(method: str, sections: Sections) -> list[str]:
         return []
     if (heads := sections["medusa"].heads) is None:
         return [f"eval.methods: {method} drafts with Medusa heads; set medusa.heads, e.g. 4"]
-    if (depth := max(map(len, load_tree_paths(sections["eval"].tree)))) <= heads:
+    if "chain" in method or (tree := sections["eval"].tree) == AUTO:
+        return []
+    if (depth := max(map(len, load_tree_paths(tree)))) <= heads:
         return []
     deep = f"{depth} deep, and medusa.heads = {heads} draft {heads} tokens"
-    way_out = "take a tree that is no deeper, or grow one: eval/grow.py"
+    way_out = "take a tree that is no deeper, or fit one: eval/fit.py"
     return [sections["eval"].complaint("tree", f"{deep}; {way_out}")]
 
 
@@ -124,14 +128,14 @@ KINDS: dict[str, Kind] = {
         "a trained head; train one first",
         load=lambda recipe, target, run: load_head(recipe.head.model or run / "head", target),
         fetch=lambda name, revision, target: load_head(name, target, revision),
-        card=Card("head", "Falcon head", "falcon", 'falcon("{repo}", tree="{tree}"'),
+        card=Card("head", "Falcon head", "falcon", 'falcon("{repo}"', drafts_trees=True),
         problems=_of_head,
     ),
     "medusa": Kind(
         "Medusa heads; train them first: train/medusa.py",
         load=lambda recipe, target, run: load_medusa(run / "medusa", target.identity()),
         fetch=lambda name, revision, target: load_medusa(name, target.identity(), revision),
-        card=Card("medusa", "set of Medusa heads", "medusa", 'medusa("{repo}", tree="{tree}"'),
+        card=Card("medusa", "set of Medusa heads", "medusa", 'medusa("{repo}"', drafts_trees=True),
         problems=_without_medusa,
     ),
     "student": Kind(

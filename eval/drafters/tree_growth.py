@@ -1,14 +1,15 @@
-"""Which static tree suits a trained head: how often each rank is right at each depth, and the best
-tree of N nodes under these shares.
+"""Which static tree suits a trained head: the rank that each true token has in a draft before it,
+and the best tree of N nodes under how often each rank is right at each depth.
 
 With P[d, r] the share of rank r at depth d, a path is accepted with probability prod P, if depths
 are independent, and the N most probable paths are the best tree of N nodes (Sequoia, arXiv
 2402.12374, for a fixed drafter). They are prefix-closed: a parent is never less probable.
 
-Shapes: D depths, W = WIDTH ranks.
+Shapes: T tokens of a text, D depths, W ranks, R passes, K block size, V vocabulary.
 """
 
 import heapq
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -21,59 +22,78 @@ from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.target import Target
 
-WIDTH = 20  # ranks counted
+WIDTH = 20  # ranks that are told apart
+UNKNOWN = -1  # the rank of what is behind the end of a text
+
+Texts = Sequence[tuple[int, list[int]]]  # of each the length of its prompt, and all of its ids
 
 
 @torch.inference_mode()
-def rank_shares(
-    head: FalconHead | Eagle3Head,
-    target: Target,
-    texts: list[tuple[int, list[int]]],
-    depth: int,
-) -> Tensor:
-    """Share of positions whose true token has rank r at depth d: [D, W], or fewer ranks where the
-    head drafts among fewer tokens."""
+def rank_traces(
+    head: FalconHead | Eagle3Head, target: Target, texts: Texts, depth: int
+) -> list[Tensor]:
+    """Ranks of true tokens in a head's drafts: [T, D] of every text.
+
+    At [p, d - 1] that of the token at p + d, where p is the last committed one and what is drafted
+    between them is true; WIDTH for one beyond the ranks that are told apart, or never drafted.
+    """
     k, vocabulary = head.config.block_size, vocabulary_of(head, target)
-    passes = -(-depth // k)
-    found, seen = torch.zeros(passes * k, WIDTH), torch.zeros(passes * k)
-    never = torch.full((passes,), WIDTH)
-    for start, ids in texts:
+    passes, traces = -(-depth // k), []
+    for _, ids in texts:
         tokens = torch.tensor([ids], device=target.device)
         features = target.features(tokens, layers=head.config.feature_layers)[:, :-1]
-        ahead = target.embed(tokens[:, 1:])
-        for phase in range(1, k + 1):
+        ahead, trace = target.embed(tokens[:, 1:]), _no_ranks(len(ids), passes * k)
+        places = torch.arange(max(len(ids) - 1 - k, 0))
+        for phase in range(1, k + 1):  # of the blocks: a draft begins behind a whole one
             blocks = block_index(len(ids) - 1, k, phase).to(target.device)[None]
             rolled = head(ahead.float(), features.float(), blocks, passes=passes)[:, 0]
-            for i in range(max(start - 1, passes * k), len(ids) - k - 1):
-                place = (i - phase) % k
-                scores = vocabulary.logits(rolled[:, i])  # [R, V]
-                true = int(vocabulary.places(tokens[0, i + k + 1]))
-                # A token that is never drafted has no rank.
-                ranks = (scores > scores[:, true, None]).sum(-1) if true >= 0 else never
-                for number, rank in enumerate(ranks.tolist()):
-                    seen[number * k + place] += 1
-                    if rank < WIDTH:
-                        found[number * k + place, rank] += 1
-    return (found / seen.clamp(min=1)[:, None])[:depth, : head.config.draft_vocab]
+            slots = (places - phase) % k
+            for number, predicted in enumerate(rolled[:, : len(places)]):
+                ranks = _ranks(vocabulary.logits(predicted), vocabulary.places(tokens[0, k + 1 :]))
+                roots = places - slots + (1 - number) * k
+                whole = roots >= k
+                trace[roots[whole], number * k + slots[whole]] = ranks[whole]
+        traces.append(trace[:, :depth])
+    return traces
 
 
 @torch.inference_mode()
-def medusa_rank_shares(
-    heads: MedusaHeads, target: Target, texts: list[tuple[int, list[int]]], depth: int
-) -> Tensor:
-    """The same of Medusa heads, whose head h drafts t_(i+1+h) at i: [D, W]."""
-    drafter = MedusaDrafter(heads, target, StaticTree.chain(depth, depth))
-    found, seen = torch.zeros(depth, WIDTH), 0
-    for start, ids in texts:
-        tokens = torch.tensor(ids, device=target.device)
-        places = torch.arange(start - 1, len(ids) - depth - 1, device=target.device)
-        scores = drafter.scores(target.features(tokens[None])[0, places])  # [N, depth, V]
-        for number in range(depth):
-            true = scores[:, number].gather(1, tokens[places + number + 2, None])
-            ranks = (scores[:, number] > true).sum(-1).cpu()
-            found[number] += torch.bincount(ranks, minlength=WIDTH)[:WIDTH]
-        seen += len(places)
-    return found / max(seen, 1)
+def medusa_rank_traces(
+    heads: MedusaHeads, target: Target, texts: Texts, depth: int
+) -> list[Tensor]:
+    """The same of Medusa heads, whose head d drafts t_(p + d) from the feature at p - 1."""
+    drafter, traces = MedusaDrafter(heads, target, StaticTree.chain(depth, depth)), []
+    for _, ids in texts:
+        tokens, trace = torch.tensor(ids, device=target.device), _no_ranks(len(ids), depth)
+        scores = drafter.scores(target.features(tokens[None])[0])  # [T, D, V]
+        for d in range(1, depth + 1):
+            true = tokens[1 + d :]
+            trace[1 : 1 + len(true), d - 1] = _ranks(scores[: len(true), d - 1], true)
+        traces.append(trace)
+    return traces
+
+
+def _no_ranks(length: int, depth: int) -> Tensor:
+    """Of a text in whose drafts no token is right: [T, D]."""
+    ahead = torch.arange(length)[:, None] + torch.arange(1, depth + 1)
+    return torch.where(ahead < length, WIDTH, UNKNOWN)
+
+
+def _ranks(scores: Tensor, true: Tensor) -> Tensor:
+    """Ranks [T] of tokens, -1 for what is never drafted, under scores [T, V]; on the CPU."""
+    own = scores.gather(1, true.clamp(min=0)[:, None])
+    ranks = (scores > own).sum(-1).clamp(max=WIDTH)
+    return torch.where(true < 0, WIDTH, ranks).cpu()
+
+
+def shares_of(traces: Sequence[Tensor], texts: Texts, width: int | None = None) -> Tensor:
+    """Shares of the ranks by depth, of drafts that begin in the texts' answers: [D, W].
+
+    width: tokens that are drafted among, where they are fewer than WIDTH.
+    """
+    ranks = torch.cat([trace[start:] for trace, (start, _) in zip(traces, texts, strict=True)])
+    found = torch.stack([(ranks == rank).sum(0) for rank in range(min(width or WIDTH, WIDTH))], 1)
+    return found / (ranks != UNKNOWN).sum(0).clamp(min=1)[:, None]
 
 
 def probability(shares: Tensor, path: tuple[int, ...]) -> float:

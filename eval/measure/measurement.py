@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from specdraft.data.prompts import Prompt
-from specdraft.eval.drafters.registry import needs, rule_of
+from specdraft.eval.drafters.registry import needs, rule_of, tree_of
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.request import GUMBEL
 from specdraft.eval.measure.categories import add_speedups, by_category, macro
@@ -100,6 +100,7 @@ class Measurement:
         settings = self.recipe.eval
         return {
             "method": name,
+            "tree": tree_of(name, self.recipe, self.trained),
             "prompt_set": settings.prompts,
             "batch_size": settings.batch_size,
             "temperature": settings.temperature,

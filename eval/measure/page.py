@@ -54,7 +54,8 @@ def write_page(report: dict, folder: Path) -> Path:
     page = folder / "report.html"
     write_atomic(page, render(report, sections, across).encode())
     if importlib.util.find_spec("matplotlib"):
-        for plot in (*across, *(plot for section in sections for plot in section["plots"])):
+        costs = [plot for plot in (cost_plot(report.get("fit")),) if plot]
+        for plot in (*across, *costs, *(plot for section in sections for plot in section["plots"])):
             write_png(plot, folder)
     return page
 
@@ -77,6 +78,8 @@ def render(report: dict, sections: list[dict], across: list[Plot]) -> str:
         columns=COLUMNS,
         sections=sections,
         across=across,
+        fit=report.get("fit"),
+        costs=cost_plot(report.get("fit")),
         samples=report.get("samples", []),
         recipe=json.dumps(recipe, indent=1, ensure_ascii=False),
     )
@@ -162,6 +165,16 @@ def _batch_curves(runs: Sequence[Run]) -> list[Plot]:
             title = f"Speedup by batch size, {prompts}, temperature {temperature:g}"
             plots.append(curves(f"batch-{tag}", title, series, colours, "batch size"))
     return plots
+
+
+def cost_plot(fit: dict | None) -> Plot | None:
+    """Milliseconds of verifying by nodes, measured and fitted: what a tree's size costs."""
+    if not fit or not fit["verify_ms"]:
+        return None
+    kinds = ("measured", "curve")
+    series = {kind: {one["nodes"]: one[kind] for one in fit["verify_ms"]} for kind in kinds}
+    title = "Milliseconds of verifying, by nodes"
+    return curves("costs", title, series, method_colours(kinds), "nodes")
 
 
 def draft_lines(draft: dict) -> list[dict]:

@@ -5,13 +5,15 @@ Methods take turns prompt by prompt, so that a machine that slows down slows all
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
 from specdraft.data.atomic import write_atomic
 from specdraft.data.prompts import Prompt
-from specdraft.eval.drafters.registry import featured
+from specdraft.eval.drafters.registry import featured, find, tree_file
 from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.engine.cost import load_costs
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import Measurement, measure
 from specdraft.eval.measure.metrics import Costs, counts
@@ -20,10 +22,15 @@ from specdraft.eval.measure.questions import expand_turns
 from specdraft.eval.measure.rounds import Remember, forget
 from specdraft.eval.measure.show import sample
 from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError
+from specdraft.recipes.fields import plain
+from specdraft.recipes.fitted_tree import read_fit
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.static_trees import AUTO
 
 SCHEMA = 1
 SAMPLES = 2
+COSTS = "costs.json"  # in the folder of a run
 
 
 def evaluate(
@@ -41,6 +48,7 @@ def evaluate(
     a prompt goes on with the next, and its row says so. `samples` are the first answers of our last
     method that drafts, cut into what was accepted.
     """
+    fit = fit_shown(recipe, trained, methods)  # a missing tree fails here, not at every prompt
     with cpu_threads(recipe.eval.threads):
         prompts = expand_turns(recipe, target, prompts)
         done = measure(recipe, target, trained, prompts, methods, progress, remember, tolerant=True)
@@ -49,9 +57,37 @@ def evaluate(
         "schema": SCHEMA,
         "recipe": recipe.to_dict(),
         "environment": where,
+        "fit": fit,
         "runs": done.rows(),
         "samples": _samples(done, featured(methods)),
     }
+
+
+def fit_shown(recipe: Recipe, trained: Trained, methods: Sequence[str]) -> dict | None:
+    """The fit of the tree that methods draft, and the costs it was fitted by, as JSON; None where
+    it was made by hand. Raises RecipeError where they draft the tree beside weights without one."""
+    if not any(find(name)[0].drafts_tree for name in methods):
+        return None
+    file = tree_file(recipe, trained)
+    fit = read_fit(Path(file)) if file and recipe.eval.tree == AUTO else None
+    if fit is None:
+        return None
+    return plain(asdict(fit)) | {"verify_ms": _curve(Path(recipe.output.dir) / COSTS)}
+
+
+def _curve(path: Path) -> list[dict]:
+    """Milliseconds of verifying one batch of the fewest rows, by nodes; none without costs."""
+    try:
+        costs = load_costs(path)
+    except DataError:
+        return []
+    points = [p for p in json.loads(path.read_text())["points"] if p["what"] == "verify"]
+    place = {key: min(point[key] for point in points) for key in ("rows", "cached")}
+    own = sorted((p["nodes"], p["ms"]) for p in points if place.items() <= p.items())
+    return [
+        {"nodes": nodes, "measured": ms, "curve": costs.verify_ms(nodes=nodes, **place)}
+        for nodes, ms in own
+    ]
 
 
 def _samples(done: Measurement, method: str) -> list[dict]:

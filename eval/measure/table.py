@@ -40,6 +40,9 @@ def print_report(report: dict, console: Screen | None = None) -> None:
     needed = console.measure(table, options=console.options.update_width(WIDEST))
     console.width = max(console.width, needed.maximum)
     console.print(table)
+    for run in runs:
+        if tree := run.get("tree"):
+            console.print(f"{run['method']}: {tree}")
     for run in troubled:
         console.print(Text(f"{run['method']}: {failure_reasons(run)}", "red"))
     for answer in report["samples"]:

@@ -17,7 +17,7 @@ from specdraft.recipes.fields import (
     Share,
     Tokens,
 )
-from specdraft.recipes.static_trees import load_tree_paths
+from specdraft.recipes.static_trees import AUTO, load_tree_paths
 
 Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"]
 
@@ -27,7 +27,9 @@ class EvalSection(Section):
     """What is measured: methods, on which prompts, and how they decode. Lengths are in tokens."""
 
     prompts: str = "tiny_chat"  # bundled; or a published set, NAME:FILE, a JSONL file, "holdout"
-    tree: str = "tiny_k2"  # a file of recipes/trees without .yaml, or a path
+    # auto: fitted when training ends, and beside the weights; or a file of recipes/trees without
+    # .yaml, or a path.
+    tree: str = AUTO
     chain_depth: Draft = 6  # of falcon_chain, eagle_chain, eagle3_chain
     threads: Few | None = None  # of a CPU while decoding; null: as in training
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
@@ -62,6 +64,7 @@ class EvalSection(Section):
         if not self.methods:
             yield self.complaint("methods", "name at least one")
         try:
-            load_tree_paths(self.tree)
+            if self.tree != AUTO:
+                load_tree_paths(self.tree)
         except InvalidRecipeError as error:
             yield from (self.complaint("tree", line) for line in error.problems)

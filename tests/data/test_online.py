@@ -29,9 +29,9 @@ from specdraft.train.objectives.text import collate_text
 from specdraft.train.plan import make_plan, plan_lines
 
 KINDS = {
-    "falcon": (sar_head("falcon_tree"), {}),
-    "few tokens": (sar_head("falcon_tree"), {"head.draft_vocab": 20, "loss.lk_weight": 0.5}),
-    "eagle": (sar_head("eagle_tree"), {"head.block_size": 1, "head.fusion": "linear"}),
+    "falcon": (sar_head("falcon"), {}),
+    "few tokens": (sar_head("falcon"), {"head.draft_vocab": 20, "loss.lk_weight": 0.5}),
+    "eagle": (sar_head("eagle"), {"head.block_size": 1, "head.fusion": "linear"}),
     "medusa": (medusa_heads(), {"medusa.heads": 3, "medusa.soft_weight": 0.5}),
 }
 ROWS = 24
@@ -265,6 +265,7 @@ def test_a_run_keeps_one_target_and_no_features(tmp_path, monkeypatch):
         "eval.validation=2",
     ]
     small += ["eval.max_new_tokens=8", "eval.methods=[plain,falcon_tree]", "train.eval_every=null"]
+    small += ["eval.tree=tiny_coupled_k3"]
     places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     command = ["recipes/tiny.yaml", *small, *places, "data.features=online"]
     done = run_here("train/falcon.py", *command)

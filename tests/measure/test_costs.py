@@ -256,6 +256,23 @@ def test_everything_that_drafts_can_be_timed():
     assert list(DraftBench(target, Trained(), SMALL).cells()) == []
 
 
+@torch.inference_mode()
+def test_between_two_of_a_kind_comes_one_of_the_other():
+    target, done = random_target(vocab=40), []
+    forwards = TargetBench(target, SMALL)
+    drafts = DraftBench(target, Trained(head=random_head(target, 2)), SMALL)
+    for bench in (forwards, drafts):
+        bench.between = lambda: done.append(1)
+        for cell in bench.cells():
+            done.clear()
+            visit(cell)
+            assert bool(done) == (cell.at.get("nodes") != 1)  # plain decoding makes no drafts
+    done.clear()
+    assert min(drafts.draft()(), forwards.forward()()) > 0
+    assert DraftBench(target, Trained(), SMALL).draft()() is None
+    assert not done
+
+
 def test_a_head_with_layers_of_the_target_is_timed_with_them():
     target = random_target(vocab=40)
     head = random_head(target, 2, feature_layers=(1,))

@@ -21,7 +21,7 @@ from specdraft.models.target_files import bundled_target_dir
 
 SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=12"]
 SMALL += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
-SMALL += ["eval.methods=[plain,prompt_lookup,falcon_tree]"]
+SMALL += ["eval.methods=[plain,prompt_lookup,falcon_tree]", "eval.tree=tiny_coupled_k3"]
 CACHE = ["tokens", "tokenizer", "template", "mask"]
 CACHE += ["shards", "target of the features", "features", "scale", "shift"]
 HEAD = ["head files", "head's target", "head shape"]

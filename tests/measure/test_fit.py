@@ -1,20 +1,41 @@
-"""A tree that fits: the best of all trees under the costs, the finalists, and the entry."""
+"""What fits: the best of all trees under the costs, replays that are the decoding, the entry, and
+the tree beside the weights, which auto means."""
 
+import json
+from dataclasses import asdict, replace
 from itertools import product
 
 import pytest
 import torch
 import yaml
 from commands import run_here
+from decoding import plain_tokens, prompts
+from random_models import random_head, random_target
 
 from specdraft.eval.costing.drafts import shape_of
-from specdraft.eval.costing.search import Candidate, Load, candidates, finalists, plain_rate
+from specdraft.eval.costing.fitting import is_fitted
+from specdraft.eval.costing.rehearsal import rehearse
+from specdraft.eval.costing.replay import Load, Ranks
+from specdraft.eval.costing.search import Candidate, candidates, finalists
+from specdraft.eval.custom_generate import falcon
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.gsd import GSD
+from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.drafters.maxgram import PromptLookup
+from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.tree_growth import probability
+from specdraft.eval.drafters.tree_growth import medusa_rank_traces, rank_traces, shares_of
 from specdraft.eval.engine.cost import CostModel, Curve, draft_terms, loop_terms, verify_terms
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
 from specdraft.models.falcon import FalconHead
+from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.shapes import TargetShape, head_config
 from specdraft.models.target import Target
+from specdraft.models.target_files import hash_weights
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.fields import InvalidRecipeError, plain
+from specdraft.recipes.fitted_tree import Fit, fitted_tree, read_fit
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.static_trees import load_tree_paths
 
@@ -37,12 +58,19 @@ def costs(forward: float, node: float, per_pass: float, level: float) -> CostMod
     )
 
 
-SHARES = torch.tensor([[0.6, 0.2], [0.7, 0.1], [0.5, 0.3], [0.8, 0.1]])
 MACHINES = {
     "a node costs nothing": costs(5.0, 0.01, 0.3, 0.05),
     "a node costs its share": costs(5.0, 0.8, 0.3, 0.05),
-    "a pass costs a forward": costs(5.0, 0.01, 5.0, 0.05),
+    "a pass costs two forwards": costs(5.0, 0.01, 10.0, 0.05),
 }
+
+
+def some_ranks(lengths: list[int], depth: int = 4) -> tuple[list, list[torch.Tensor]]:
+    """Texts of some lengths with prompts of 5, and ranks of 0 to 2 that are mostly 0."""
+    torch.manual_seed(2)
+    texts = [(5, [0] * length) for length in lengths]
+    traces = [torch.rand(length, depth).mul(1.6).pow(2).long() for length in lengths]
+    return texts, traces
 
 
 def every_tree(depth: int, nodes: int) -> list[list[tuple[int, ...]]]:
@@ -68,57 +96,231 @@ def every_tree(depth: int, nodes: int) -> list[list[tuple[int, ...]]]:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("coupled", [False, True])
-def test_no_tree_is_expected_to_be_faster_than_the_first_finalist(machine, coupled):
-    model, load = MACHINES[machine], Load(cached=10)
+def test_no_tree_is_expected_to_be_much_faster_than_the_first_finalist(machine, coupled):
+    """Trees are grown from shares, as if depths were independent, and priced by replays."""
+    model, (texts, traces) = MACHINES[machine], some_ranks([300, 250])
+    load, ranks = Load(texts, 1), Ranks(texts, traces)
 
-    def rate(paths: list[tuple[int, ...]]) -> float:
-        tokens = 1 + sum(probability(SHARES, path) for path in paths)
-        passes, levels = shape_of(StaticTree(paths, 2, coupled))
-        ms = model.verify_ms(1, len(paths) + 1, 10) + model.draft_ms(passes, levels)
-        return tokens / (ms + model.loop_ms(1, len(paths) + 1))
+    def speed(paths: list[tuple[int, ...]]) -> float:
+        shape = shape_of(StaticTree(paths, 2, coupled))
+        ms = load.step_ms(model, 1, len(paths) + 1) + model.draft_ms(*shape)
+        return load.plain_ms(model) / (load.prompts_ms(model) + sum(ranks.steps(paths)) * ms)
 
-    best = finalists([*candidates(SHARES, model, 2, coupled, load)], 1)[0]
-    assert best.rate == pytest.approx(rate([*best.paths]))
-    assert best.rate >= max(map(rate, every_tree(depth=4, nodes=6))) - 1e-12
+    form = (shares_of(traces, texts), ranks, model, 2, coupled, load)
+    best = finalists([*candidates(*form)], 1)[0]
+    assert best.speedup == pytest.approx(speed([*best.paths]))
+    assert best.speedup >= 0.97 * max(map(speed, every_tree(depth=4, nodes=6)))
 
 
 def test_the_machine_decides_how_large_a_tree_is():
-    chosen = {
-        name: finalists([*candidates(SHARES, model, 2, True, Load(cached=10))], 1)[0]
-        for name, model in MACHINES.items()
-    }
-    cheap, dear, slow = chosen.values()
+    texts, traces = some_ranks([300])
+    form = (shares_of(traces, texts), Ranks(texts, traces))
+    cheap, dear, slow = (
+        finalists([*candidates(*form, model, 2, True, Load(texts, 1))], 1)[0]
+        for model in MACHINES.values()
+    )
     assert len(cheap.paths) > 2 * len(dear.paths)
     assert (cheap.passes, slow.passes) == (2, 1)
-    assert plain_rate(MACHINES["a node costs nothing"], Load()) == pytest.approx(1 / 5.1)
 
 
 def test_finalists_differ_in_passes_or_in_size():
-    def one(nodes: int, passes: int, tokens: float) -> Candidate:
-        return Candidate(tuple((rank,) for rank in range(nodes)), passes, tokens, 1.0)
+    def one(nodes: int, passes: int, speedup: float) -> Candidate:
+        return Candidate(tuple((rank,) for rank in range(nodes)), passes, 2.0, speedup)
 
     best, close, other, large = one(10, 2, 4.0), one(11, 2, 3.9), one(10, 3, 3.5), one(14, 2, 3.0)
     assert finalists([large, other, close, best], 3) == [best, other, large]
     assert finalists([best, close], 4) == [best]
 
 
-def test_the_entry_writes_a_tree_that_a_recipe_takes(tmp_path):
-    target, places = Target.load("tiny"), [f"output.dir={tmp_path}", "eval.limit=1"]
-    recipe = load_recipe("recipes/tiny.yaml", places)
-    shape = TargetShape.of(target.config)
+def test_rows_end_one_after_the_other():
+    texts = [(5, [0] * (5 + answer)) for answer in (3, 9, 4)]
+    load, model = Load(texts, 2), MACHINES["a node costs nothing"]
+    assert load.tokens == 16
+    prompts_ms = load.prompts_ms(model)
+    two, one = (load.step_ms(model, rows, 1) for rows in (2, 1))
+    # Two rows until the shorter answer ends, one until the longer does; then the third alone.
+    assert load.plain_ms(model) == pytest.approx(prompts_ms + 2 * two + 6 * one + 3 * one)
+
+
+# -- replays and rehearsals are the decoding -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return random_target()
+
+
+@pytest.fixture(scope="module")
+def texts(target) -> list[tuple[int, list[int]]]:
+    asked = [prompt for prompt in prompts(5) if len(prompt) > 4]
+    return [(len(prompt), prompt + plain_tokens(target, prompt, 21)) for prompt in asked]
+
+
+def decoded_steps(target, drafter, texts) -> list[int]:
+    """Steps of every answer, the prompt's included, when it is really decoded."""
+    requests = [Request(ids[:start], len(ids) - start) for start, ids in texts]
+    done = Decoder(target, drafter, rows=1, capacity=128).run(requests)
+    return [len(one.steps) for one in done]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("reads", ["own", "both"])
+def test_a_replayed_tree_takes_the_steps_of_the_decoded_one(target, texts, k, reads):
+    forms = {"own": {}, "both": {"reads": "both", "coupling": "recurrent", "fusion": "linear"}}
+    head = random_head(target, k, **(forms[reads] if k > 1 else {}))
+    ranks = Ranks(texts, rank_traces(head, target, texts, 6))
+    wide = [(n,) for n in range(12)] + [(n, m) for n in range(4) for m in range(4)]
+    for paths in (wide, [(0,) * n for n in range(1, 7)], [*wide, (0, 0, 0), (1, 1, 0)]):
+        drafter = FalconDrafter(head, target, StaticTree(paths, k), 1, 128)
+        steps = [1 + count for count in ranks.steps(paths)]
+        assert steps == decoded_steps(target, drafter, texts)
+    assert min(ranks.steps(wide)) < 20  # something was accepted
+
+
+def test_a_replayed_tree_of_medusa_heads_takes_the_steps_of_the_decoded_one(target, texts):
+    config = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "heads": 3}
+    heads = MedusaHeads.of(MedusaConfig(**config), target.lm_head_weight)
+    ranks = Ranks(texts, medusa_rank_traces(heads, target, texts, 3))
+    paths = [(n,) for n in range(8)] + [(n, m) for n in range(4) for m in range(4)] + [(0, 0, 0)]
+    drafter = MedusaDrafter(heads, target, StaticTree(paths, 3))
+    steps = [1 + count for count in ranks.steps(paths)]
+    assert steps == decoded_steps(target, drafter, texts)
+
+
+def test_a_rehearsal_takes_the_steps_of_the_decoding(target, texts):
+    student, model = random_target(), MACHINES["a node costs nothing"]
+    with torch.no_grad():
+        for weight in student.model.parameters():
+            weight.add_(0.03 * torch.randn_like(weight))
+    makers = {
+        "ssd": lambda rows: SSD(student, rows, 128, gamma=4, theta=0.3),
+        "gsd": lambda rows: GSD(student, rows, 128, 2, 4, depth=4, out_degree=2, theta_prob=0.1,
+                                theta_sib=0.1, drop_siblings=False, nodes=16),
+        "lookup": lambda rows: PromptLookup(1, 4, rows),
+    }  # fmt: skip
+    for name, make in makers.items():
+        expected = decoded_steps(target, make(1), texts)
+        for rows in (1, 3):
+            done = rehearse(make(rows), Load(texts, rows), model)
+            assert done.steps == sum(expected), name
+            assert done.ms > 0
+    assert sum(decoded_steps(target, makers["ssd"](1), texts)) < 20 * len(texts)
+
+
+# -- the tree beside the weights -------------------------------------------------------------------
+
+FIT = Fit(
+    weights="abc",
+    machine={"cpu": "one of ours", "threads": "1"},
+    rows=1,
+    trials=(
+        {"nodes": 2, "depth": 2, "passes": 1, "tokens": 2.5, "expected": 1.5, "measured": 1.4},
+    ),
+)
+
+
+def tree_text(fit: Fit | None = FIT) -> str:
+    content = {"paths": [[0], [0, 0]]} | ({"fit": plain(asdict(fit))} if fit else {})
+    return yaml.safe_dump(content)
+
+
+def test_auto_is_the_tree_that_was_fitted_to_these_weights(tmp_path):
+    with pytest.raises(RecipeError, match=r"= auto: no tree.yaml in .*: python eval/fit.py RECIPE"):
+        fitted_tree(tmp_path, "abc")
+    with pytest.raises(RecipeError, match="beside weights that were never saved"):
+        fitted_tree(None, "abc")
+    file = tmp_path / "tree.yaml"
+    file.write_text(tree_text())
+    assert fitted_tree(tmp_path, "abc") == file
+    assert read_fit(file) == FIT
+    assert str(read_fit(file).tried()[0]) == "2 nodes to depth 2 in 1 pass"
+    assert load_tree_paths(str(file)) == [(0,), (0, 0)]
+    with pytest.raises(RecipeError, match="was fitted to other weights than lie beside it"):
+        fitted_tree(tmp_path, "abd")
+    file.write_text(tree_text(fit=None))  # one's own
+    assert fitted_tree(tmp_path, "abd") == file
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trials": []}, "must have one at least"),
+        ({"trials": [{"nodes": 2}]}, "missing"),
+        ({"trials": [FIT.trials[0] | {"measured": "fast"}]}, "entry 0"),
+        ({"trials": [FIT.trials[0] | {"nodes": -1}]}, "nodes"),
+        ({"machine": ["a"]}, "machine"),
+        ({"rows": 0}, "rows"),
+        ({"more": 1}, "must have weights"),
+    ],
+)
+def test_a_fit_from_anywhere_is_data(change, message, tmp_path):
+    file = tmp_path / "tree.yaml"
+    file.write_text(yaml.safe_dump({"paths": [[0]], "fit": plain(asdict(FIT)) | change}))
+    with pytest.raises(InvalidRecipeError, match=message):
+        read_fit(file)
+
+
+# -- the entry -------------------------------------------------------------------------------------
+
+
+def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
+    tiny = Target.load("tiny")
+    places = [f"output.dir={tmp_path}", "eval.limit=2", "eval.validation=2"]
+    command = ["recipes/tiny.yaml", *places, "eval.max_new_tokens=8"]
+    bench = ["eval/bench.py", *command, "--methods", "plain,falcon_tree"]
     scales = {"embed_scale": 1.0, "feature_scale": 1.0}
-    config = head_config(recipe, shape, **scales, identity=target.identity())
-    FalconHead(config).save_pretrained(tmp_path / "head")
-    small = ["recipes/tiny.yaml", *places, "eval.validation=2", "eval.max_new_tokens=8"]
-    missing = run_here("eval/fit.py", *small)
+    recipe, shape = load_recipe("recipes/tiny.yaml", places), TargetShape.of(tiny.config)
+    head = FalconHead(head_config(recipe, shape, **scales, identity=tiny.identity()))
+    head.save_pretrained(tmp_path / "head")
+
+    missing = run_here(*bench)
     assert missing.returncode == 2
-    assert "measure them: python eval/costs.py RECIPE" in missing.stderr
-    grid = ["--nodes", "1,4", "--rows", "1", "--cached", "16", "--repeats", "1"]
-    assert run_here("eval/costs.py", *small, *grid).returncode == 0
-    done = run_here("eval/fit.py", *small, "--finalists", "2")
+    assert "fit one: python eval/fit.py RECIPE, or name a tree" in missing.stderr
+
+    done = run_here("eval/fit.py", *command, "--finalists", "2")
     assert done.returncode == 0, done.stderr
-    assert "x plain, measured" in " ".join(done.stdout.split())
-    written = tmp_path / "head" / "tree.yaml"
-    assert load_tree_paths(str(written))
-    assert yaml.safe_load(written.read_text())["block_size"] == recipe.head.block_size
-    load_recipe("recipes/tiny.yaml", [*places, f"eval.tree={written}"])
+    assert (tmp_path / "costs.json").is_file()
+    file = tmp_path / "head" / "tree.yaml"
+    fit, own = read_fit(file), load_recipe("recipes/tiny.yaml", [*command[1:], "eval.threads=1"])
+    assert is_fitted(own, tiny)
+    assert not is_fitted(replace(own, eval=replace(own.eval, batch_size=2)), tiny)
+    assert fit.weights == hash_weights(head)
+    assert fit.machine["threads"] == "1"
+    assert fit.tried()[0].nodes == len(load_tree_paths(str(file)))
+    assert [f"{trial.measured:.2f}" in done.stdout for trial in fit.tried()] == [True] * 2
+
+    measured = run_here(*bench)
+    assert measured.returncode == 0, measured.stderr
+    told = f"fitted, {fit.tried()[0].nodes} nodes to depth {fit.tried()[0].depth}"
+    assert f"falcon_tree: {told}" in measured.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [run["tree"] for run in report["runs"]] == [None, told]
+    assert report["fit"]["trials"] == plain(fit.trials)
+    assert {one["nodes"] for one in report["fit"]["verify_ms"]} >= {1, 64}
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("nodes to depth") == 2
+    assert 'data-plot="costs"' in page
+
+    drafter = falcon(str(tmp_path / "head"))(tiny, 1, 64)
+    assert drafter.tree.paths == sorted(load_tree_paths(str(file)))
+    with torch.no_grad():
+        head.layers[0].down.weight.add_(0.1)
+    head.save_pretrained(tmp_path / "head")  # trained again
+    with pytest.raises(RecipeError, match="was fitted to other weights"):
+        falcon(str(tmp_path / "head"))(tiny, 1, 64)
+
+
+def test_the_entry_fits_the_settings_of_a_drafter_without_a_tree(tmp_path):
+    places = [f"output.dir={tmp_path}", "eval.validation=2", "eval.max_new_tokens=16"]
+    command = ["eval/fit.py", "recipes/tiny.yaml", *places, "--method", "prompt_lookup"]
+    done = run_here(*command, "--finalists", "2")
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "fitted_prompt_lookup.yaml"
+    before = load_recipe("recipes/tiny.yaml", places)
+    after = load_recipe("recipes/tiny.yaml", [*places, str(file)])
+    assert after.eval.lookup_match in (1, 2, 3)
+    assert replace(before, eval=after.eval) == after
+    assert f"'eval.lookup_copy={after.eval.lookup_copy}'" in done.stdout
+    unknown = run_here(*command[:-1], "plain")
+    assert unknown.returncode == 2
+    assert "nothing to fit of 'plain'; known: prompt_lookup" in unknown.stderr

@@ -106,7 +106,7 @@ def test_a_row_that_is_gone_is_unknown_everywhere():
         recipe("eval.methods=[period]")
     with pytest.raises(RecipeError, match="unknown method 'period'; known: plain, generate"):
         find("period")
-    with pytest.raises(RecipeError, match="nothing to tune for 'period'; known: maxgram"):
+    with pytest.raises(RecipeError, match="nothing to fit of 'period'; known: prompt_lookup"):
         space_of(recipe(), "period")
     with pytest.raises(RecipeError, match="method plain is registered already"):
         registered(METHODS["plain"]).__enter__()

@@ -85,7 +85,7 @@ def test_leniency_is_not_tuned_for_a_lone_student():
 
 
 def test_a_method_without_a_space_is_answered_with_the_known_ones():
-    with pytest.raises(RecipeError, match="nothing to tune for 'plain'; known: maxgram, ssd"):
+    with pytest.raises(RecipeError, match="nothing to fit of 'plain'; known: prompt_lookup"):
         sample_settings(load_recipe(RECIPE), "plain", 5)
 
 

@@ -14,7 +14,7 @@ from test_rules_in_decoder import WARP, check_law
 from specdraft.data.store.tokens import frequent_tokens
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.tree_growth import WIDTH, best_paths, rank_shares
+from specdraft.eval.drafters.tree_growth import WIDTH, best_paths, rank_traces, shares_of
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
@@ -144,7 +144,7 @@ def test_a_draft_vocabulary_is_at_most_the_targets(target):
 
 def test_a_recipe_that_cannot_be_is_refused_before_any_training(target):
     """Before a cache is made, once the target is there."""
-    check = sar_head("falcon_tree").check
+    check = sar_head("falcon").check
     ends = random_target()
     ends.model.generation_config.eos_token_id = [3, 5, 7]
     check(load_recipe(RECIPE, ["head.draft_vocab=3"]), ends)
@@ -162,7 +162,7 @@ def test_a_new_head_drafts_among_its_answers_tokens_and_the_ends(target):
     recipe = load_recipe(RECIPE, ["head.draft_vocab=3"])
     ends = random_target()
     ends.model.generation_config.eos_token_id = 22
-    head = sar_head("falcon_tree").make(recipe, ends, data)
+    head = sar_head("falcon").make(recipe, ends, data)
     assert head.draft_ids.tolist() == [4, 9, 22]
 
 
@@ -176,9 +176,10 @@ def test_a_tree_of_more_ranks_than_drafted_tokens_is_refused(target):
 def test_a_tree_is_grown_from_ranks_among_the_drafted_tokens(target, k):
     head = few_tokens_head(target, k)
     texts = [(3, prompt + plain_tokens(target, prompt, 20)) for prompt in prompts(3)]
-    shares = rank_shares(head, target, texts, 4)
+    shares = shares_of(rank_traces(head, target, texts, 4), texts, len(IDS))
     assert shares.shape == (4, len(IDS))
-    whole = rank_shares(few_tokens_head(target, k, torch.arange(VOCAB)), target, texts, 4)
+    every = few_tokens_head(target, k, torch.arange(VOCAB))
+    whole = shares_of(rank_traces(every, target, texts, 4), texts, VOCAB)
     assert whole.shape == (4, min(WIDTH, VOCAB))
     outside = 1 - shares.sum(1)  # tokens that are never drafted
     assert (outside > 0.1).all()

@@ -85,7 +85,7 @@ def test_training_lowers_the_loss(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["tiny_eagle", "vicuna7b_eagle"])
 def test_the_recipes_describe_eagle_heads(name):
     recipe = load_recipe(RECIPES / f"{name}.yaml")
-    check(sar_head("eagle_tree"), recipe)
+    check(sar_head("eagle"), recipe)
     shape = TargetShape(64, 2, 4, 4, 128, 100)
     config = head_config(recipe, shape)
     assert config.is_eagle
@@ -103,7 +103,7 @@ def test_the_recipes_describe_eagle_heads(name):
 )
 def test_a_recipe_that_is_not_eagles_is_refused_before_any_training(overrides, message):
     with pytest.raises(RecipeError, match=message):
-        check(sar_head("eagle_tree"), load_recipe(RECIPE, overrides))
+        check(sar_head("eagle"), load_recipe(RECIPE, overrides))
 
 
 def test_another_head_does_not_pass_for_eagle(target):

@@ -27,7 +27,7 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.tail import MaxGramTail
-from specdraft.eval.drafters.tree_growth import rank_shares
+from specdraft.eval.drafters.tree_growth import rank_traces, shares_of
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.generation.answers import build_caches
@@ -220,7 +220,7 @@ def test_a_head_learns_from_them_cached_or_online(make, tmp_path, kind):
         data |= {"feature_layers": LAYERS}
         changes |= {f"data.{key}": value for key, value in data.items()}
         one = make_recipe(tmp_path / name, **own, **changes)
-        accelerator, sar = make_accelerator(one), sar_head(f"{kind}_tree")
+        accelerator, sar = make_accelerator(one), sar_head(kind)
         _, rows = build_caches(one, target, accelerator)
         head = sar.make(one, target, rows)
         fit(head, rows, sar.objective(one, target.embeddings(), head), one, accelerator)
@@ -304,7 +304,7 @@ def test_ranks_are_counted_with_the_layers(target):
     """Position by position, by one forward over each text."""
     head = random_head(target, 1, feature_layers=LAYERS)
     texts = [(3, prompts()[4]), (5, prompts()[5])]
-    found = rank_shares(head, target, texts, 1)
+    found = shares_of(rank_traces(head, target, texts, 1), texts)
     seen = torch.zeros(1, 21)  # the last: beyond the ranks that are counted
     for start, ids in texts:
         wide = hidden_states(target, torch.tensor(ids))[None, :-1]
@@ -373,6 +373,7 @@ def test_a_run_with_layers_goes_from_tokens_to_the_doctor(tmp_path):
     small = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=8"]
     small += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=8"]
     small += ["eval.methods=[plain,falcon_tree]", "data.feature_layers=[3,9]"]
+    small += ["eval.tree=tiny_coupled_k3"]
     small += [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     for command in ("train/falcon.py", "eval/bench.py", "eval/doctor.py"):
         done = run_here(command, "recipes/tiny.yaml", *small)

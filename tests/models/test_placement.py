@@ -201,6 +201,7 @@ def test_online_features_are_those_of_the_whole_target(folder, tmp_path):
 
 
 SMALL = ["train.steps=2", "train.batch_size=4", "data.limit=8", "eval.limit=1", "eval.threads=1"]
+SMALL += ["eval.tree=tiny_coupled_k3"]
 SMALL += ["eval.max_new_tokens=5", "eval.methods=[plain,falcon_tree]", "train.log_every=1"]
 
 

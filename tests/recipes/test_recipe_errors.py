@@ -141,7 +141,7 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
         (["train.accumulation=3"], "train.accumulation = 3: must divide train.batch_size (8)"),
         (["data.sources=[]"], "data.sources = []: name at least one"),
         (
-            ["head.block_size=2"],
+            ["head.block_size=2", "eval.tree=tiny_coupled_k3"],
             "eval.tree = 'tiny_coupled_k3': made for blocks of 3, and head.block_size = 2; take",
         ),
         (

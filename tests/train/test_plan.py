@@ -127,7 +127,7 @@ def test_the_recipe_says_whether_a_head_is_checkpointed():
     cache = SimpleNamespace(scales={"embed_scale": 1.0, "feature_scale": 1.0})
     for told in (False, True):
         recipe = load("tiny", f"train.checkpointing={str(told).lower()}")
-        assert sar_head("falcon_tree").make(recipe, target, cache).checkpointing == told
+        assert sar_head("falcon").make(recipe, target, cache).checkpointing == told
 
 
 def test_counted_rows_replace_the_bound():

@@ -1,0 +1,85 @@
+"""Costs are measured: of a target and what drafts for it, in turns, into a ledger."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from specdraft.eval.costing.bench import TargetBench, turns, visit
+from specdraft.eval.costing.drafts import DraftBench, drafter_identity
+from specdraft.eval.costing.grid import Grid
+from specdraft.eval.costing.ledger import BUSY, Ledger, unrest
+from specdraft.eval.costing.room import most_rows, row_bytes
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.environment import environment
+from specdraft.models.shapes import TargetShape
+from specdraft.models.target import Target
+from specdraft.recipes.errors import say
+from specdraft.recipes.schema import Recipe
+
+NAME = "costs.json"  # in the folder of a run
+
+
+def measure_costs(
+    recipe: Recipe, target: Target, trained: Trained, grid: Grid, out: Path | None = None
+) -> Ledger:
+    """Return a ledger in which all of a grid that has room is measured, and curves are fitted.
+
+    out: default output.dir/costs.json. What it holds of this machine, target and drafter stands,
+    what it lacks is measured; what it holds of others is named, and measured again. Raises
+    DataError where it holds no costs.
+    """
+    out = out or Path(recipe.output.dir) / NAME
+    ledger = Ledger(out, recipe.name, subject(target, trained))
+    _measure(ledger, target, trained, _with_room(grid, recipe, target))
+    ledger.fit()
+    ledger.write()
+    if (apart := unrest([*ledger.points.values()])) > BUSY:
+        say(f"tries of a point lie {apart:.0%} apart: the machine did something else, too")
+    return ledger
+
+
+def subject(target: Target, trained: Trained) -> Mapping[str, Any]:
+    """What the figures depend on, as costs.json has it."""
+    sizes = {
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "parameters": sum(weight.numel() for weight in target.model.parameters()),
+        # Read by the decoder beside the last feature: part of what a forward costs.
+        "feature_layers": trained.head.config.feature_layers if trained.head else (),
+    }
+    return {
+        "environment": environment(target),
+        "target": target.identity() | sizes,
+        "drafter": drafter_identity(trained),
+    }
+
+
+def _with_room(grid: Grid, recipe: Recipe, target: Target) -> Grid:
+    """The part of a grid that the target's context and the memory hold."""
+    grid = grid.within(target.context)
+    shape = TargetShape.of(target.config.get_text_config())
+    row = row_bytes(shape, grid.capacity, recipe.target.dtype)
+    most = max(most_rows(row, target.device), min(grid.rows))
+    if most < max(grid.rows):
+        say(f"a row's cache takes {row / 1e9:.2f} GB: at most {most} rows are measured")
+    return grid.with_rows(most)
+
+
+def _measure(ledger: Ledger, target: Target, trained: Trained, grid: Grid) -> None:
+    """Time what the ledger has not got, in turns."""
+    layers = trained.head.config.feature_layers if trained.head else ()
+    forwards, drafts = TargetBench(target, grid, layers), DraftBench(target, trained, grid)
+    forwards.between, drafts.between = drafts.draft(), forwards.forward()
+    cells = [*forwards.cells(), *drafts.cells()]
+    if ledger.note:
+        say(ledger.note)
+    left = [(turn, c) for turn, c in turns(cells, grid.repeats) if len(ledger.tries(c)) <= turn]
+    if not left:
+        say(f"all {len(cells)} points are there, nothing is measured; to do it again, delete it")
+    try:
+        ledger.write()
+        for _, cell in tqdm(left, desc="measuring", unit="visit", leave=False):
+            ledger.add(cell, visit(cell))
+    finally:
+        ledger.write()

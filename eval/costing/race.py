@@ -1,0 +1,54 @@
+"""The best few of what was priced decode the same prompts in turns: what they bring is measured."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specdraft.data.prompts import Prompt, validation_prompts
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.measurement import REFERENCE
+from specdraft.eval.measure.methods import make_method
+from specdraft.eval.measure.questions import make_requests
+from specdraft.eval.measure.rounds import capacity_for, take_turns
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError
+from specdraft.recipes.schema import Recipe
+
+FINALISTS = 4  # that decode
+REPEATS = 3  # of each prompt by each of them, or as many prompts ..
+SECONDS = 20.0  # .. as this has room for
+
+
+def fitting_prompts(recipe: Recipe, target: Target) -> list[Prompt]:
+    """The validation prompts: no report measures them. Raises DataError where none are left."""
+    prompts = validation_prompts(recipe, target.tokenizer)
+    if not prompts:
+        raise DataError(
+            f"eval.limit = {recipe.eval.limit}: no validation prompts are left to fit anything on; "
+            "lower it (or, for a head, name a tree in eval.tree)"
+        )
+    return prompts
+
+
+def speedups(
+    method: str,
+    recipes: Sequence[Recipe],
+    target: Target,
+    trained: Trained,
+    prompts: Sequence[Prompt],
+    seconds: float,
+) -> list[float]:
+    """Decode prompts by a method as each of some recipes has it; how many times as fast as plain
+    decoding it is.
+
+    seconds: what all of them are expected to take for all prompts once, plain decoding included.
+    """
+    times, rows = SECONDS / seconds, recipes[0].eval.batch_size
+    settings = replace(recipes[0].eval, repeats=max(1, min(REPEATS, int(times))))
+    requests = make_requests(settings, prompts)[: max(rows, int(len(prompts) * times))]
+    capacity = capacity_for(settings, requests)
+    runners = {REFERENCE: make_method(REFERENCE, recipes[0], target, trained, capacity)}
+    for number, own in enumerate(recipes):
+        runners[str(number)] = make_method(method, own, target, trained, capacity)
+    outcomes = take_turns(runners, requests, settings)
+    plain, *seconds = (sum(part.seconds for part in outcomes[name]) for name in runners)
+    return [plain / own for own in seconds]  # all of them bring the same tokens
