@@ -1,4 +1,4 @@
-"""Draft a static tree with a Falcon or EAGLE head, K depths per pass.
+"""Draft with a Falcon or EAGLE head, K depths per pass: what all drafts read, and static trees.
 
 The first pass of a draft reads what the target has just committed, with its true features, and its
 last K positions give the first K depths. Further passes read drafted blocks: the tokens chosen and
@@ -35,6 +35,9 @@ from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
 
+# Masks of drafted inputs and of their queries; None: nothing to hide.
+Hidden = tuple[TreeBias | None, TreeBias | None]
+
 
 @dataclass(slots=True)
 class Memory:
@@ -51,37 +54,35 @@ class Memory:
     states: State  # before each old position and after the last, each [L, 1, old + 1, H]
 
 
-class FalconDrafter:
-    """A `Drafter` around a head: all rows in one batch, state per row in its own KV pool."""
+class HeadDrafter:
+    """A `Drafter` around a head: all rows in one batch, state per row in its own KV pool.
+
+    Subclasses say what is drafted: `grow`. depth: of the deepest node. scratch: drafted inputs that
+    the passes of a draft may read.
+    """
 
     from_tokens = False
+    max_nodes: int
+    rules: frozenset[str]
 
     def __init__(
         self,
         head: FalconHead | Eagle3Head,
         target: Target,
-        tree: StaticTree,
-        rows: int = 1,
-        capacity: int = 2048,
+        rows: int,
+        capacity: int,
+        depth: int,
+        scratch: int,
     ):
         head.check_target(target.identity())
         config = head.config
-        tree.check_vocabulary(target, config.draft_vocab)
         self.feature_layers = config.feature_layers
         asked = {"key": "the head's feature_layers", "way_out": "train a head for this target"}
         target.check_layers(self.feature_layers, **asked)
-        if tree.block_size != config.block_size:
-            raise ValueError(f"tree for blocks of {tree.block_size}, head of {config.block_size}")
-        coupled = config.coupling != "none"
-        if tree.coupled != coupled:
-            tree = StaticTree(tree.paths, tree.block_size, coupled)
         self.head = head.to(target.device).eval()
-        self.target, self.tree, self.k = target, tree, config.block_size
+        self.target, self.k, self.depth = target, config.block_size, depth
         self.reach = head.reading.reach
         self.vocabulary = vocabulary_of(self.head, target)
-        self.passes = [self._to_device(plan) for plan in tree.passes]
-        self.choices = tree.choices.to(target.device)
-        scratch = sum(len(plan.blocks) for plan in self.passes)
         self.capacity = capacity
         self.pool = KVPool(
             [target.device] * config.layers,
@@ -91,16 +92,7 @@ class FalconDrafter:
             config.head_dim,
         )
         self.memory: list[Memory | None] = [None] * rows
-        self.forwards, self.seconds, self.max_nodes = 0, 0.0, len(tree.paths)
-        self.rules = REJECTION_RULES if tree.topology.is_chain else REJECTION_RULES - {"block"}
-        self._biases = {plan: self._bias(plan.visible) for plan in self.passes[1:]}
-        self._ask_biases = self._biases
-        if self.reach < self.k:  # queries alone: the last of every block
-            newest = slice(self.k - self.reach, None)
-            self._ask_biases = {
-                plan: self._bias(plan.visible.unflatten(0, (-1, self.k))[:, newest].flatten(0, 1))
-                for plan in self.passes[1:]
-            }
+        self.forwards, self.seconds = 0, 0.0
         self._newest_bias = self._bias(torch.ones(self.reach, self.reach, dtype=torch.bool))
         self._read_biases: dict[int, TreeBias] = {}
         self._no_draft = Tree.empty(target.device)
@@ -120,14 +112,202 @@ class FalconDrafter:
         memory.features.append(self.head.join(features.float()))
 
     def draft(self, rows: list[int]) -> list[Tree]:
-        """Draft the static tree for each row; an empty one while too few tokens are known."""
+        """Draft for each row; an empty tree while too few tokens are known."""
         able = [row for row in rows if len(self.memory[row].ahead) >= self.reach]
-        trees = dict(zip(able, self._draft(able), strict=True)) if able else {}
+        trees = dict(zip(able, self.grow(able), strict=True)) if able else {}
         return [trees.get(row, self._no_draft) for row in rows]
 
-    # -- drafting --------------------------------------------------------------------------------
+    def grow(self, rows: list[int]) -> list[Tree]:
+        """Draft behind what is committed of each row."""
+        raise NotImplementedError
 
-    def _draft(self, rows: list[int]) -> list[Tree]:
+    # -- reading drafted blocks ------------------------------------------------------------------
+
+    def read_blocks(
+        self,
+        rows: list[int],
+        tokens: Tensor,  # [R, E * K], of the blocks
+        hidden: Tensor,  # [R, E * K, H], features that they were drawn from, at unit scale
+        state: State,  # of the fusion before each block, [L, R * E, H]
+        place: tuple[int, int],  # depth of the blocks' ends; drafted inputs read before them
+        biases: list[Hidden],  # of each row
+    ) -> tuple[Tensor, State]:
+        """Read E drafted blocks per row; return their slots [R, E * K, H] and end states."""
+        depth, scratch = place
+        count = tokens.shape[1]
+        inputs = self.head.pairs(self.target.embed(tokens).float(), hidden)
+        fused, state = self.head.fuse(inputs.view(-1, self.k, inputs.shape[-1]), state)
+        starts = [self.pool.lengths[row] for row in rows]
+        offsets = [*range(depth - self.k, depth)] * (count // self.k)
+        positions = [start + n for start in starts for n in offsets]
+        segments, asks, asking = [], [], count // self.k * self.reach
+        for row, start, (own, asked) in zip(rows, starts, biases, strict=True):
+            first = start + scratch
+            segments.append(Segment(row, first, count, own and own.after(start)))
+            last = first + count - asking
+            asks.append(Segment(row, last, asking, asked and asked.after(start)))
+        slots = self._decode(fused, [*fused], positions, segments, asks)
+        return slots.view(len(rows), count, -1), tuple(s[:, :, -1] for s in state)
+
+    def hiding(self, visible: Tensor) -> Hidden:
+        """The masks of drafted inputs, of which each sees what `visible` [E * K, ..] says."""
+        own = asked = self._bias(visible)
+        if self.reach < self.k:  # queries alone: the last of every block
+            newest = visible.unflatten(0, (-1, self.k))[:, self.k - self.reach :]
+            asked = self._bias(newest.flatten(0, 1))
+        return own, asked
+
+    # -- reading what was committed --------------------------------------------------------------
+
+    def _inputs(self, row: int) -> tuple[list[int], Tensor, int]:
+        """Tokens ahead [M] and features [M, H] to read now, and how many were read before."""
+        memory = self.memory[row]
+        if len(memory.features) > 1:
+            memory.features = [torch.cat(memory.features)]
+        again = min(max(self.reach - (len(memory.ahead) - memory.old), 0), memory.old)
+        skip = memory.old - again
+        return memory.ahead[skip:], memory.features[0][skip:], again
+
+    def _read(self, rows: list[int]) -> tuple[Tensor, State]:
+        """Read the new inputs of all rows; return their slots [R, K, H] and end states."""
+        read = [self._inputs(row) for row in rows]
+        befores = []  # the fusion's states before the first input to read
+        for row, (_, _, again) in zip(rows, read, strict=True):
+            place = self.memory[row].old - again
+            befores.append(tuple(s[:, :, place] for s in self.memory[row].states))
+        fused, states = self._fuse_ragged(read, befores)
+        positions, segments, asks = [], [], []
+        for row, (ahead, _, again) in zip(rows, read, strict=True):
+            start = self.pool.lengths[row] - again
+            segments.append(self._read_segment(row, start, len(ahead)))
+            positions += range(start, start + len(ahead))
+            newest = start + len(ahead) - self.reach
+            asks.append(Segment(row, newest, self.reach, self._newest_bias.after(newest)))
+        blocks = torch.stack([part[-self.reach :] for part in fused])
+        slots = self._decode(blocks, fused, positions, segments, asks)
+        for row, inputs, before, after in zip(rows, read, befores, states, strict=True):
+            self._remember(row, inputs, before, after)
+        last_states = zip(*([s[:, :, -1] for s in state] for state in states), strict=True)
+        return slots, tuple(torch.cat(parts, 1) for parts in last_states)
+
+    def _remember(self, row: int, inputs: tuple, before: State, after: State) -> None:
+        ahead, features, again = inputs
+        memory, old = self.memory[row], min(self.reach - 1, len(ahead))
+        self.pool.lengths[row] += len(ahead) - again
+        memory.ahead = ahead[len(ahead) - old :]
+        memory.features = [features[len(ahead) - old :]]
+        memory.old = old
+        memory.states = tuple(
+            torch.cat((b[:, :, None], a), 2)[:, :, len(ahead) - old :]
+            for b, a in zip(before, after, strict=True)
+        )
+
+    def _fuse_ragged(self, read: list[tuple], befores: list[State]):
+        """Fuse each row's inputs: fused [M, H] and states [L, 1, M, H] per row."""
+        counts = [len(ahead) for ahead, _, _ in read]
+        whole = upload([token for ahead, _, _ in read for token in ahead], self.target.device)
+        features = torch.cat([part for _, part, _ in read]) if len(read) > 1 else read[0][1]
+        inputs = self.head.inputs(self.target.embed(whole).float(), features)
+        if not befores[0]:  # every position stands by itself
+            fused, _ = self.head.fuse(inputs[None])
+            return fused[0].split(counts), [()] * len(read)
+        parts, fused, states = inputs.split(counts), [None] * len(read), [None] * len(read)
+        for group in self._side_by_side(counts):
+            padded = pad_sequence([parts[n] for n in group], batch_first=True)
+            before = zip(*(befores[n] for n in group), strict=True)
+            out, after = self.head.fuse(padded, tuple(torch.cat(b, 1) for b in before))
+            for place, n in enumerate(group):
+                fused[n] = out[place, : counts[n]]
+                states[n] = tuple(s[:, place : place + 1, : counts[n]] for s in after)
+        return fused, states
+
+    def _side_by_side(self, counts: list[int]) -> list[list[int]]:
+        """Cut rows into those that are read side by side, padded to the longest: what a step
+        has brought, short prompts, and every long one alone."""
+        step = self.depth + self.k  # at most, with what is read again
+        groups = [[n for n, count in enumerate(counts) if count <= step]]
+        groups += [[n for n, count in enumerate(counts) if step < count <= LONG]]
+        groups += [[n] for n, count in enumerate(counts) if count > LONG]
+        return [group for group in groups if group]
+
+    def _read_segment(self, row: int, start: int, count: int) -> Segment:
+        """Relaxed causal: blocks of K end at the newest position, whatever came before."""
+        if (self.k == 1 and start == 0) or count == 1:
+            return Segment(row, start, count, CAUSAL)
+        if count not in self._read_biases:
+            blocks = block_index(count, self.k, (count - 1) % self.k + 1)
+            bias = self._bias(blocks[:, None] >= blocks[None])
+            if count > LONG:  # a prompt's length rarely comes again
+                return Segment(row, start, count, bias.after(start))
+            self._read_biases[count] = bias
+        return Segment(row, start, count, self._read_biases[count].after(start))
+
+    # -- the head's parts ------------------------------------------------------------------------
+
+    def _decode(
+        self,
+        blocks: Tensor,  # [.., Q, H], the fused inputs that queries are made of
+        fused: Sequence[Tensor],  # [.., H], all that is read
+        positions: list[int],
+        segments: list[Segment],
+        asks: list[Segment],  # of the queries, where these are not the inputs themselves
+    ) -> Tensor:
+        """Read fused inputs; return the slots [.., K, H] of the blocks."""
+        counts = [len(part) for part in fused]
+        sequence, rope = torch.cat([*fused])[None], self._rope_at(positions)
+        plan = Plan(self.pool, segments, sequence.device)
+        if self.head.config.reads == "own":
+            hidden = self.head.decode(sequence, rope, partial(plan.attend, scale=None))[0]
+            return torch.stack([part[-self.k :] for part in hidden.split(counts)])
+        queries = self.head.reading.queries(blocks)  # [.., Q, H]
+        ends = [0, *accumulate(counts)][1:]
+        places = [positions[end - n] for end in ends for n in range(self.reach, 0, -1)]
+        at = rope if places == positions else self._rope_at(places)
+        asking = Plan(self.pool, asks, sequence.device)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            plan.write(layer, key, value)
+            return asking.read(layer, query, key.shape[1], None)
+
+        flat = queries.reshape(1, -1, queries.shape[-1])
+        hidden = self.head.decode(flat, at, attend, (sequence, rope))
+        return self.head.reading.slots(hidden.view_as(queries))
+
+    def _rope_at(self, positions: list[int]) -> tuple[Tensor, ...]:
+        places = upload(positions, self.target.device)
+        return tuple(table.index_select(2, places) for table in self._rope)
+
+    def _bias(self, visible: Tensor) -> TreeBias:
+        return TreeBias(visible, self.capacity, torch.float32, self.target.device)
+
+
+class FalconDrafter(HeadDrafter):
+    """Draft the same static tree in every step."""
+
+    def __init__(
+        self,
+        head: FalconHead | Eagle3Head,
+        target: Target,
+        tree: StaticTree,
+        rows: int = 1,
+        capacity: int = 2048,
+    ):
+        config = head.config
+        tree.check_vocabulary(target, config.draft_vocab)
+        if tree.block_size != config.block_size:
+            raise ValueError(f"tree for blocks of {tree.block_size}, head of {config.block_size}")
+        coupled = config.coupling != "none"
+        if tree.coupled != coupled:
+            tree = StaticTree(tree.paths, tree.block_size, coupled)
+        scratch = sum(len(plan.blocks) for plan in tree.passes)
+        super().__init__(head, target, rows, capacity, tree.topology.depth, scratch)
+        self.tree, self.max_nodes = tree, len(tree.paths)
+        self.passes = [self._to_device(plan) for plan in tree.passes]
+        self.choices = tree.choices.to(target.device)
+        self.rules = REJECTION_RULES if tree.topology.is_chain else REJECTION_RULES - {"block"}
+        self._biases = {plan: self.hiding(plan.visible) for plan in self.passes[1:]}
+
+    def grow(self, rows: list[int]) -> list[Tree]:
         requests = enumerate(self.memory[row].request for row in rows)
         # The distributions, pass by pass, of rows that do not just take the best tokens.
         probs: dict[int, list[Tensor]] = {n: [] for n, own in requests if not wants_best(own)}
@@ -193,148 +373,18 @@ class FalconDrafter:
         state: State,
     ) -> tuple[Tensor, State]:
         """Read one drafted block per path; return its slots [R, E * K, H] and end states."""
-        paths = len(plan.parents)
-        hidden = drawn.index_select(1, plan.features)
-        tokens = ranked.index_select(1, plan.blocks)
-        inputs = self.head.pairs(self.target.embed(tokens).float(), hidden)
         state = tuple(
             s.unflatten(1, (len(rows), -1)).index_select(2, plan.parents).flatten(1, 2)
             for s in state
         )
-        fused, state = self.head.fuse(inputs.view(-1, self.k, inputs.shape[-1]), state)
-        starts = [self.pool.lengths[row] for row in rows]
-        offsets = [*range(plan.depth - self.k, plan.depth)] * paths
-        positions = [start + n for start in starts for n in offsets]
-        segments = [
-            Segment(row, start + plan.scratch, paths * self.k, self._biases[plan].after(start))
-            for row, start in zip(rows, starts, strict=True)
-        ]
-        count = paths * self.reach
-        asks = [
-            Segment(part.row, part.stop - count, count, self._ask_biases[plan].after(start))
-            for part, start in zip(segments, starts, strict=True)
-        ]
-        slots = self._decode(fused, [*fused], positions, segments, asks)
-        return slots.view(len(rows), paths * self.k, -1), tuple(s[:, :, -1] for s in state)
-
-    # -- reading what was committed --------------------------------------------------------------
-
-    def _inputs(self, row: int) -> tuple[list[int], Tensor, int]:
-        """Tokens ahead [M] and features [M, H] to read now, and how many were read before."""
-        memory = self.memory[row]
-        if len(memory.features) > 1:
-            memory.features = [torch.cat(memory.features)]
-        again = min(max(self.reach - (len(memory.ahead) - memory.old), 0), memory.old)
-        skip = memory.old - again
-        return memory.ahead[skip:], memory.features[0][skip:], again
-
-    def _read(self, rows: list[int]) -> tuple[Tensor, State]:
-        """Read the new inputs of all rows; return their slots [R, K, H] and end states."""
-        read = [self._inputs(row) for row in rows]
-        befores = []  # the fusion's states before the first input to read
-        for row, (_, _, again) in zip(rows, read, strict=True):
-            place = self.memory[row].old - again
-            befores.append(tuple(s[:, :, place] for s in self.memory[row].states))
-        fused, states = self._fuse_ragged(read, befores)
-        positions, segments, asks = [], [], []
-        for row, (ahead, _, again) in zip(rows, read, strict=True):
-            start = self.pool.lengths[row] - again
-            segments.append(self._read_segment(row, start, len(ahead)))
-            positions += range(start, start + len(ahead))
-            newest = start + len(ahead) - self.reach
-            asks.append(Segment(row, newest, self.reach, self._newest_bias.after(newest)))
-        blocks = torch.stack([part[-self.reach :] for part in fused])
-        slots = self._decode(blocks, fused, positions, segments, asks)
-        for row, inputs, before, after in zip(rows, read, befores, states, strict=True):
-            self._remember(row, inputs, before, after)
-        last_states = zip(*([s[:, :, -1] for s in state] for state in states), strict=True)
-        return slots, tuple(torch.cat(parts, 1) for parts in last_states)
-
-    def _remember(self, row: int, inputs: tuple, before: State, after: State) -> None:
-        ahead, features, again = inputs
-        memory, old = self.memory[row], min(self.reach - 1, len(ahead))
-        self.pool.lengths[row] += len(ahead) - again
-        memory.ahead = ahead[len(ahead) - old :]
-        memory.features = [features[len(ahead) - old :]]
-        memory.old = old
-        memory.states = tuple(
-            torch.cat((b[:, :, None], a), 2)[:, :, len(ahead) - old :]
-            for b, a in zip(before, after, strict=True)
+        return self.read_blocks(
+            rows,
+            ranked.index_select(1, plan.blocks),
+            drawn.index_select(1, plan.features),
+            state,
+            (plan.depth, plan.scratch),
+            [self._biases[plan]] * len(rows),
         )
-
-    def _fuse_ragged(self, read: list[tuple], befores: list[State]):
-        """Fuse each row's inputs: fused [M, H] and states [L, 1, M, H] per row."""
-        ahead = [self.target.embed(upload(r[0], self.target.device)) for r in read]
-        inputs = [self.head.inputs(a.float(), r[1]) for a, r in zip(ahead, read, strict=True)]
-        fused, states = [None] * len(read), [None] * len(read)
-        for group in self._side_by_side([len(part) for part in inputs]):
-            padded = pad_sequence([inputs[n] for n in group], batch_first=True)
-            before = zip(*(befores[n] for n in group), strict=True)
-            out, after = self.head.fuse(padded, tuple(torch.cat(parts, 1) for parts in before))
-            for place, n in enumerate(group):
-                count = len(inputs[n])
-                fused[n] = out[place, :count]
-                states[n] = tuple(s[:, place : place + 1, :count] for s in after)
-        return fused, states
-
-    def _side_by_side(self, counts: list[int]) -> list[list[int]]:
-        """Cut rows into those that are read side by side, padded to the longest: what a step
-        has brought, short prompts, and every long one alone."""
-        step = self.tree.topology.depth + self.k  # at most, with what is read again
-        groups = [[n for n, count in enumerate(counts) if count <= step]]
-        groups += [[n for n, count in enumerate(counts) if step < count <= LONG]]
-        groups += [[n] for n, count in enumerate(counts) if count > LONG]
-        return [group for group in groups if group]
-
-    def _read_segment(self, row: int, start: int, count: int) -> Segment:
-        """Relaxed causal: blocks of K end at the newest position, whatever came before."""
-        if (self.k == 1 and start == 0) or count == 1:
-            return Segment(row, start, count, CAUSAL)
-        if count not in self._read_biases:
-            blocks = block_index(count, self.k, (count - 1) % self.k + 1)
-            bias = self._bias(blocks[:, None] >= blocks[None])
-            if count > LONG:  # a prompt's length rarely comes again
-                return Segment(row, start, count, bias.after(start))
-            self._read_biases[count] = bias
-        return Segment(row, start, count, self._read_biases[count].after(start))
-
-    # -- the head's parts ------------------------------------------------------------------------
-
-    def _decode(
-        self,
-        blocks: Tensor,  # [.., Q, H], the fused inputs that queries are made of
-        fused: Sequence[Tensor],  # [.., H], all that is read
-        positions: list[int],
-        segments: list[Segment],
-        asks: list[Segment],  # of the queries, where these are not the inputs themselves
-    ) -> Tensor:
-        """Read fused inputs; return the slots [.., K, H] of the blocks."""
-        counts = [len(part) for part in fused]
-        sequence, rope = torch.cat([*fused])[None], self._rope_at(positions)
-        plan = Plan(self.pool, segments, sequence.device)
-        if self.head.config.reads == "own":
-            hidden = self.head.decode(sequence, rope, partial(plan.attend, scale=None))[0]
-            return torch.stack([part[-self.k :] for part in hidden.split(counts)])
-        queries = self.head.reading.queries(blocks)  # [.., Q, H]
-        ends = [0, *accumulate(counts)][1:]
-        places = [positions[end - n] for end in ends for n in range(self.reach, 0, -1)]
-        at = rope if places == positions else self._rope_at(places)
-        asking = Plan(self.pool, asks, sequence.device)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            plan.write(layer, key, value)
-            return asking.read(layer, query, key.shape[1], None)
-
-        flat = queries.reshape(1, -1, queries.shape[-1])
-        hidden = self.head.decode(flat, at, attend, (sequence, rope))
-        return self.head.reading.slots(hidden.view_as(queries))
-
-    def _rope_at(self, positions: list[int]) -> tuple[Tensor, ...]:
-        places = upload(positions, self.target.device)
-        return tuple(table.index_select(2, places) for table in self._rope)
-
-    def _bias(self, visible: Tensor) -> TreeBias:
-        return TreeBias(visible, self.capacity, torch.float32, self.target.device)
 
     def _to_device(self, plan: Pass) -> Pass:
         rounds = tuple(self._moved(part) for part in plan.rounds)

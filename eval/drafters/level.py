@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdraft.eval.drafters.drawing import draws_of
 from specdraft.eval.drafters.lm import LMDrafter
-from specdraft.eval.engine.packed import Segment
+from specdraft.eval.engine.packed import CAUSAL, Segment
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Topology, Tree
 from specdraft.models.target import Target
@@ -107,6 +107,8 @@ class LevelDrafter(LMDrafter):
         cached, length = self.memory[row].cached, self.pool.lengths[row]
         start = length + len(cached)
         cached += nodes
+        if len(nodes) == 1 and len(growth.path(nodes[0])) == len(cached):
+            return Segment(row, start, 1, CAUSAL)  # a chain so far: it sees all that was read
         slots = {node: slot for slot, node in enumerate(cached)}
         seen = [(n, slots[a]) for n, node in enumerate(nodes) for a in growth.path(node)]
         hidden = torch.ones(len(nodes), len(cached), dtype=torch.bool)

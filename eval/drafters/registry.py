@@ -18,8 +18,10 @@ from itertools import islice
 from pathlib import Path
 
 from specdraft.eval.drafters.beam import StochasticBeam
+from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.cascade import CascadeDrafter
+from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.gsd import GSD
 from specdraft.eval.drafters.level import TSD
@@ -29,6 +31,7 @@ from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.drafters.trained import KINDS, Sections, Trained
+from specdraft.eval.engine.cost import CostModel, load_costs
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.padded import PADDINGS
 from specdraft.models.eagle3 import Eagle3Config
@@ -117,6 +120,15 @@ def tree_method(config: FalconConfig | Eagle3Config) -> str:
 def _head(setup: Setup, tree: bool = False, only: str | None = None) -> FalconDrafter:
     """A head's chain or static tree. RecipeError for the method `only` with another's head."""
     config, settings = setup.trained.head.config, setup.recipe.eval
+    _check_head(only, config)
+    plan = StaticTree.chain(settings.chain_depth, config.block_size)
+    if tree:
+        file = tree_file(setup.recipe, setup.trained)
+        plan = StaticTree.of_file(file, config.block_size)
+    return FalconDrafter(setup.trained.head, setup.target, plan, setup.rows, setup.capacity)
+
+
+def _check_head(only: str | None, config: FalconConfig | Eagle3Config) -> None:
     own = tree_method(config)
     if only and only.partition("_")[0] != own.partition("_")[0]:
         wanted = "EAGLE-1 head (k = 1, linear)"
@@ -126,11 +138,19 @@ def _head(setup: Setup, tree: bool = False, only: str | None = None) -> FalconDr
             f"method {only} needs an {wanted}; this one has k = {config.block_size}, "
             f"{config.fusion}: measure {own}, or train one: {METHODS[only].trainer}"
         )
-    plan = StaticTree.chain(settings.chain_depth, config.block_size)
-    if tree:
-        file = tree_file(setup.recipe, setup.trained)
-        plan = StaticTree.of_file(file, config.block_size)
-    return FalconDrafter(setup.trained.head, setup.target, plan, setup.rows, setup.capacity)
+
+
+def _dynamic(setup: Setup, only: str | None = None) -> DynamicFalcon:
+    """A head's drafts by what they are worth. RecipeError for the method `only` with another's."""
+    head = setup.trained.head
+    _check_head(only, head.config)
+    return DynamicFalcon(head, setup.target, _costs(setup), setup.rows, setup.capacity)
+
+
+def _costs(setup: Setup) -> CostModel | None:
+    """What eval/costs.py has measured for the run, if it has."""
+    path = Path(setup.recipe.output.dir) / "costs.json"
+    return load_costs(path, setup.target) if path.is_file() else None
 
 
 def _medusa(setup: Setup, tree: bool = False) -> MedusaDrafter:
@@ -212,6 +232,7 @@ ROWS = (
     Method("falcon_chain", "Falcon's head, a chain", _head, **FALCON),
     Method("falcon_tree", "Falcon's head, a static tree", partial(_head, tree=True), **FALCON,
            drafts_tree=True),
+    Method("falcon_dynamic", "Falcon's head, as much as is worth it", _dynamic, **FALCON),
     Method("maxgram", "copies behind the longest suffix, then bigrams", _maxgram, **TABLE,
            tuned=MAXGRAM_SPACE),
     Method("ssd", "a draft LM, a chain",
@@ -221,6 +242,9 @@ ROWS = (
     Method("gsd", "a draft LM, a token graph",
            lambda s: GSD(*s.student, s.drafting.tau, s.drafting.max_copies, **s.pruned),
            **STUDENT, tuned=GSD_SPACE),
+    Method("ssd_dynamic", "a draft LM, as much as is worth it",
+           lambda s: BestFirst(*s.student, _costs(s), s.drafting.depth, s.drafting.out_degree),
+           **STUDENT),
     Method("rsd_c", "a draft LM, siblings without replacement (RSD-C)",
            lambda s: Branching(*s.student, s.drafting.branching), **STUDENT, rule="recursive"),
     Method("rsd_s", "a draft LM, stochastic beams (RSD-S)",
@@ -249,6 +273,8 @@ ROWS = (
            **EAGLE3),
     Method("eagle3_tree", "EAGLE-3's head, a static tree",
            partial(_head, tree=True, only="eagle3_tree"), **EAGLE3, drafts_tree=True),
+    Method("eagle_dynamic", "EAGLE-1's head, as much as is worth it",
+           partial(_dynamic, only="eagle_dynamic"), **EAGLE),
     Method("medusa_chain", "Medusa's heads, a chain", _medusa, **MEDUSA),
     Method("medusa_tree", "Medusa's heads, a static tree", partial(_medusa, tree=True), **MEDUSA,
            drafts_tree=True),

@@ -37,6 +37,7 @@ from specdraft.models.target import Target
 ATTENTION = "specdraft_packed"
 CAUSAL = None  # a segment without a bias is a chain that starts an empty row
 LONG = 64  # tokens; a longer segment is a prompt: it attends alone and its mask is not kept
+FEW = 16  # tokens; so few of a row and pads beside them cost a CPU less than a call
 KEPT_BIASES = 64  # topologies whose masks are kept, the most recently used
 
 
@@ -137,8 +138,9 @@ class Plan:
 class Group:
     """Neighbouring rows that attend in one call, S of them with up to T tokens each.
 
-    On a CPU a group's rows bring equally many tokens, so that queries are a view; on CUDA, where a
-    call costs more than a pad inside it, all short segments are one group.
+    A call costs more than a few pads inside it: all rows that bring few tokens are one group; on
+    CUDA all short segments are, on a CPU others where they bring equally many, so that queries are
+    a view.
     """
 
     def __init__(self, pool: KVPool, placed: Sequence[tuple[int, Segment]], device: torch.device):
@@ -208,7 +210,7 @@ def _attention_groups(
         number, (_, segment) = item
         if segment.count > LONG:
             return (number, -1, -1)
-        if ragged:
+        if ragged or segment.count <= FEW:
             return (-1, -1, -1)
         return (-1, segment.count, segment.row - number)
 
@@ -224,9 +226,9 @@ class TreeBias:
 
     def __init__(self, visible: Tensor, capacity: int, dtype: torch.dtype, device: torch.device):
         self.capacity = capacity
-        bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-        zeros = torch.zeros(len(visible), capacity, dtype=dtype)
-        self.full = torch.cat((zeros, bias), 1).to(device)
+        bias = torch.zeros(len(visible), capacity + visible.shape[1], dtype=dtype)
+        bias[:, capacity:].masked_fill_(~visible, float("-inf"))
+        self.full = bias.to(device)
 
     def after(self, start: int) -> Tensor:
         """The mask [T, start + T]."""

@@ -77,10 +77,12 @@ class Topology:
     @cached_property
     def ancestors(self) -> Tensor:
         """Bool [N, N]: ancestors[i, j] when j is i or one of its ancestors."""
-        mask = torch.eye(len(self), dtype=torch.bool)
+        rows = [bytearray(len(self))]  # bytes: a tensor operation per node would take ten times
+        rows[0][0] = 1
         for node, parent in enumerate(self.parents[1:], start=1):
-            mask[node] |= mask[parent]
-        return mask
+            rows.append(rows[parent][:])
+            rows[node][node] = 1
+        return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(self), -1)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -91,6 +93,14 @@ class Topology:
 def chain(length: int) -> Topology:
     """A root and `length` drafted tokens in a row."""
     return Topology(range(-1, length))
+
+
+@lru_cache(maxsize=2048)
+def shape(parents: tuple[int, ...]) -> Topology:
+    """A topology; the same object again for the same shape, so that masks made of it are kept."""
+    return (
+        chain(len(parents) - 1) if parents == chain(len(parents) - 1).parents else Topology(parents)
+    )
 
 
 def after_chain(count: int, topology: Topology) -> Topology:

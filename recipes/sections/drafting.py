@@ -27,8 +27,8 @@ class DraftingSection(Section):
     SpecTr, arXiv 2310.15141). Every key names the methods that read it; sizes are in nodes."""
 
     gamma: Draft = 5  # ssd, rsd_s, spectr: tokens of a path
-    depth: Draft = 10  # tsd, gsd: levels
-    out_degree: Draft = 4  # tsd, gsd: children of a node
+    depth: Draft = 10  # tsd, gsd, ssd_dynamic: levels
+    out_degree: Draft = 4  # tsd, gsd, ssd_dynamic: children of a node
     theta_prob: Fraction = 0.2  # ssd, tsd, gsd: a less probable token ends its path; 0: none does
     theta_sib: Fraction = 0.3  # tsd, gsd: so does one less probable than this share of its best
     sibling_pruning: Literal["leaf", "drop"] = "leaf"  # sibling; drop: it is not even added

@@ -283,7 +283,8 @@ def test_every_method_with_a_student_has_its_drafter(target):
     with_student = [row.name for row in METHODS.values() if row.is_ours and "student" in row.needs]
     sizes = {name: make_drafter(name, setup).max_nodes for name in with_student}
     assert sizes == {
-        "ssd": 3, "tsd": 50, "gsd": 150, "rsd_c": 4, "rsd_s": 9, "specinfer": 4, "spectr": 6
+        "ssd": 3, "tsd": 50, "gsd": 150, "ssd_dynamic": 48, "rsd_c": 4, "rsd_s": 9,
+        "specinfer": 4, "spectr": 6,
     }  # fmt: skip
     with pytest.raises(ValueError, match="factors of at least 1"):
         Branching(target, 1, 128, branching=())

@@ -1,0 +1,174 @@
+"""How much of a draft is worth its time: decisions by what steps cost and what they have brought.
+
+Decoding earns tokens for milliseconds. At a rate of so many tokens of all rows per millisecond, t
+milliseconds have to bring rate * t tokens. So a node is verified where the probability of its path
+is above rate * (what one node more costs), and a head reads on where what another pass may add is
+above rate * (what the pass costs). With the rate that the last steps had, this is the policy of the
+most tokens per millisecond in the long run (renewal reward; Dinkelbach 1967). The more rows run,
+the more a node costs them all, and the fewer are drafted, down to none.
+
+Nothing here is measured while decoding: what is drafted depends on costs that are given, on tokens
+and on the rows that run.
+
+Shapes: R rows, E paths of a row, K depths of a pass.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from math import log2
+
+from specdraft.eval.engine.cost import CostModel, Curve
+
+KEEP = 0.98  # what a step counts for, of the one after it
+PATIENCE = 32  # steps without a draft after which one is tried
+CACHED = 256  # cached tokens: costs are those of their nearest multiple
+# What several rows bring unevenly (pads, masks, the host's lists) is in no cost: with 24 rows of
+# stories, 1.26 times plain decoding was expected and 0.91 found, with 8 rows 1.48 and 1.14. So
+# drafts have to promise more: so many tokens of a row for every doubling of the rows.
+MARGIN = 0.15
+NEVER = 2.0  # no path is so probable
+
+
+def _ratios(weights: dict[str, float]) -> Curve:
+    return Curve(weights, points=0, median_error=0.0, worst_error=0.0, median_held_out=0.0)
+
+
+# Where nothing was measured; of a plain forward, since only ratios matter. A node more takes 2% of
+# it and a pass of three depths a sixth: between a target of 7B parameters on a GPU and a tiny one
+# on a CPU.
+USUAL = CostModel(
+    verify=_ratios({"forward": 1.0, "tokens from 1": 0.02}),
+    knots=(1,),
+    loop=_ratios({"step": 0.03}),
+    draft=_ratios({"draft": 0.1, "passes": 0.1, "row passes": 0.01, "levels": 0.02}),
+)
+
+
+class Worth:
+    """What the parts of a draft are worth, for the rows that run now.
+
+    Of every step: `begin`, `starts`, `goes_on` after each pass, `choose`, and `earn` for each row
+    once its tokens are committed.
+    """
+
+    def __init__(self, costs: CostModel | None, block_size: int, most: int):
+        """costs: None or of no drafter: `USUAL`. most: nodes of a row."""
+        self.costs = costs if costs and costs.draft else USUAL
+        self.k, self.most = block_size, most
+        # Of the last steps: tokens committed, and those of plain decoding in the same time.
+        self.tokens = self.plain = 1.0
+        # Of the last passes: what was there before a block, and behind it.
+        self.before, self.behind = 1.0, 0.5
+        # Of the last drafts, one per row: what they have gained, their first passes not counted.
+        # Before the first, eight that gained a token each.
+        self.gains, self.drafts, self.idle = 8.0, 8.0, 0
+        self.rows, self.cached, self.rate = 1, CACHED, 0.0
+        self._first = self._later = 0.0  # milliseconds of this step's passes
+        self._profit: float | None = None  # tokens of this step's draft, less what it takes
+        self._steps: dict[tuple[int, int], list[float]] = {}
+        self._passes: dict[tuple[int, int], float] = {}
+
+    def begin(self, rows: int, cached: float) -> None:
+        """A step of so many rows, behind so many cached tokens each."""
+        if self._profit is not None:
+            self.gains = KEEP * self.gains + self._profit
+            self.drafts = KEEP * self.drafts + self.rows
+        self.rows, self._first, self._later, self._profit = rows, 0.0, 0.0, None
+        self.cached = CACHED * max(round(cached / CACHED), 1)
+        plain, block = self._step_ms(0), rows * self.k
+        # Tokens of all rows per millisecond, at the speed-up over plain decoding of late.
+        self.rate = self.tokens / self.plain * rows / plain
+        self._node = self.rate * (self._step_ms(block) - plain) / block  # what one has to bring
+        self._keep = (self.behind / self.before) ** (1 / self.k)
+
+    def starts(self) -> bool:
+        """Whether anything is drafted: what drafts of late were worth, and now and then a try."""
+        first, gain = self._pass_ms(self.rows, 0), self.gains / self.drafts
+        margin = MARGIN * log2(self.rows)
+        if gain - self.rate * first / self.rows <= margin and self.idle < PATIENCE:
+            self.idle += 1
+            return False
+        self._first, self.idle, self._profit = first, 0, 0.0
+        return True
+
+    def goes_on(self, ends: Sequence[Sequence[float]]) -> tuple[list[int], int]:
+        """Which rows are worth another pass, and over how many paths each; none: ([], 0).
+
+        ends: of every row, the probabilities of E paths that it could go on behind, descending.
+        """
+        best, chosen = 0.0, ([], 0)
+        for paths in range(1, 1 + max(map(len, ends), default=0)):
+            gains = [sum(map(self._added, own[:paths])) for own in ends]
+            ranked, gained = sorted(range(len(ends)), key=lambda n: -gains[n]), 0.0
+            for count, number in enumerate(ranked, start=1):
+                gained += gains[number]
+                worth = gained - self.rate * self._pass_ms(count, paths)
+                if worth > best:
+                    best, chosen = worth, (sorted(ranked[:count]), paths)
+        rows, paths = chosen
+        self._later += self._pass_ms(len(rows), paths) if rows else 0.0
+        return chosen
+
+    def passed(self, before: float, behind: float) -> None:
+        """A pass has made of a path of some probability one of K tokens more."""
+        self.before, self.behind = KEEP * self.before + before, KEEP * self.behind + behind
+
+    def choose(self, chances: Sequence[Sequence[float]]) -> float:
+        """The least probability, by path, of a node that is verified; ends drafting of this step.
+
+        chances: of every row's nodes.
+        """
+        best, least, gained, rate = -self.rate * self._step_ms(0), NEVER, 0.0, self.rate
+        ranked = sorted(chain.from_iterable(chances), reverse=True)[: self.rows * self.most]
+        count = 0
+        for number, chance in enumerate(ranked, start=1):
+            gained += chance
+            if (worth := gained - rate * self._step_ms(number)) > best:
+                best, least, count = worth, chance, number
+        later, plain = self._later + self._step_ms(count), self._step_ms(0)
+        self.tokens *= KEEP
+        self.plain = KEEP * self.plain + self.rows * (self._first + later) / plain
+        if self._profit is not None:
+            self._profit = -rate * (later - plain)
+        return least
+
+    def earn(self, tokens: int) -> None:
+        """A row that took part in the step has committed tokens, the bonus among them."""
+        self.tokens += tokens
+        if self._profit is not None:
+            self._profit += tokens - 1
+
+    # -- prices ----------------------------------------------------------------------------------
+
+    def _added(self, chance: float) -> float:
+        """Tokens that K nodes behind a path may add, what verifying them costs taken off.
+
+        Each is as probable, given the one before it, as those of the last passes were.
+        """
+        added = 0.0
+        for _ in range(self.k):
+            chance *= self._keep
+            if chance <= self._node:
+                break
+            added += chance - self._node
+        return added
+
+    def _step_ms(self, nodes: int) -> float:
+        """A step without its draft, with so many drafted nodes of all rows together."""
+        known = self._steps.setdefault((self.rows, self.cached), [])
+        while len(known) <= nodes:
+            each = 1 + len(known) / self.rows
+            ms = self.costs.verify_ms(self.rows, each, self.cached)
+            known.append(ms + self.costs.loop_ms(self.rows, each))
+        return known[nodes]
+
+    def _pass_ms(self, rows: int, paths: int) -> float:
+        """One pass more over some paths of each of some rows; 0 paths: the first of a draft."""
+        if (ms := self._passes.get((rows, paths))) is None:
+            levels = [1] * self.k
+            ms = self.costs.draft_ms([1], levels, rows)
+            if paths:
+                both = self.costs.draft_ms([1, paths], levels + [paths] * self.k, rows)
+                ms = both - ms
+            self._passes[rows, paths] = ms
+        return ms

@@ -1,0 +1,339 @@
+"""Drafts that depend on the moment: plain decoding's tokens, the most probable nodes, and no more
+than they are worth."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from decoding import completions, decode, plain_tokens, prompts
+from enumeration import law_error, play, random_laws
+from random_models import draft_logits, random_head, random_target
+from test_lm_drafter import near
+from test_rules_in_decoder import check_law
+
+from specdraft.eval.drafters.best_first import SHARPNESS, BestFirst, Weighed
+from specdraft.eval.drafters.drawing import ranking
+from specdraft.eval.drafters.dynamic import DynamicFalcon
+from specdraft.eval.engine.accept import RULES
+from specdraft.eval.engine.cost import CostModel
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import GUMBEL, Request
+from specdraft.eval.engine.tree import Tree
+from specdraft.eval.engine.worth import NEVER, PATIENCE, USUAL, Worth, _ratios
+
+# Nodes and passes that cost next to nothing: everything is drafted. And such as cost a lot.
+FREE = CostModel(
+    verify=_ratios({"forward": 1.0, "tokens from 1": 1e-6}),
+    knots=(1,),
+    loop=_ratios({"step": 0.0}),
+    draft=_ratios({"draft": 1e-6, "passes": 1e-6, "nodes": 1e-9}),
+)
+DEAR = CostModel(
+    verify=_ratios({"forward": 1.0, "tokens from 1": 1.0}),
+    knots=(1,),
+    loop=_ratios({"step": 0.0}),
+    draft=_ratios({"draft": 0.2, "passes": 0.2}),
+)
+HEADS = {
+    "paper": (2, {}),
+    "eagle": (1, {"fusion": "linear"}),
+    "both": (3, {"fusion": "linear", "reads": "both", "coupling": "recurrent"}),
+    "newest": (2, {"reads": "newest", "coupling": "markov"}),
+    "own": (3, {"coupling": "recurrent", "draft_vocab": 17}),
+}
+every_head = pytest.mark.parametrize("name", HEADS)
+widths = pytest.mark.parametrize(("width", "paths"), [(1, 3), (3, 2)])
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+@pytest.fixture(scope="module")
+def greedy(target):
+    return [plain_tokens(target, prompt, 17) for prompt in prompts()]
+
+
+def head_for(target, name: str):
+    block_size, changes = HEADS[name]
+    return random_head(target, block_size, **changes)
+
+
+def drafter_for(target, name: str, rows: int, costs=FREE, **shape) -> DynamicFalcon:
+    return DynamicFalcon(head_for(target, name), target, costs, rows, 128, passes=3, **shape)
+
+
+# -- plain decoding's tokens -----------------------------------------------------------------------
+
+
+@every_head
+@widths
+def test_greedy_output_is_that_of_the_model_without_a_cache(target, greedy, name, width, paths):
+    requests = [Request(prompt, 17) for prompt in prompts()]
+    for rows, costs in ((1, FREE), (3, USUAL)):
+        drafter = drafter_for(target, name, rows, costs, width=width, paths=paths)
+        decoder = Decoder(target, drafter, rows, 512)
+        assert decode(decoder, requests, accepts=costs is FREE) == greedy
+
+
+@every_head
+@widths
+def test_sampled_output_is_that_of_plain_seeded_sampling(target, name, width, paths):
+    settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
+    requests = [Request(p, 12, seed=n, **settings) for n, p in enumerate(prompts(4))]
+    expected = decode(Decoder(target, None, 1, 128), requests)
+    drafter = drafter_for(target, name, 3, width=width, paths=paths)
+    assert decode(Decoder(target, drafter, 3, 512), requests) == expected
+
+
+@pytest.mark.parametrize("costs", [FREE, USUAL])
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_students_output_is_that_of_plain_decoding(target, costs, temperature):
+    requests = [Request(p, 12, temperature, seed=n) for n, p in enumerate(prompts(4))]
+    expected = decode(Decoder(target, None, 1, 128), requests)
+    for rows, student in ((1, target), (3, near(target)), (3, random_target(seed=3))):
+        for paths in (1, 3):
+            drafter = BestFirst(student, rows, 128, costs, depth=5, paths=paths)
+            decoder = Decoder(target, drafter, rows, 512)
+            assert decode(decoder, requests, accepts=student is target) == expected
+
+
+def test_no_rule_that_rejects_takes_them(target):
+    for drafter in (drafter_for(target, "both", 1), BestFirst(target, 1, 128)):
+        assert drafter.rules == frozenset()
+        [done] = Decoder(target, drafter, 1, 512).run([Request([1, 2], 5, 1.0, rule="recursive")])
+        assert done.reason == "refused"
+        assert "allowed: gumbel, walk" in str(done.error)
+
+
+@pytest.mark.parametrize("kind", ["alike", "mismatched", "some zeros", "disjoint"])
+def test_walking_through_the_best_nodes_emits_the_targets_law(kind):
+    """Every branch of choices is played; the nodes are the most probable by q, of any number."""
+    length = 3
+    p, q = random_laws(kind, 3, length)
+    for least in (0.9, 0.3, 0.15, 0.05, 0.0):
+        growth, texts = Weighed([-1]), {0: ()}
+        for depth in range(length - 1):
+            for node in [n for n, text in texts.items() if len(text) == depth]:
+                chances, tokens = q[texts[node]].sort(descending=True)
+                first = len(growth)
+                growth.sprout(node, tokens.tolist(), chances.tolist())
+                for place, token in enumerate(tokens.tolist()):
+                    texts[first + place] = (*texts[node], token)
+        topology, order = growth.pruned(least, 99)
+        tokens = [growth.tokens[node] for node in order]
+
+        def draft(chance, topology=topology, tokens=tokens):
+            return Tree(topology, torch.empty(0)), tokens
+
+        played = play(RULES["walk"].rule, draft, p)
+        assert law_error(played.law, p, length) <= 1e-12
+        kept = sum(chance >= least for chance in growth.chances[1:])
+        assert played.drafted == pytest.approx(kept)
+
+
+def test_outputs_under_the_walk_follow_the_targets_law(target):
+    check_law(target, drafter_for(target, "both", 100), "walk", 100)
+
+
+# -- the most probable nodes -----------------------------------------------------------------------
+
+
+def drafted(drafter, request: Request, target) -> list[tuple[int, ...]]:
+    """The texts of a first draft."""
+    drafter.start(0, request)
+    features = target.features(torch.tensor([request.prompt[:-1]]))[0]
+    if not drafter.from_tokens:
+        drafter.observe(0, list(request.prompt[1:]), features)
+    [tree] = drafter.draft([0])
+    texts = [()]
+    for parent, token in zip(tree.topology.parents[1:], tree.tokens.tolist(), strict=True):
+        texts.append((*texts[parent], token))
+    assert len(set(texts)) == len(texts)
+    return texts[1:]
+
+
+@pytest.mark.parametrize("name", ["both", "newest", "eagle", "paper"])
+@pytest.mark.parametrize(("temperature", "rule"), [(0.0, GUMBEL), (1.2, GUMBEL), (1.2, "walk")])
+@torch.inference_mode()
+def test_the_most_probable_nodes_are_drafted(target, name, temperature, rule):
+    """Against whole-sequence forwards of the head, token by token: of the nodes that have children,
+    every child that is more probable than the least drafted node is drafted."""
+    head, prompt = head_for(target, name), prompts(4)[3]
+    request = Request(prompt, 9, temperature, seed=3, rule=rule)
+    costs = CostModel(
+        verify=_ratios({"forward": 1.0, "tokens from 1": 0.1}),
+        knots=(1,),
+        loop=_ratios({"step": 0.0}),
+        draft=FREE.draft,
+    )
+    drafter = DynamicFalcon(head, target, costs, 1, 128, width=4, siblings=3, paths=4, passes=3)
+    texts = drafted(drafter, request, target)
+    chance = {(): 1.0}
+
+    def law(text):
+        logits = draft_logits(head, target, prompt, list(text))
+        position = torch.tensor([len(prompt) + len(text)])
+        return (SHARPNESS * ranking(logits[None], request, position)[0]).softmax(-1)
+
+    for text in texts:
+        chance[text] = chance[text[:-1]] * float(law(text[:-1])[text[-1]])
+    least = min(chance.values())
+    assert least > 0.05  # a node costs a tenth of a token at least
+    expanded = {text[:-1] for text in texts}
+    for text in expanded:
+        best = (law(text) * chance[text]).topk(3)
+        for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            assert value < least + 1e-4 or (*text, token) in chance
+    assert len(texts) > 2
+
+
+@every_head
+@torch.inference_mode()
+def test_a_long_draft_is_what_the_head_says_token_by_token(target, name):
+    """Chains over all passes: states, attention and blocks of every pass are the right ones."""
+    head, prompt = head_for(target, name), prompts(4)[3]
+    drafter = DynamicFalcon(head, target, FREE, 1, 128, width=1, siblings=1, paths=1, passes=4)
+    [longest] = [max(drafted(drafter, Request(prompt, 9), target), key=len)]
+    assert len(longest) == drafter.depth
+    for count in range(0, len(longest), 5):
+        logits = draft_logits(head, target, prompt, list(longest[:count]))
+        if head.draft_ids is not None:
+            logits = logits[head.draft_ids]
+            best = int(head.draft_ids[logits.argmax()])
+        else:
+            best = int(logits.argmax())
+        assert longest[count] == best
+
+
+# -- no more than they are worth -------------------------------------------------------------------
+
+
+def test_fewer_nodes_are_drafted_for_many_rows_down_to_none(target):
+    """A node costs a row of many what it costs a row alone, and the forward is shared."""
+    costs = CostModel(
+        verify=_ratios({"forward": 1.0, "tokens from 1": 0.1}),
+        knots=(1,),
+        loop=_ratios({"step": 0.0}),
+        draft=_ratios({"draft": 0.01, "rows": 0.05, "row passes": 0.05}),
+    )
+    counts = []
+    for rows in (1, 4, 16):
+        drafter = BestFirst(near(target), rows, 128, costs, depth=5)
+        requests = [Request(prompts()[n % 6], 40, seed=n) for n in range(rows)]
+        done = completions(Decoder(target, drafter, rows, 512), requests)
+        steps = [step for one in done for step in one.steps]
+        counts.append(sum(step.drafted for step in steps) / len(steps))
+    assert counts[0] > 1.3 * counts[1] > 1.69 * counts[2]
+
+
+def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again():
+    worth = Worth(DEAR, 3, 48)
+    drafted = []
+    for _ in range(4 * PATIENCE):
+        worth.begin(8, 100)
+        drafted.append(worth.starts())
+        assert worth.choose([[0.9, 0.8]] * 8 if drafted[-1] else []) == NEVER
+        for _ in range(8):
+            worth.earn(1)
+    first = drafted.index(False)
+    assert first < PATIENCE / 2
+    tries = [step for step, made in enumerate(drafted) if made and step > first]
+    assert tries == [first + n * (PATIENCE + 1) + PATIENCE for n in range(len(tries))]
+    assert len(tries) > 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_nodes_chosen_are_those_of_most_tokens_per_millisecond(rows):
+    """Against every number of nodes, at the rate that the steps settle at."""
+    costs = CostModel(
+        verify=_ratios({"forward": 1.0, "tokens from 1": 0.05, "tokens from 4": 0.1}),
+        knots=(1, 4),
+        loop=_ratios({"step": 0.1}),
+        draft=_ratios({"draft": 0.1}),
+    )
+    chances = [[0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05]] * rows
+    worth = Worth(costs, 1, 48)
+    for _ in range(400):
+        worth.begin(rows, 100)
+        assert worth.starts()
+        least = worth.choose(chances)
+        for own in chances:
+            worth.earn(1 + sum(chance for chance in own if chance >= least))
+    rates = {}
+    for count in range(8):
+        ms = costs.verify_ms(rows, 1 + count, 256) + costs.loop_ms(rows, 1 + count)
+        rates[count] = (1 + sum(chances[0][:count])) / (ms + costs.draft_ms([1], [1], rows))
+    best = max(rates, key=rates.get)
+    assert sum(chance >= least for chance in chances[0]) == best
+    assert 0 < best < 7
+    assert worth.rate == pytest.approx(rows * rates[best], rel=1e-3)
+
+
+def test_a_pass_is_made_for_the_rows_and_paths_that_pay_for_it():
+    """Against every subset of rows and number of paths."""
+    costs = CostModel(
+        verify=_ratios({"forward": 1.0, "tokens from 1": 0.02}),
+        knots=(1,),
+        loop=_ratios({"step": 0.0}),
+        draft=_ratios({"draft": 0.2, "passes": 0.05, "row passes": 0.3, "paths": 0.05}),
+    )
+    worth = Worth(costs, 2, 48)
+    worth.behind = 0.8
+    seen = set()
+    for ends in itertools.product([(0.9, 0.05), (0.5, 0.45), (0.2, 0.1), (0.02, 0.01)], repeat=3):
+        worth.begin(3, 100)
+        rows, paths = worth.goes_on(ends)
+        value = 0.0
+        for count in (1, 2):
+            for size in (1, 2, 3):
+                for some in itertools.combinations(range(3), size):
+                    gained = sum(worth._added(c) for n in some for c in ends[n][:count])
+                    one = costs.draft_ms([1, count], [1, 1, count, count], size)
+                    cost = worth.rate * (one - costs.draft_ms([1], [1, 1], size))
+                    if gained - cost > value + 1e-12:
+                        value = gained - cost
+        if value == 0:
+            assert (rows, paths) == ([], 0)
+        else:
+            gained = sum(worth._added(c) for n in rows for c in ends[n][:paths])
+            one = costs.draft_ms([1, paths], [1, 1, paths, paths], len(rows))
+            cost = worth.rate * (one - costs.draft_ms([1], [1, 1], len(rows)))
+            assert gained - cost == pytest.approx(value)
+        seen.add((len(rows), paths))
+    assert {size for size, _ in seen} == {0, 1, 2, 3}
+    assert {paths for _, paths in seen} == {0, 1, 2}
+
+
+def test_a_pruned_tree_is_numbered_depth_first_and_keeps_its_parents():
+    growth = Weighed([7])
+    growth.sprout(0, [5, 6], [0.6, 0.4])
+    growth.sprout(1, [8, 9], [0.5, 0.4])
+    growth.sprout(2, [3], [1.0])
+    topology, order = growth.pruned(0.24, 99)
+    assert topology.parents == (-1, 0, 1, 1, 0, 4)
+    assert [growth.tokens[node] for node in order] == [7, 5, 8, 9, 6, 3]
+    assert growth.pruned(0.24, 99)[0] is topology  # whose masks are kept
+    assert growth.pruned(0.3, 99)[0].parents == (-1, 0, 1, 0, 3)
+    assert growth.pruned(NEVER, 99)[1] == [0]
+
+
+def test_the_host_looks_once_per_pass(target, monkeypatch):
+    """Each draft's waits are its passes."""
+    import specdraft.eval.drafters.dynamic as module
+
+    waits = SimpleNamespace(count=0)
+    download = module.download
+
+    def counted(*tensors):
+        waits.count += 1
+        return download(*tensors)
+
+    monkeypatch.setattr(module, "download", counted)
+    for width in (1, 3):
+        waits.count = 0
+        drafter = drafter_for(target, "both", 1, width=width)
+        list(Decoder(target, drafter, 1, 512).run([Request(prompts()[2], 20)]))
+        assert waits.count == drafter.forwards > 4
