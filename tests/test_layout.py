@@ -24,7 +24,7 @@ FLOORS = {
     ],
     "models": ["sar", "."],
     "data": ["world .", "store"],
-    "eval": ["engine", "drafters", "measure", "generation papers checkup costing", "."],
+    "eval": ["engine", "drafters", "measure", "generation papers checkup costing serve", "."],
     "train": ["fit", "objectives", "."],
 }
 RESULTS = ROOT / "eval" / "results"  # in the repository alone, not in the wheel
