@@ -13,6 +13,7 @@ from specdraft.data.template import preview
 from specdraft.eval.checkup.caches import Caches, check_caches
 from specdraft.eval.checkup.drafters import check_drafters, check_methods
 from specdraft.eval.checkup.finding import FAIL, print_findings
+from specdraft.eval.checkup.served import check_served
 from specdraft.eval.drafters.registry import problems
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
@@ -43,6 +44,7 @@ def main() -> None:
     loaded, found = check_drafters(recipe, target, manifest)
     prompts = load_prompts(recipe, target.tokenizer)
     findings += [*found, *check_methods(recipe, target, loaded, prompts)]
+    findings += check_served(recipe, loaded)
     console = Screen(soft_wrap=True, highlight=False)
     show_mask(caches, target, options.preview, console)
     print_findings(findings, console)

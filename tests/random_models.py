@@ -47,7 +47,7 @@ def random_head(target: Target, block_size: int = 2, seed: int = 1, **changes) -
         vocab_size=target.vocab_size,
         block_size=block_size,
         heads=4,
-        kv_heads=2,
+        kv_heads=changes.pop("kv_heads", 2),
         intermediate_size=24,
         embed_scale=0.3,
         target=target.identity(),

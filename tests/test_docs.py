@@ -29,7 +29,7 @@ SHARED = ROOT.parent / "shared"  # real data, where there is any
 FOLDERS = ("recipes", "models", "data", "eval", "train")
 FRONT = ROOT / "README.md"
 PAGES = [FRONT, *(ROOT / name / "README.md" for name in (*FOLDERS, "tests"))]
-PAGES += [ROOT / "train" / "symptoms.md"]
+PAGES += [ROOT / "train" / "symptoms.md", ROOT / "eval" / "serve" / "README.md"]
 RESULTS = ROOT / "eval" / "results"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -127,6 +127,8 @@ ELSEWHERE = {
     "pytest": "this is it",
     ".ci/run": "it runs this",
     "vllm serve": "somebody else's program, and a GPU",
+    "V/bin/pip": "vLLM's environment: gigabytes",
+    "python eval/parity.py": "it runs vLLM; tests/serve does where there is one",
     "python models/push.py": "the Hub; tests/models/test_hub.py pushes to one of its own",
     "python eval/paper.py": "half an hour; tests/papers runs small tables",
     "accelerate launch data/cache.py recipes/tiny.yaml data.answers=target data.server":

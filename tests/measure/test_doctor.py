@@ -12,12 +12,16 @@ import pytest
 import safetensors.torch
 import torch
 from commands import ROOT, run_here
+from random_models import random_head, random_target
 from transformers import AutoTokenizer
 
 from specdraft.data.store import storage
 from specdraft.eval.checkup import drafters as drafter_checkup
+from specdraft.eval.checkup.served import check_served
+from specdraft.eval.drafters.trained import Trained
 from specdraft.models.saved import write_sums
 from specdraft.models.target_files import bundled_target_dir
+from specdraft.recipes.load import load_recipe
 
 SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=12"]
 SMALL += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
@@ -26,6 +30,7 @@ CACHE = ["tokens", "tokenizer", "template", "mask"]
 CACHE += ["shards", "target of the features", "features", "scale", "shift"]
 HEAD = ["head files", "head's target", "head shape"]
 METHODS = ["prompt_lookup = plain", "falcon_tree = plain"]
+ENGINE = "in an engine"  # nothing was compared with one
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,8 @@ def doctor(monkeypatch, capsys):
         for line in text.splitlines():
             if match := re.match(r"(pass|fail|skipped) +(.+?)  ", line):
                 last = match[2]
-                outcomes[last] = match[1]
+                if last != ENGINE:
+                    outcomes[last] = match[1]
             elif match := re.match(r" +-> (.+)", line):
                 remedies[last] = match[1]
         return end.value.code, outcomes, remedies, text
@@ -75,9 +81,10 @@ def test_a_healthy_run_passes_every_line_and_shows_its_loss_mask(doctor, healthy
     code, outcomes, remedies, text = doctor(healthy)
     assert code == 0
     assert outcomes == dict.fromkeys([*CACHE, *HEAD, *METHODS], "pass")
-    assert remedies == {}
+    assert [*remedies] == [ENGINE]
+    assert "eval/parity.py" in remedies[ENGINE]
     assert "<|assistant|>" in text
-    assert f"{len(outcomes)} pass, 0 fail, 0 skipped" in text
+    assert f"{len(outcomes)} pass, 0 fail, 1 skipped" in text
 
 
 def flip_a_byte(folder: Path) -> None:
@@ -265,3 +272,23 @@ def test_a_method_that_changes_one_token_is_found(doctor, ill, monkeypatch):
     assert (code, failing(outcomes)) == (1, ["falcon_tree = plain"])
     assert "1 of 2 answers are identical" in text
     assert "report it" in remedies["falcon_tree = plain"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "passed", "outcome", "note"),
+    [
+        (None, True, "pass", "falcon_chain as here"),
+        (None, False, "fail", "falcon_chain not as here"),
+        (["of another head"], True, "skipped", "other weights"),
+    ],
+)
+def test_a_comparison_with_an_engine_is_told_of(weights, passed, outcome, note, tmp_path):
+    trained = Trained(head=random_head(random_target()))
+    report = {"method": "falcon_chain", "engine": "vllm 0.32.0", "passed": passed}
+    report["weights"] = weights or trained.weights()
+    (tmp_path / "parity.json").write_text(json.dumps({"methods": [report]}))
+    recipe = load_recipe(ROOT / "recipes" / "tiny.yaml", [f"output.dir={tmp_path}"])
+    (finding,) = check_served(recipe, {"falcon_chain": trained, "plain": Trained()})
+    assert finding.line == ENGINE
+    assert finding.outcome == outcome
+    assert note in finding.note

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from specdraft.eval.export import served_head
+from specdraft.eval.serve.layouts import served_head
 from specdraft.models.falcon import block_index
 from specdraft.models.serving import serve_eagle, serve_medusa
 from specdraft.recipes.errors import HeadError

@@ -1,0 +1,32 @@
+"""The trained head of a recipe in the layout that an engine loads (models/serving.py)."""
+
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from specdraft.models.eagle3 import load_eagle3
+from specdraft.models.embeddings import DTYPES, TargetEmbeddings
+from specdraft.models.falcon import load_head
+from specdraft.models.medusa import load_medusa
+from specdraft.models.serving import Served, serve_eagle, serve_eagle3, serve_medusa
+from specdraft.models.target import context_length
+from specdraft.models.target_files import identity_of, model_folder
+from specdraft.recipes.schema import Recipe
+
+
+def served_head(recipe: Recipe, engine: str) -> Served:
+    """Convert the trained head of a recipe. Raises HeadError, TargetError."""
+    section, out = recipe.target, Path(recipe.output.dir)
+    name, folder = (section.model, section.revision), model_folder(section.model, section.revision)
+    whose, dtype = identity_of(*name, folder), DTYPES[section.dtype]
+    if recipe.medusa.given:
+        heads = load_medusa(out / "medusa", whose)
+        shared = None
+        if heads.lm_heads is None:
+            shared = TargetEmbeddings.load(*name, section.dtype).lm_head_weight
+        return serve_medusa(heads, engine, shared, dtype)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+    settings = (engine, context_length(config), dtype)
+    if recipe.head.fusion == "layers":
+        return serve_eagle3(load_eagle3(out / "head", whose), *settings)
+    return serve_eagle(load_head(out / "head", whose), *settings)

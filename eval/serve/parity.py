@@ -1,0 +1,233 @@
+"""Whether an engine drafts as we do: the same tokens, steps and acceptance; if not, since where.
+
+Both sides decode the same prompts with the same chain. Greedy outputs have to be those of the
+engine without speculation, token for token; steps are compared one by one. With a temperature,
+where the two draw other samples, acceptance is compared as a proportion is, in standard errors.
+Where they differ, the tensors of the first draft are gone through in the order of computation
+(eval/serve/tracing.py), and the first that differs beyond rounding is the one to look at.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from specdraft.data.prompts import Prompt
+from specdraft.eval.drafters.registry import (
+    METHODS,
+    Method,
+    Setup,
+    load_trained,
+    make_drafter,
+    registered,
+)
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
+from specdraft.eval.measure.identity import differences
+from specdraft.eval.measure.measurement import measure
+from specdraft.eval.serve.causes import first_cause
+from specdraft.eval.serve.engine import VLLM
+from specdraft.eval.serve.routes import fixed_chain, route
+from specdraft.eval.serve.tracing import note, tracing
+from specdraft.models.target import Target
+from specdraft.models.target_files import model_folder
+from specdraft.recipes.schema import Recipe
+
+GREEDY_GAP = 0.01  # of acceptance at a position, where nothing is random
+# Standard errors that acceptance at a position may differ by: of some ten positions the largest is
+# beyond 2 every third time.
+ERRORS = 3.0
+ROWS = 8  # that the engine decodes at once
+MARGIN = 64  # positions behind the longest answer: an engine near its end drafts no more
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one of the two did: tokens and steps of every prompt, and its drafts by position."""
+
+    tokens: list[list[int]]
+    steps: list[list[int]]  # tokens that each step brought
+    drafts: int  # steps with a draft
+    accepted: list[int]  # by position
+
+    @property
+    def tokens_per_step(self) -> float:
+        return sum(map(sum, self.steps)) / sum(map(len, self.steps))
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Of each position, how often it was accepted of all drafts."""
+        return [count / max(self.drafts, 1) for count in self.accepted]
+
+
+def check(recipe: Recipe, target: Target, prompts: Sequence[Prompt], vllm: VLLM, name: str) -> dict:
+    """Compare one method with its route in the engine, greedily and at temperature 1: a report."""
+    way, recipe = route(name), fixed_chain(recipe)
+    with known(way.ours), TemporaryDirectory() as folder:
+        trained = load_trained(recipe, target, [way.ours.name])
+        given = way.engine(recipe, Path(folder))
+        result, theirs = vllm.run(job(recipe, target, prompts, (0.0, 1.0), given))
+        plain, _ = vllm.run(job(recipe, target, prompts, (0.0,), {}))
+        runs = result["runs"]
+        ours = [
+            decode(recipe, target, trained, prompts, way.ours.name, run["temperature"])
+            for run in runs
+        ]
+        trace = traced(recipe, target, trained, prompts[0], way.ours.name)
+    sides = zip(runs, ours, strict=True)
+    parts = [
+        compared(target, prompts, side_of(run), mine, plain["runs"][0], run) for run, mine in sides
+    ]
+    cause = first_cause(target, prompts[0].input_ids, trace, theirs)
+    return {
+        "method": name,
+        "engine": f"vllm {vllm.version}",
+        "prompts": len(prompts),
+        "weights": trained.weights(),
+        "passed": cause is None and all(part["passed"] for part in parts),
+        "cause": cause,
+        "repaired": result["repaired"],
+        "runs": parts,
+    }
+
+
+def known(method: Method) -> AbstractContextManager:
+    """A method of the registry, or one that is registered as long as the context is open."""
+    return nullcontext() if method.name in METHODS else registered(method)
+
+
+def job(
+    recipe: Recipe, target: Target, prompts: Sequence[Prompt], temperatures: tuple, given: dict
+) -> dict:
+    """What the engine has to do (eval/serve/job.py)."""
+    settings, section = recipe.eval, recipe.target
+    room = max(len(prompt.input_ids) for prompt in prompts) + settings.max_new_tokens
+    engine = {
+        "model": str(model_folder(section.model, section.revision).absolute()),
+        "dtype": section.dtype,
+        "max_model_len": room + MARGIN,
+        "max_num_seqs": ROWS,
+        "enable_prefix_caching": False,  # every feature is computed, as ours are
+        "enforce_eager": True,
+        "disable_log_stats": False,
+    }
+    return {
+        "engine": engine | given,
+        "prompts": [list(prompt.input_ids) for prompt in prompts],
+        "max_new_tokens": settings.max_new_tokens,
+        "stop": sorted(target.eos_ids),
+        "temperatures": temperatures,
+        "seed": settings.seed,
+    }
+
+
+# -- both sides ------------------------------------------------------------------------------------
+
+
+def decode(
+    recipe: Recipe,
+    target: Target,
+    trained: Trained,
+    prompts: Sequence[Prompt],
+    name: str,
+    temperature: float,
+) -> Side:
+    """What our decoder does; drafts are taken as they are and accepted as engines do."""
+    settings = {"temperature": temperature, "acceptance": "walk", "repeats": 1, "spread": 1.0}
+    recipe = replace(recipe, eval=replace(recipe.eval, **settings))
+    outcomes = measure(recipe, target, trained, prompts, [name], progress=False).outcomes[name]
+    done = [completion for outcome in outcomes for completion in outcome.completions]
+    steps = [step for one in done for step in one.steps]
+    depth = max((step.depth for step in steps), default=0)
+    return Side(
+        [one.tokens for one in done],
+        [[step.emitted for step in one.steps] for one in done],
+        sum(step.depth > 0 for step in steps),
+        [sum(step.accepted > place for step in steps) for place in range(depth)],
+    )
+
+
+def side_of(run: dict) -> Side:
+    """What the engine did."""
+    counts = run["counts"]
+    accepted = counts.get("num_accepted_tokens_per_pos", [])
+    return Side(run["tokens"], run["steps"], counts.get("num_drafts", 0), accepted)
+
+
+def traced(
+    recipe: Recipe, target: Target, trained: Trained, prompt: Prompt, name: str
+) -> dict[str, Tensor]:
+    """Trace our first draft for a prompt."""
+    request = Request(prompt.input_ids, 2)
+    capacity = len(prompt.input_ids) + recipe.eval.max_new_tokens
+    drafter = make_drafter(name, Setup(recipe, target, trained, 1, capacity))
+    decoder = Decoder(target, drafter, 1, capacity + drafter.max_nodes)
+    head = trained.head
+    with tracing(head) if head is not None else nullcontext({}) as trace:
+        (done,) = decoder.run([request])
+    if len(done.steps) > 1 and len(done.steps[1].tokens):
+        note(trace, draft=torch.tensor(done.steps[1].tokens))
+    return trace
+
+
+# -- side by side ----------------------------------------------------------------------------------
+
+
+def compared(
+    target: Target, prompts: Sequence[Prompt], theirs: Side, ours: Side, plain: dict, run: dict
+) -> dict:
+    """Compare the two at one temperature."""
+    greedy = run["temperature"] == 0
+    gaps = gaps_of(theirs, ours)
+    report = {
+        "temperature": run["temperature"],
+        "tokens_per_step": {"engine": theirs.tokens_per_step, "ours": ours.tokens_per_step},
+        "drafts": {"engine": theirs.drafts, "ours": ours.drafts},
+        "acceptance": {"engine": theirs.acceptance, "ours": ours.acceptance},
+        "gaps": gaps,
+    }
+    if not greedy:
+        return report | {"passed": all(gap["errors"] <= ERRORS for gap in gaps)}
+    wrong = differences(target, prompts, plain["tokens"], theirs.tokens)
+    faults = sum(not difference.near_tie for _, difference in wrong)
+    report["identical"] = len(prompts) - len(wrong)
+    report["near_ties"] = len(wrong) - faults
+    report["identical_to_ours"] = sum(map(list.__eq__, ours.tokens, theirs.tokens))
+    report["first_step"] = first_step(ours, theirs)
+    alike = all(gap["gap"] <= GREEDY_GAP for gap in gaps)
+    return report | {"passed": not faults and alike}
+
+
+def gaps_of(theirs: Side, ours: Side) -> list[dict]:
+    """At every position, how far acceptance differs, and in how many standard errors."""
+    gaps = []
+    for mine, other in zip_longest(ours.acceptance, theirs.acceptance, fillvalue=0.0):
+        pooled = (mine * ours.drafts + other * theirs.drafts) / max(ours.drafts + theirs.drafts, 1)
+        counts = 1 / max(ours.drafts, 1) + 1 / max(theirs.drafts, 1)
+        error = math.sqrt(pooled * (1 - pooled) * counts)
+        gap = abs(mine - other)
+        gaps.append({"gap": gap, "errors": gap / error if error else 0.0 if gap == 0 else 99.0})
+    return gaps
+
+
+def first_step(ours: Side, theirs: Side) -> dict | None:
+    """The first step, over prompts, that brought another number of tokens; None: there is none."""
+    for prompt, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
+        for step, (a, b) in enumerate(zip_longest(mine, other, fillvalue=0)):
+            if a != b:
+                position = sum(mine[:step])
+                return {
+                    "prompt": prompt,
+                    "step": step,
+                    "position": position,
+                    "ours": a,
+                    "engine": b,
+                }
+    return None

@@ -1,0 +1,174 @@
+"""How each method of ours is reached in vLLM, and the chain that it drafts on both sides.
+
+An engine verifies chains. What its layouts hold it drafts itself (EAGLE-1, Medusa, students, n-gram
+lookup); the rest goes through eval/serve/for_vllm.py. Our side decodes the same chain.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specdraft.eval.drafters.maxgram import MaxGramDrafter
+from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.registry import METHODS, Method, Setup
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.suffix import FirstSuffixes
+from specdraft.eval.serve.layouts import served_head
+from specdraft.models.target_files import model_folder
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.schema import Recipe
+
+PROPOSER = "specdraft.eval.serve.for_vllm.Proposer"
+LONGEST = 1 << 20  # tokens of a suffix: as long as it gets
+
+
+@dataclass(frozen=True)
+class Route:
+    """A method on both sides. `engine` returns what `vllm.LLM` is given to draft with, and may
+    write to a folder of its own; `ours` is its row of the registry."""
+
+    ours: Method
+    engine: Callable[[Recipe, Path], dict]
+
+
+def route(name: str) -> Route:
+    """Return the route of a method. Raises RecipeError for one that no engine has."""
+    if name not in ROUTES:
+        raise RecipeError(
+            f"method {name!r} has no route to vLLM, which verifies chains; known: "
+            f"{', '.join(ROUTES)}"
+        )
+    return ROUTES[name]
+
+
+def fixed_chain(recipe: Recipe) -> Recipe:
+    """The recipe with drafts as an engine makes them: none is cut short for its probability."""
+    return replace(recipe, drafting=replace(recipe.drafting, theta_prob=0.0))
+
+
+# -- what vLLM is given ----------------------------------------------------------------------------
+
+
+def _custom(method: str, length: Callable[[Recipe], int], *kinds: str) -> Callable:
+    """Through our own class, with what is trained as it lies in the run's folder."""
+
+    def engine(recipe: Recipe, folder: Path) -> dict:
+        options = {"method": method} | {kind: _trained(recipe, kind) for kind in kinds}
+        sections = {"prompt_lookup": "eval", "maxgram": "maxgram", "cascade": "cascade"}
+        settings = {}
+        if section := sections.get(method):
+            given = recipe.to_dict()[section]
+            keys = {"eval": ("lookup_match",), "cascade": ("k", "leniency")}
+            keys |= {"maxgram": ("min_match", "continuation")}
+            settings = {section: {key: given[key] for key in keys[section]}}
+        if method == "cascade":
+            settings["maxgram"] = {"n": recipe.maxgram.n}
+        return {
+            "speculative_config": _speculative("custom_class", PROPOSER, length(recipe)),
+            "additional_config": {"specdraft": options | {"settings": settings}},
+        }
+
+    return engine
+
+
+def _trained(recipe: Recipe, kind: str) -> str | list[str]:
+    run = Path(recipe.output.dir).absolute()
+    if kind == "table":
+        return str(Path(recipe.maxgram.table or run / "table").absolute())
+    if kind == "cascade":
+        names = recipe.cascade.students or (_student(recipe),)
+        return [str(Path(name).absolute()) if Path(name).is_dir() else name for name in names]
+    return str(run / kind)
+
+
+def _student(recipe: Recipe) -> str:
+    if recipe.student.training == "none":
+        return str(model_folder(recipe.student.model, recipe.student.revision).absolute())
+    return str(Path(recipe.output.dir).absolute() / "student")
+
+
+def _speculative(method: str, model: str | Path, length: int) -> dict:
+    return {"method": method, "model": str(model), "num_speculative_tokens": length}
+
+
+def _eagle(recipe: Recipe, folder: Path) -> dict:
+    served_head(recipe, "vllm").write(folder / "eagle")
+    length = recipe.eval.chain_depth
+    return {"speculative_config": _speculative("eagle", folder / "eagle", length)}
+
+
+def _medusa(recipe: Recipe, folder: Path) -> dict:
+    served_head(recipe, "vllm").write(folder / "medusa")
+    return {"speculative_config": _speculative("medusa", folder / "medusa", recipe.medusa.heads)}
+
+
+def _draft_model(recipe: Recipe, folder: Path) -> dict:
+    config = _speculative("draft_model", _student(recipe), recipe.drafting.gamma)
+    return {"speculative_config": config}
+
+
+def _ngram(recipe: Recipe, folder: Path) -> dict:
+    bounds = {"prompt_lookup_min": recipe.eval.lookup_match, "prompt_lookup_max": LONGEST}
+    config = {"method": "ngram", "num_speculative_tokens": recipe.eval.lookup_copy}
+    return {"speculative_config": config | bounds}
+
+
+# -- what ours is ----------------------------------------------------------------------------------
+
+
+def _medusa_chain(setup: Setup) -> MedusaDrafter:
+    heads = setup.trained.medusa
+    tree = StaticTree.chain(heads.config.heads, heads.config.heads)
+    return MedusaDrafter(heads, setup.target, tree, setup.rows)
+
+
+def _first_suffix(setup: Setup) -> MaxGramDrafter:
+    """What vLLM's lookup is: behind the first occurrence of the longest suffix, and no table."""
+    settings = setup.recipe.eval
+    shape = (FirstSuffixes, settings.lookup_copy, settings.lookup_match)
+    return MaxGramDrafter(*shape, rows=setup.rows, device=setup.target.device)
+
+
+MEDUSA_CHAIN = Method("medusa", "Medusa's heads, a chain", _medusa_chain, needs=("medusa",))
+NGRAM = Method("ngram", "vLLM's own prompt lookup", _first_suffix)
+
+
+def _depth(recipe: Recipe) -> int:
+    return recipe.eval.chain_depth
+
+
+ROUTES: dict[str, Route] = {
+    "eagle_chain": Route(METHODS["eagle_chain"], _eagle),
+    "falcon_chain": Route(METHODS["falcon_chain"], _custom("falcon_chain", _depth, "head")),
+    "medusa": Route(MEDUSA_CHAIN, _medusa),
+    "ssd": Route(METHODS["ssd"], _draft_model),
+    "ngram": Route(NGRAM, _ngram),
+    "prompt_lookup": Route(
+        METHODS["prompt_lookup"], _custom("prompt_lookup", lambda r: r.eval.lookup_copy)
+    ),
+    "maxgram": Route(METHODS["maxgram"], _custom("maxgram", lambda r: r.maxgram.n, "table")),
+    "cascade": Route(
+        METHODS["cascade"],
+        _custom("cascade", lambda r: sum(r.cascade.k[0]) + r.maxgram.n, "cascade", "table"),
+    ),
+}
+
+
+def methods_of(recipe: Recipe, names: Sequence[str] = ()) -> list[str]:
+    """The methods to compare: those asked for, else those of the recipe that were trained.
+
+    Raises RecipeError where one has no route, or nothing is left.
+    """
+    for name in names:
+        route(name)
+    own = [
+        name.replace("medusa_tree", "medusa").replace("_tree", "_chain")
+        for name in recipe.eval.methods
+    ]
+    found = list(names) or [n for n in dict.fromkeys(own) if n in ROUTES and ROUTES[n].ours.needs]
+    if not found:
+        raise RecipeError(
+            f"no method of eval.methods was trained and has a route to vLLM; name some with "
+            f"--methods: {', '.join(ROUTES)}"
+        )
+    return found

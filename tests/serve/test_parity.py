@@ -1,0 +1,121 @@
+"""The comparison with an engine: bad input is one message, and figures are what they say."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import ROOT, run_here
+from random_models import VOCAB, random_head, random_target
+
+from specdraft.eval.serve.engine import VLLM, EngineError
+from specdraft.eval.serve.for_vllm import CHAINS, check_options, check_sizes, recipe_of
+from specdraft.eval.serve.parity import Side, first_step, gaps_of
+from specdraft.eval.serve.routes import ROUTES, methods_of
+from specdraft.recipes.errors import RecipeError, TargetError
+from specdraft.recipes.load import load_recipe
+
+TINY = ROOT / "recipes" / "tiny.yaml"
+
+
+def engine_that(folder: Path, version: str, last: str) -> str:
+    """A python that knows a version of vLLM, and dies with these words when it is to run."""
+    path = folder / "python"
+    cases = f'*importlib*) echo {version};; *) echo "{last}" >&2; exit 3;;'
+    path.write_text(f'#!/bin/sh\ncase "$2" in {cases} esac\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def parity(*arguments: str):
+    return run_here("eval/parity.py", "recipes/tiny.yaml", "--engine", "vllm", *arguments)
+
+
+def test_no_engine_at_the_path_is_said_with_how_to_get_one(tmp_path):
+    done = parity("--python", str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert "No such file" in done.stderr
+    assert "pip install vllm" in done.stderr
+    done = parity("--python", engine_that(tmp_path, "", ""))
+    assert done.returncode == 2
+    assert "no vLLM in its environment" in done.stderr
+
+
+def test_a_method_without_a_route_is_refused(tmp_path):
+    done = parity("--python", "python", "--methods", "falcon_tree")
+    assert done.returncode == 2
+    assert "verifies chains; known: eagle_chain, falcon_chain" in done.stderr
+
+
+def test_another_version_is_said_and_an_engine_that_dies_is_heard(tmp_path):
+    python = engine_that(tmp_path, "9.9.9", "out of memory in layer 3")
+    done = parity(
+        "--python", python, "--methods", "ngram", "eval.limit=1", f"output.dir={tmp_path}"
+    )
+    assert done.returncode == 2
+    assert "vLLM 9.9.9: tried with 0.32.0; going on" in done.stderr
+    assert "vLLM 9.9.9 ended with 3" in done.stderr
+    assert "out of memory in layer 3" in done.stderr
+
+
+def test_a_head_without_a_layout_is_refused_before_the_engine_starts(tmp_path):
+    python = engine_that(tmp_path, "0.32.0", "started")
+    engine = VLLM.at(python)
+    with pytest.raises(EngineError, match="started"):
+        engine.run({})
+    with pytest.raises(RecipeError, match=r"no method of eval\.methods"):
+        methods_of(load_recipe(TINY, ["eval.methods=[plain,prompt_lookup]"]))
+
+
+def test_a_recipes_own_methods_are_compared():
+    of = {"tiny": ["falcon_chain"], "tiny_eagle": ["eagle_chain"], "tiny_medusa": ["medusa"]}
+    of |= {"tiny_distill": ["ssd"], "tiny_maxgram": ["maxgram"]}
+    for name, methods in of.items():
+        assert methods_of(load_recipe(TINY.with_name(f"{name}.yaml"), [])) == methods
+
+
+# What a proposer is asked for.
+
+
+@pytest.mark.parametrize("method", CHAINS)
+def test_chains_are_as_long_as_the_engine_verifies(method):
+    recipe = recipe_of(method, 5, {})
+    if CHAINS[method]:
+        section, key = CHAINS[method]
+        assert recipe.to_dict()[section][key] == 5
+    assert method in ROUTES
+
+
+def test_options_that_are_none_are_refused_by_name():
+    with pytest.raises(RecipeError, match="'falcon_tree' is none that drafts chains"):
+        check_options("falcon_tree", {}, {})
+    with pytest.raises(RecipeError, match=r"'haed' is no option.*nearest is head"):
+        check_options("falcon_chain", {}, {"haed": "x"})
+    with pytest.raises(RecipeError, match="settings = 3"):
+        check_options("falcon_chain", 3, {})
+
+
+def test_a_head_of_other_sizes_is_refused_with_both_names():
+    class Served:
+        name, hidden_size, vocab_size = "you/other", 64, 99
+
+    with pytest.raises(TargetError, match=f"random-0.*{VOCAB} tokens.*you/other.*99 tokens"):
+        check_sizes(random_head(random_target()), Served)
+
+
+# Figures.
+
+
+def test_gaps_are_counted_in_standard_errors():
+    ours, theirs = (Side([[1]], [[1]], 100, accepted) for accepted in ([50, 20], [60, 20]))
+    first, second = gaps_of(theirs, ours)
+    assert first["gap"] == pytest.approx(0.1)
+    assert first["errors"] == pytest.approx(0.1 / (0.55 * 0.45 * 2 / 100) ** 0.5)
+    assert second == {"gap": 0.0, "errors": 0.0}
+
+
+def test_the_first_step_that_differs_is_found_with_its_position():
+    ours, theirs = (Side([], steps, 1, []) for steps in ([[1, 3, 2], [4]], [[1, 3, 1], [4]]))
+    found = {"prompt": 0, "step": 2, "position": 4, "ours": 2, "engine": 1}
+    assert first_step(ours, theirs) == found
+    assert first_step(ours, ours) is None
+    assert json.dumps(found)

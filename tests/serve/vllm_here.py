@@ -1,0 +1,10 @@
+"""The tests that need vLLM: `SPECDRAFT_VLLM_PYTHON` names the python of its environment."""
+
+import os
+
+import pytest
+
+PYTHON = os.environ.get("SPECDRAFT_VLLM_PYTHON")
+needs_vllm = pytest.mark.skipif(
+    not PYTHON, reason="SPECDRAFT_VLLM_PYTHON names no python of an environment with vLLM"
+)
