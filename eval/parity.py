@@ -48,12 +48,13 @@ def main() -> None:
     target = Target.of_recipe(recipe.target)
     recipe = replace(recipe, eval=replace(recipe.eval, methods=("plain",)))
     prompts = load_prompts(recipe, target.tokenizer)
-    with cpu_threads(recipe.eval.threads):
-        found = [check(recipe, target, prompts, engine, name) for name in names]
     path = (options.out or Path(recipe.output.dir)) / "parity.json"
-    write_json({"schema": 1, "recipe": recipe.to_dict(), "methods": found}, path)
-    for report in found:
-        print_parity(report, Console(soft_wrap=True, highlight=False))
+    console, found = Console(soft_wrap=True, highlight=False), []
+    for name in names:
+        with cpu_threads(recipe.eval.threads):
+            found.append(check(recipe, target, prompts, engine, name))
+        print_parity(found[-1], console)
+        write_json({"schema": 1, "recipe": recipe.to_dict(), "methods": found}, path)
     print(f"wrote {path}")  # noqa: T201
     sys.exit(0 if all(report["passed"] for report in found) else 1)
 

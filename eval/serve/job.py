@@ -23,6 +23,7 @@ from specdraft.eval.serve.tracing import Trace, note, tracing
 from specdraft.models.falcon import FalconHead
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+COUNTERS += ("num_preemptions", "prefix_cache_hits")
 
 
 def run(job_file: str, folder: str) -> None:
@@ -106,8 +107,9 @@ def add(
 
 
 def counters(llm: Any) -> dict:
-    """The engine's counts of drafts so far."""
-    found = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
+    """The engine's counts so far."""
+    named = {metric.name.removeprefix("vllm:"): metric for metric in llm.get_metrics()}
+    found = {name.removeprefix("spec_decode_"): metric for name, metric in named.items()}
     known = {name: found[name] for name in COUNTERS if name in found}
     return {name: getattr(m, "values", None) or m.value for name, m in known.items()}
 

@@ -19,7 +19,7 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 
 PROPOSER = "specdraft.eval.serve.for_vllm.Proposer"
-LONGEST = 1 << 20  # tokens of a suffix: as long as it gets
+LONGEST = 256  # tokens of a suffix that vLLM looks for: ours has no bound, and hardly needs more
 
 
 @dataclass(frozen=True)

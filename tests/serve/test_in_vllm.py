@@ -69,8 +69,8 @@ def test_64_requests_at_once_twice_over_are_those_of_the_engine_alone(trained, e
     recipe = trained("falcon", "tiny")
     prompts = load_prompts(recipe, target.tokenizer)
     given = ROUTES["falcon_chain"].engine(recipe, Path())
-    crowd = {"max_num_seqs": 64, "enable_prefix_caching": True, "num_gpu_blocks_override": 100}
-    crowd |= {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}
+    crowd = {"max_num_seqs": 64, "enable_prefix_caching": True, "enable_chunked_prefill": True}
+    crowd |= {"max_num_batched_tokens": 256, "block_size": 16, "num_gpu_blocks_override": 200}
     asked = job(recipe, target, prompts, (0.0, 0.0), crowd)
     asked["prompts"] = [ids for n in range(64) for ids in [asked["prompts"][n % len(prompts)]]]
     plain, _ = engine.run(asked)
@@ -79,6 +79,8 @@ def test_64_requests_at_once_twice_over_are_those_of_the_engine_alone(trained, e
     for run, alone in zip(result["runs"], plain["runs"], strict=True):
         assert run["tokens"] == alone["tokens"]
         assert side_of(run).tokens_per_step > 1.2
+        assert run["counts"]["num_preemptions"] > 0
+        assert run["counts"]["prefix_cache_hits"] > 0
     assert result["held"] <= 1  # of the last step
 
 
