@@ -24,6 +24,7 @@ COMMANDS = {
     "costs": ("eval.costs", "what a node, a pass and a row cost on this machine"),
     "fit": ("eval.fit", "the draft that is the fastest for a drafter here"),
     "export": ("eval.export", "write a head as a serving engine reads it"),
+    "parity": ("eval.parity", "does a serving engine draft as we do?"),
     "push": ("models.push", "push a drafter to the Hub, with a card"),
     "paper": ("eval.paper", "the tables of the papers"),
 }

@@ -5,6 +5,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+WIDEST = 400  # columns of a printed table
 REPAIRED = (
     "this vLLM samples at no temperature in particular where it verifies drafts on a CPU without "
     "Triton; it was mended for this comparison: serve greedily there, or with Triton"
@@ -23,6 +24,9 @@ def print_parity(report: dict, console: Console) -> None:
             shares = " ".join(f"{share:.3f}" for share in run["acceptance"][side])
             steps, drafts = f"{run['tokens_per_step'][side]:.3f}", f"{run['drafts'][side]:g}"
             table.add_row(f"{run['temperature']:g}", side, steps, drafts, shares)
+    # A column that does not fit would be cut: on a narrow terminal, lines wrap instead.
+    needed = console.measure(table, options=console.options.update_width(WIDEST))
+    console.width = max(console.width, needed.maximum)
     console.print(table)
     if report["repaired"]:
         console.print(Text(REPAIRED, "yellow"))
