@@ -196,7 +196,8 @@ class Proposer:
             )
         if self.config.parallel_config.world_size > 1:
             raise TargetError(
-                f"{served.name}: served by one process only, for a drafter with a head"
+                f"{served.name}: the features of a model in several processes are not shown; serve "
+                "it from one, or draft without a head"
             )
 
 

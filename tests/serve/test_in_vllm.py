@@ -70,7 +70,7 @@ def test_64_requests_at_once_twice_over_are_those_of_the_engine_alone(trained, e
     prompts = load_prompts(recipe, target.tokenizer)
     given = ROUTES["falcon_chain"].engine(recipe, Path())
     crowd = {"max_num_seqs": 64, "enable_prefix_caching": True, "enable_chunked_prefill": True}
-    crowd |= {"max_num_batched_tokens": 256, "block_size": 32, "num_gpu_blocks_override": 100}
+    crowd |= {"max_num_batched_tokens": 256, "block_size": 32, "num_gpu_blocks_override": 30}
     asked = job(recipe, target, prompts, (0.0, 0.0), crowd)
     asked["prompts"] = [ids for n in range(64) for ids in [asked["prompts"][n % len(prompts)]]]
     plain, _ = engine.run(asked)

@@ -1,0 +1,118 @@
+"""vLLM's side of the proposer without vLLM: called as it calls, on a model with its methods."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from decoding import plain_tokens
+from random_models import random_head
+from served_engine import SmallEngine
+from torch import nn
+
+from specdraft.eval.serve.for_vllm import Proposer, Seen
+from specdraft.eval.serve.rows import RowStep
+from specdraft.models.target import Target
+from specdraft.models.target_files import bundled_target_dir
+from specdraft.recipes.errors import TargetError
+
+LENGTH = 10
+
+
+class Model(nn.Module):
+    """A target by the names of vLLM's models."""
+
+    def __init__(self, target: Target):
+        super().__init__()
+        self.lm_head = target.lm_head
+        self.embed_input_ids, self.compute_logits = target.embed, target.logits
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.load("tiny")
+
+
+def config_of(target: Target, options: dict, **changes) -> SimpleNamespace:
+    sizes = {"get_vocab_size": lambda: target.vocab_size}
+    sizes |= {"get_hidden_size": lambda: target.hidden_size}
+    served = {"model": str(bundled_target_dir()), "revision": None, "dtype": torch.float32}
+    parts = {
+        "model_config": SimpleNamespace(**served, **sizes, max_model_len=64),
+        "speculative_config": SimpleNamespace(num_speculative_tokens=5),
+        "scheduler_config": SimpleNamespace(max_num_seqs=3),
+        "compilation_config": SimpleNamespace(cudagraph_mode=None),
+        "parallel_config": SimpleNamespace(world_size=1),
+        "additional_config": {"specdraft": options},
+    }
+    return SimpleNamespace(**parts | changes)
+
+
+class Calls:
+    """Turns the steps of a small engine into vLLM's calls; keeps them."""
+
+    def __init__(self, proposer: Proposer):
+        self.proposer, self.made = proposer, []
+
+    def __len__(self) -> int:
+        return len(self.proposer.rows)
+
+    def step(self, rows: list[RowStep]) -> list[list[int]]:
+        counts = [len(row.tokens) for row in rows]
+        table = np.full((len(rows) + 2, 64), -1, dtype=np.int32)
+        for number, row in enumerate(rows):
+            table[number, : counts[number]] = row.tokens
+        noise = torch.ones(2, rows[0].features.shape[1])  # of drafts that were rejected
+        parts = [torch.cat((r.features, noise)) if r.sampled else r.features for r in rows]
+        places = [
+            torch.arange(row.start, row.start + len(p)) for row, p in zip(rows, parts, strict=True)
+        ]
+        starts = torch.tensor([0, *map(len, parts)]).cumsum(0)
+        self.proposer.seen = Seen(torch.cat(parts), torch.cat(places), starts)
+        fresh = [row.known[row.start + len(row.features) :].tolist() for row in rows]
+        sampled = [own if row.sampled else [] for own, row in zip(fresh, rows, strict=True)]
+        self.made.append(counts)
+        numbers = np.array([*counts, 0, 0])
+        return self.proposer.propose(sampled, numbers, table)
+
+
+@pytest.mark.parametrize("method", ["falcon_chain", "prompt_lookup"])
+def test_outputs_are_plain_decodings_and_drafts_no_longer_than_asked_for(target, method, tmp_path):
+    options = {"method": method}
+    if method == "falcon_chain":
+        kind = {"block_size": 3, "fusion": "linear", "reads": "both", "coupling": "recurrent"}
+        random_head(target, **kind).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        options["head"] = str(tmp_path)
+        assert config["block_size"] == 3
+    proposer = Proposer(config_of(target, options))
+    proposer.load_model(Model(target))
+    engine = SmallEngine(target, Calls(proposer), chunk=6, batch=4, seed=2)
+    prompts = [list(range(n, n + 12)) * 2 for n in (5, 40, 70, 90)]
+    found = engine.run(prompts, LENGTH)
+    for number, tokens in found.items():
+        assert tokens == prompts[number] + plain_tokens(target, prompts[number], LENGTH)
+    assert max(map(len, engine.rows.made)) == 4  # one more than there are slots
+
+
+def test_what_the_hook_cannot_see_is_refused_while_the_engine_loads(target, tmp_path):
+    random_head(target).save_pretrained(tmp_path)
+    options = {"head": str(tmp_path)}
+    graphs = SimpleNamespace(name="FULL", has_full_cudagraphs=lambda: True)
+    refused = {
+        "PIECEWISE": {"compilation_config": SimpleNamespace(cudagraph_mode=graphs)},
+        "several processes": {"parallel_config": SimpleNamespace(world_size=2)},
+    }
+    for words, changes in refused.items():
+        with pytest.raises(TargetError, match=words):
+            Proposer(config_of(target, options, **changes)).load_model(Model(target))
+
+
+def test_a_head_of_another_target_is_refused_with_both_names(target, tmp_path):
+    identity = target.identity() | {"name": "you/other", "weights": "ab" * 32}
+    head = random_head(target)
+    object.__setattr__(head.config, "target", identity)
+    head.save_pretrained(tmp_path)
+    with pytest.raises(TargetError, match=r"trained for you/other .* not for .*tiny"):
+        Proposer(config_of(target, {"head": str(tmp_path)})).load_model(Model(target))
