@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from specdraft.eval.serve.tracing import Trace, note, tracing
 from specdraft.models.falcon import FalconHead
 
-COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
-COUNTERS += ("num_preemptions", "prefix_cache_hits")
+COUNTERS = ("num_drafts", "num_accepted_tokens_per_pos", "num_preemptions", "prefix_cache_hits")
 
 
 def run(job_file: str, folder: str) -> None:
