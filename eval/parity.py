@@ -14,8 +14,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.measure.environment import cpu_threads
@@ -26,8 +24,9 @@ from specdraft.eval.serve.routes import methods_of
 from specdraft.eval.serve.show import print_parity
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import comma_separated, recipe_parser
-from specdraft.recipes.errors import entry, say
+from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
+from specdraft.recipes.terminal import Screen, say, tell
 
 
 @entry
@@ -49,13 +48,13 @@ def main() -> None:
     recipe = replace(recipe, eval=replace(recipe.eval, methods=("plain",)))
     prompts = load_prompts(recipe, target.tokenizer)
     path = (options.out or Path(recipe.output.dir)) / "parity.json"
-    console, found = Console(soft_wrap=True, highlight=False), []
+    console, found = Screen(soft_wrap=True, highlight=False), []
     for name in names:
         with cpu_threads(recipe.eval.threads):
             found.append(check(recipe, target, prompts, engine, name))
         print_parity(found[-1], console)
         write_json({"schema": 1, "recipe": recipe.to_dict(), "methods": found}, path)
-    print(f"wrote {path}")  # noqa: T201
+    tell(f"wrote {path}")
     sys.exit(0 if all(report["passed"] for report in found) else 1)
 
 
