@@ -54,9 +54,11 @@ def load_head(
     if "architectures" not in config:
         return load_falcon(folder, target.identity())
     try:
-        return _published(folder, config, target).eval()
+        head = _published(folder, config, target).eval()
     except (HeadError, ValueError, TypeError) as error:  # of a value that is no such thing
         raise HeadError(f"the head at {folder} cannot be read: {in_a_line(error)}") from error
+    head.folder = folder
+    return head
 
 
 def _config(folder: Path) -> dict[str, Any]:
