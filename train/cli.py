@@ -5,8 +5,8 @@ Over several processes the scripts themselves are launched:
 `accelerate launch -m specdraft.train.falcon RECIPE`.
 """
 
-import runpy
 import sys
+from importlib import import_module
 from importlib.metadata import version
 
 from specdraft.eval.drafters.registry import find, problems
@@ -47,7 +47,7 @@ def main() -> None:
     else:
         for module in trainers(arguments) if name == "train" else [COMMANDS[name][0]]:
             sys.argv = [f"specdraft {name}", *arguments]
-            runpy.run_module(f"specdraft.{module}", run_name="__main__")
+            import_module(f"specdraft.{module}").main()
 
 
 def usage() -> str:

@@ -2,7 +2,7 @@
 
 Lossless decoding brings the tokens of plain decoding whatever is drafted, so where a step begins is
 known from where the one before ended; greedily, a tree's tokens depend on that place alone. With
-the rank of each true token (eval/drafters/tree_growth.py) all steps of a tree are known without a
+the rank of each true token (eval/costing/tree_growth.py) all steps of a tree are known without a
 forward: no share is taken for independent of the one before it, an answer ends where it ends, and
 rows of a batch end one after the other.
 
@@ -16,8 +16,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from specdraft.data.prompts import Prompt
+from specdraft.eval.costing.tree_growth import Texts
 from specdraft.eval.drafters.static import Path
-from specdraft.eval.drafters.tree_growth import Texts
 from specdraft.eval.engine.cost import CostModel
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request

@@ -1,7 +1,7 @@
 """Which static tree buys the most tokens for the milliseconds of this machine.
 
 With the shares of ranks by depth the best tree of N nodes to some depth is known
-(eval/drafters/tree_growth.py); what its steps bring is replayed (eval/costing/replay.py), and what
+(eval/costing/tree_growth.py); what its steps bring is replayed (eval/costing/replay.py), and what
 they take is the sum of their parts (eval/engine/cost.py). A deeper tree needs more passes of a
 head, a larger one a longer forward: every depth is tried with every number of nodes.
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from specdraft.eval.costing.drafts import shape_of
 from specdraft.eval.costing.replay import Load, Ranks
+from specdraft.eval.costing.tree_growth import best_paths
 from specdraft.eval.drafters.static import Path, StaticTree
-from specdraft.eval.drafters.tree_growth import best_paths
 from specdraft.eval.engine.cost import CostModel
 
 LARGEST = 64  # nodes tried

@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from specdraft.eval.costing.replay import Ranks
-from specdraft.eval.drafters.registry import tree_method
+from specdraft.eval.costing.tree_growth import Texts, medusa_rank_traces, rank_traces, shares_of
+from specdraft.eval.drafters.setup import tree_method
 from specdraft.eval.drafters.trained import KINDS, Trained
-from specdraft.eval.drafters.tree_growth import Texts, medusa_rank_traces, rank_traces, shares_of
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.medusa import MedusaHeads

@@ -21,59 +21,32 @@ from specdraft.eval.drafters.beam import StochasticBeam
 from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.cascade import CascadeDrafter
-from specdraft.eval.drafters.dynamic import DynamicFalcon
-from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.gsd import GSD
 from specdraft.eval.drafters.level import TSD
 from specdraft.eval.drafters.lm import SSD
-from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter, PromptLookup
-from specdraft.eval.drafters.medusa import MedusaDrafter
-from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.maxgram import PromptLookup
+from specdraft.eval.drafters.setup import (
+    Setup,
+    make_dynamic,
+    make_head,
+    make_maxgram,
+    make_medusa,
+    measured_costs,
+    tree_file,
+)
 from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.drafters.trained import KINDS, Sections, Trained
-from specdraft.eval.engine.cost import CostModel, load_costs
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.padded import PADDINGS
-from specdraft.models.eagle3 import Eagle3Config
-from specdraft.models.falcon import FalconConfig
 from specdraft.models.target import Target
-from specdraft.models.target_files import hash_weights
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import MOST_LINES, nearest, shown
-from specdraft.recipes.fitted_tree import fitted_tree
-from specdraft.recipes.schema import DraftingSection, EvalSection, Recipe
+from specdraft.recipes.schema import EvalSection, Recipe
 from specdraft.recipes.static_trees import AUTO, load_tree_paths
 
 WAYS = (*PADDINGS, "dynamic")
 ALIASES = {"padded": "prompt_lookup:padded"}
 Space = Mapping[str, tuple]  # values by recipe path: section.key, or section.key.row.column
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a drafter is made for: whose tokens it drafts, with what, for how many rows."""
-
-    recipe: Recipe
-    target: Target
-    trained: Trained
-    rows: int
-    capacity: int  # tokens of a row: its prompt and its answer
-
-    @property
-    def drafting(self) -> DraftingSection:
-        return self.recipe.drafting
-
-    @property
-    def student(self) -> tuple[Target, int, int]:
-        """What every drafter around a student takes first: it, rows and capacity."""
-        return self.trained.student, self.rows, self.capacity
-
-    @property
-    def pruned(self) -> dict:
-        """What the recipe says of trees that are pruned, as TSD and GSD take it."""
-        own, keys = self.drafting, ("depth", "out_degree", "theta_prob", "theta_sib")
-        drop = {"drop_siblings": own.sibling_pruning == "drop", "nodes": own.max_nodes}
-        return {key: getattr(own, key) for key in keys} | drop
 
 
 @dataclass(frozen=True)
@@ -107,81 +80,7 @@ class Method:
                 raise RecipeError(f"method {self.name} needs {KINDS[need].remedy}")
 
 
-# -- what takes more than a line of a row ----------------------------------------------------------
-
-
-def tree_method(config: FalconConfig | Eagle3Config) -> str:
-    """The method of a head of this config that drafts trees."""
-    if config.fusion == "layers":
-        return "eagle3_tree"
-    return "eagle_tree" if config.is_eagle else "falcon_tree"
-
-
-def _head(setup: Setup, tree: bool = False, only: str | None = None) -> FalconDrafter:
-    """A head's chain or static tree. RecipeError for the method `only` with another's head."""
-    config, settings = setup.trained.head.config, setup.recipe.eval
-    _check_head(only, config)
-    plan = StaticTree.chain(settings.chain_depth, config.block_size)
-    if tree:
-        file = tree_file(setup.recipe, setup.trained)
-        plan = StaticTree.of_file(file, config.block_size)
-    return FalconDrafter(setup.trained.head, setup.target, plan, setup.rows, setup.capacity)
-
-
-def _check_head(only: str | None, config: FalconConfig | Eagle3Config) -> None:
-    own = tree_method(config)
-    if only and only.partition("_")[0] != own.partition("_")[0]:
-        wanted = "EAGLE-1 head (k = 1, linear)"
-        if only.startswith("eagle3"):
-            wanted = "EAGLE-3 head (fusion layers)"
-        raise RecipeError(
-            f"method {only} needs an {wanted}; this one has k = {config.block_size}, "
-            f"{config.fusion}: measure {own}, or train one: {METHODS[only].trainer}"
-        )
-
-
-def _dynamic(setup: Setup, only: str | None = None) -> DynamicFalcon:
-    """A head's drafts by what they are worth. RecipeError for the method `only` with another's."""
-    head = setup.trained.head
-    _check_head(only, head.config)
-    return DynamicFalcon(head, setup.target, _costs(setup), setup.rows, setup.capacity)
-
-
-def _costs(setup: Setup) -> CostModel | None:
-    """What eval/costs.py has measured for the run, if it has."""
-    path = Path(setup.recipe.output.dir) / "costs.json"
-    return load_costs(path, setup.target) if path.is_file() else None
-
-
-def _medusa(setup: Setup, tree: bool = False) -> MedusaDrafter:
-    """Medusa heads' chain or static tree."""
-    depth = min(setup.recipe.eval.chain_depth, setup.trained.medusa.config.heads)
-    plan = StaticTree.chain(depth, depth)
-    if tree:
-        paths = tree_paths(setup)
-        plan = StaticTree(paths, max(map(len, paths)))
-    return MedusaDrafter(setup.trained.medusa, setup.target, plan, setup.rows)
-
-
-def tree_paths(setup: Setup) -> list[tuple[int, ...]]:
-    """The nodes of the static tree that a head drafts."""
-    return load_tree_paths(tree_file(setup.recipe, setup.trained))
-
-
-def tree_file(recipe: Recipe, trained: Trained) -> str | None:
-    """The name or the place of the static tree that a recipe's head drafts: the recipe's, or the
-    one beside the weights; None where there are no weights either. Raises RecipeError for weights
-    without a tree, or with that of others."""
-    part = trained.head or trained.medusa
-    if recipe.eval.tree != AUTO or part is None:
-        return None if recipe.eval.tree == AUTO else recipe.eval.tree
-    return str(fitted_tree(part.folder, hash_weights(part)))
-
-
-def _maxgram(setup: Setup) -> MaxGramDrafter:
-    section, bigrams = setup.recipe.maxgram, setup.trained.table.next_id.tolist()
-    shape = (CONTINUATIONS[section.continuation], section.n, section.min_match, section.branches)
-    return MaxGramDrafter(*shape, bigrams, setup.rows, setup.target.device)
+# -- what is searched -----------------------------------------------------------------------------
 
 
 def cascade_space(recipe: Recipe) -> Space:
@@ -229,11 +128,11 @@ ROWS = (
     Method("prompt_lookup", "copies what followed the last tokens before",
            lambda s: PromptLookup(s.recipe.eval.lookup_match, s.recipe.eval.lookup_copy, s.rows,
                                   s.target.device), tuned=LOOKUP_SPACE),
-    Method("falcon_chain", "Falcon's head, a chain", _head, **FALCON),
-    Method("falcon_tree", "Falcon's head, a static tree", partial(_head, tree=True), **FALCON,
+    Method("falcon_chain", "Falcon's head, a chain", make_head, **FALCON),
+    Method("falcon_tree", "Falcon's head, a static tree", partial(make_head, tree=True), **FALCON,
            drafts_tree=True),
-    Method("falcon_dynamic", "Falcon's head, as much as is worth it", _dynamic, **FALCON),
-    Method("maxgram", "copies behind the longest suffix, then bigrams", _maxgram, **TABLE,
+    Method("falcon_dynamic", "Falcon's head, as much as is worth it", make_dynamic, **FALCON),
+    Method("maxgram", "copies behind the longest suffix, then bigrams", make_maxgram, **TABLE,
            tuned=MAXGRAM_SPACE),
     Method("ssd", "a draft LM, a chain",
            lambda s: SSD(*s.student, s.drafting.gamma, s.drafting.theta_prob),
@@ -243,7 +142,8 @@ ROWS = (
            lambda s: GSD(*s.student, s.drafting.tau, s.drafting.max_copies, **s.pruned),
            **STUDENT, tuned=GSD_SPACE),
     Method("ssd_dynamic", "a draft LM, as much as is worth it",
-           lambda s: BestFirst(*s.student, _costs(s), s.drafting.depth, s.drafting.out_degree),
+           lambda s: BestFirst(*s.student, measured_costs(s), s.drafting.depth,
+                               s.drafting.out_degree),
            **STUDENT),
     Method("rsd_c", "a draft LM, siblings without replacement (RSD-C)",
            lambda s: Branching(*s.student, s.drafting.branching), **STUDENT, rule="recursive"),
@@ -260,24 +160,25 @@ ROWS = (
     Method("hf_assisted", "transformers' assisted generation", **STUDENT,
            generate=lambda s: {"student": s.trained.student, "gamma": s.drafting.gamma}),
     Method("cascade", "draft LMs above Max-Gram (CS Drafting)",
-           lambda s: CascadeDrafter(s.trained.cascade, _maxgram(s), s.recipe.cascade.k,
+           lambda s: CascadeDrafter(s.trained.cascade, make_maxgram(s), s.recipe.cascade.k,
                                     s.recipe.cascade.leniency, s.rows, s.capacity),
            **CASCADE, tuned=cascade_space),
     Method("falcon_maxgram", "Falcon's tree, then Max-Gram",
-           lambda s: MaxGramTail(_head(s, tree=True), _maxgram(s), s.recipe.maxgram.n,
+           lambda s: MaxGramTail(make_head(s, tree=True), make_maxgram(s), s.recipe.maxgram.n,
                                  s.recipe.maxgram.branches), **BOTH, drafts_tree=True),
-    Method("eagle_chain", "EAGLE-1's head, a chain", partial(_head, only="eagle_chain"), **EAGLE),
+    Method("eagle_chain", "EAGLE-1's head, a chain", partial(make_head, only="eagle_chain"),
+           **EAGLE),
     Method("eagle_tree", "EAGLE-1's head, a static tree",
-           partial(_head, tree=True, only="eagle_tree"), **EAGLE, drafts_tree=True),
-    Method("eagle3_chain", "EAGLE-3's head, a chain", partial(_head, only="eagle3_chain"),
+           partial(make_head, tree=True, only="eagle_tree"), **EAGLE, drafts_tree=True),
+    Method("eagle3_chain", "EAGLE-3's head, a chain", partial(make_head, only="eagle3_chain"),
            **EAGLE3),
     Method("eagle3_tree", "EAGLE-3's head, a static tree",
-           partial(_head, tree=True, only="eagle3_tree"), **EAGLE3, drafts_tree=True),
+           partial(make_head, tree=True, only="eagle3_tree"), **EAGLE3, drafts_tree=True),
     Method("eagle_dynamic", "EAGLE-1's head, as much as is worth it",
-           partial(_dynamic, only="eagle_dynamic"), **EAGLE),
-    Method("medusa_chain", "Medusa's heads, a chain", _medusa, **MEDUSA),
-    Method("medusa_tree", "Medusa's heads, a static tree", partial(_medusa, tree=True), **MEDUSA,
-           drafts_tree=True),
+           partial(make_dynamic, only="eagle_dynamic"), **EAGLE),
+    Method("medusa_chain", "Medusa's heads, a chain", make_medusa, **MEDUSA),
+    Method("medusa_tree", "Medusa's heads, a static tree", partial(make_medusa, tree=True),
+           **MEDUSA, drafts_tree=True),
 )
 # fmt: on
 METHODS: dict[str, Method] = {row.name: row for row in ROWS}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from specdraft.data.atomic import write_atomic
 from specdraft.data.prompts import Prompt
-from specdraft.eval.drafters.registry import featured, find, tree_file
+from specdraft.eval.drafters.registry import featured, find
+from specdraft.eval.drafters.setup import tree_file
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.cost import load_costs
 from specdraft.eval.measure.environment import cpu_threads, environment

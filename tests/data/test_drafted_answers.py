@@ -57,7 +57,13 @@ def recipe(out, drafter="plain", **data):
     own = {"samples": 3, "temperature": 0.8, "max_new_tokens": 12, "batch_rows": 4, "limit": 5}
     data = {"sources": ["tiny"], "max_length": 96, "answers": "target", **own, **data}
     data |= {"drafter": drafter, "cache_dir": str(out / drafter)}
-    tree = {"name": "x", "data": data, "train": {"steps": 1}, "output": {"dir": str(out / "none")}}
+    tree = {
+        "name": "x",
+        "data": data,
+        "train": {"steps": 1},
+        "eval": {"tree": "tiny_k2"},
+        "output": {"dir": str(out / "none")},
+    }
     return from_dict(tree, problems)
 
 

@@ -281,5 +281,5 @@ def test_a_run_keeps_one_target_and_no_features(tmp_path, monkeypatch):
     doctor = run_here("eval/doctor.py", *command, "--prompts", "1")
     assert doctor.returncode == 0, doctor.stdout
     assert "data.features=online: the target computes features in training" in doctor.stdout
-    assert "0 fail, 5 skipped" in doctor.stdout
+    assert "0 fail, 6 skipped" in doctor.stdout
     assert not list((tmp_path / "cache").glob("features-*"))

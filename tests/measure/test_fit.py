@@ -17,6 +17,7 @@ from specdraft.eval.costing.fitting import is_fitted
 from specdraft.eval.costing.rehearsal import rehearse
 from specdraft.eval.costing.replay import Load, Ranks
 from specdraft.eval.costing.search import Candidate, candidates, finalists
+from specdraft.eval.costing.tree_growth import medusa_rank_traces, rank_traces, shares_of
 from specdraft.eval.custom_generate import falcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.gsd import GSD
@@ -24,7 +25,6 @@ from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.tree_growth import medusa_rank_traces, rank_traces, shares_of
 from specdraft.eval.engine.cost import CostModel, Curve, draft_terms, loop_terms, verify_terms
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request

@@ -28,7 +28,7 @@ from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import load_recipe
 
 SMALL = ["eval.limit=6", "eval.max_new_tokens=8", "eval.repeats=2", "train.threads=1"]
-SMALL += ["eval.tree=tiny_coupled_k3"]
+SMALL += ["eval.tree=tiny_k2"]
 BENCH = ["eval/bench.py", "recipes/tiny.yaml", "--methods", "plain,generate,prompt_lookup"]
 BENCH += ["--batch-sizes", "1,2", *SMALL, "eval.limit=4", "eval.max_new_tokens=5"]
 TURNS = 2 * (4 + 2)  # repeats of the batches of one row and of two

@@ -82,7 +82,7 @@ def report():
     head = FalconHead(FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape))
     for size in (1, 2):
         limits = ["eval.limit=3", "eval.max_new_tokens=12", "eval.repeats=2", "train.threads=1"]
-        limits += ["eval.tree=tiny_coupled_k3"]
+        limits += ["eval.tree=tiny_k2"]
         recipe = load_recipe("recipes/tiny.yaml", [*limits, f"eval.batch_size={size}"])
         prompts = load_prompts(recipe, tiny.tokenizer)
         methods = ["plain", "generate", "prompt_lookup", "falcon_tree"]

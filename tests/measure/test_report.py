@@ -12,10 +12,10 @@ from random_models import random_target
 from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
+from specdraft.eval.costing.tree_growth import best_paths, probability
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.registry import METHODS
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.drafters.tree_growth import best_paths, probability
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.timing import Timing
@@ -159,7 +159,7 @@ MEASURED = [name for name in METHODS if not name.startswith(("eagle", "medusa"))
 def report(tiny):
     """Every method on real prompts, with an untrained head and a table that says one thing."""
     overrides = ["eval.limit=3", "eval.max_new_tokens=14", "train.threads=1"]
-    overrides += ["eval.tree=tiny_coupled_k3"]
+    overrides += ["eval.tree=tiny_k2"]
     recipe = load_recipe("recipes/tiny.yaml", overrides)
     torch.manual_seed(0)
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}

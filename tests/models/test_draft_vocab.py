@@ -12,9 +12,9 @@ from random_models import VOCAB, random_head, random_target
 from test_rules_in_decoder import WARP, check_law
 
 from specdraft.data.store.tokens import frequent_tokens
+from specdraft.eval.costing.tree_growth import WIDTH, best_paths, rank_traces, shares_of
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.tree_growth import WIDTH, best_paths, rank_traces, shares_of
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request

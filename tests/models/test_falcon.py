@@ -405,7 +405,8 @@ def test_a_saved_head_is_the_same_head(target, tmp_path):
     ahead, features = pairs(2, 6)
     blocks = block_index(6, 2, 2).expand(2, -1)
     assert torch.equal(again(ahead, features, blocks), head(ahead, features, blocks))
-    assert {"config.json", "model.safetensors", "README.md"} == {p.name for p in tmp_path.iterdir()}
+    expected = {"config.json", "model.safetensors", "README.md", "SHA256SUMS"}
+    assert expected == {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_head_knows_its_target(target):

@@ -23,11 +23,11 @@ from specdraft.data.store.storage import decode as read_back
 from specdraft.data.store.tokens import build_tokens
 from specdraft.eval.checkup.caches import check_caches
 from specdraft.eval.checkup.drafters import check_shape
+from specdraft.eval.costing.tree_growth import rank_traces, shares_of
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.tail import MaxGramTail
-from specdraft.eval.drafters.tree_growth import rank_traces, shares_of
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.generation.answers import build_caches
@@ -245,6 +245,7 @@ def test_a_saved_head_keeps_them_and_one_of_before_has_none(target, tmp_path):
     config = json.loads(path.read_text())
     del config["feature_layers"]
     path.write_text(json.dumps(config))
+    (tmp_path / "old" / "SHA256SUMS").unlink()
     assert FalconHead.from_pretrained(tmp_path / "old").config == random_head(target).config
 
 

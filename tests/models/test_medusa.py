@@ -14,12 +14,12 @@ from test_distill import ToyTexts
 from test_loop import assert_close, log_lines
 from test_rules_in_decoder import CHAIN, check_law
 
+from specdraft.eval.costing.tree_growth import WIDTH, medusa_rank_traces, shares_of
 from specdraft.eval.custom_generate import Speculative, medusa
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.drafters.tree_growth import WIDTH, medusa_rank_traces, shares_of
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request

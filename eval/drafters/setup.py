@@ -1,0 +1,122 @@
+"""What drafters are made from: a recipe's settings, and what was trained.
+
+A row of eval/drafters/registry.py says in a line how its drafter is made; what takes more is here.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdraft.eval.drafters.dynamic import DynamicFalcon
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
+from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.engine.cost import CostModel, load_costs
+from specdraft.models.eagle3 import Eagle3Config
+from specdraft.models.falcon import FalconConfig
+from specdraft.models.target import Target
+from specdraft.models.target_files import hash_weights
+from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.fitted_tree import fitted_tree
+from specdraft.recipes.schema import DraftingSection, Recipe
+from specdraft.recipes.static_trees import AUTO, load_tree_paths
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a drafter is made for: whose tokens it drafts, with what, for how many rows."""
+
+    recipe: Recipe
+    target: Target
+    trained: Trained
+    rows: int
+    capacity: int  # tokens of a row: its prompt and its answer
+
+    @property
+    def drafting(self) -> DraftingSection:
+        return self.recipe.drafting
+
+    @property
+    def student(self) -> tuple[Target, int, int]:
+        """What every drafter around a student takes first: it, rows and capacity."""
+        return self.trained.student, self.rows, self.capacity
+
+    @property
+    def pruned(self) -> dict:
+        """What the recipe says of trees that are pruned, as TSD and GSD take it."""
+        own, keys = self.drafting, ("depth", "out_degree", "theta_prob", "theta_sib")
+        drop = {"drop_siblings": own.sibling_pruning == "drop", "nodes": own.max_nodes}
+        return {key: getattr(own, key) for key in keys} | drop
+
+
+def tree_method(config: FalconConfig | Eagle3Config) -> str:
+    """The method of a head of this config that drafts trees."""
+    if config.fusion == "layers":
+        return "eagle3_tree"
+    return "eagle_tree" if config.is_eagle else "falcon_tree"
+
+
+def make_head(setup: Setup, tree: bool = False, only: str | None = None) -> FalconDrafter:
+    """A head's chain or static tree. RecipeError for the method `only` with another's head."""
+    config, settings = setup.trained.head.config, setup.recipe.eval
+    _check_head(only, config)
+    plan = StaticTree.chain(settings.chain_depth, config.block_size)
+    if tree:
+        file = tree_file(setup.recipe, setup.trained)
+        plan = StaticTree.of_file(file, config.block_size)
+    return FalconDrafter(setup.trained.head, setup.target, plan, setup.rows, setup.capacity)
+
+
+def _check_head(only: str | None, config: FalconConfig | Eagle3Config) -> None:
+    own = tree_method(config)
+    if only and (wanted := only.partition("_")[0]) != own.partition("_")[0]:
+        form = "3 head (fusion layers)" if wanted == "eagle3" else "1 head (k = 1, linear)"
+        raise RecipeError(
+            f"method {only} needs an EAGLE-{form}; this one has k = {config.block_size}, "
+            f"{config.fusion}: measure {own}, or train one: train/{wanted}.py"
+        )
+
+
+def make_dynamic(setup: Setup, only: str | None = None) -> DynamicFalcon:
+    """A head's drafts by what they are worth. RecipeError for the method `only` with another's."""
+    head = setup.trained.head
+    _check_head(only, head.config)
+    return DynamicFalcon(head, setup.target, measured_costs(setup), setup.rows, setup.capacity)
+
+
+def measured_costs(setup: Setup) -> CostModel | None:
+    """What eval/costs.py has measured for the run, if it has."""
+    path = Path(setup.recipe.output.dir) / "costs.json"
+    return load_costs(path, setup.target) if path.is_file() else None
+
+
+def make_medusa(setup: Setup, tree: bool = False) -> MedusaDrafter:
+    """Medusa heads' chain or static tree."""
+    depth = min(setup.recipe.eval.chain_depth, setup.trained.medusa.config.heads)
+    plan = StaticTree.chain(depth, depth)
+    if tree:
+        paths = tree_paths(setup)
+        plan = StaticTree(paths, max(map(len, paths)))
+    return MedusaDrafter(setup.trained.medusa, setup.target, plan, setup.rows)
+
+
+def tree_paths(setup: Setup) -> list[tuple[int, ...]]:
+    """The nodes of the static tree that a head drafts."""
+    return load_tree_paths(tree_file(setup.recipe, setup.trained))
+
+
+def tree_file(recipe: Recipe, trained: Trained) -> str | None:
+    """The name or the place of the static tree that a recipe's head drafts: the recipe's, or the
+    one beside the weights; None where there are no weights either. Raises RecipeError for weights
+    without a tree, or with that of others."""
+    part = trained.head or trained.medusa
+    if recipe.eval.tree != AUTO or part is None:
+        return None if recipe.eval.tree == AUTO else recipe.eval.tree
+    return str(fitted_tree(part.folder, hash_weights(part)))
+
+
+def make_maxgram(setup: Setup) -> MaxGramDrafter:
+    section, bigrams = setup.recipe.maxgram, setup.trained.table.next_id.tolist()
+    shape = (CONTINUATIONS[section.continuation], section.n, section.min_match, section.branches)
+    return MaxGramDrafter(*shape, bigrams, setup.rows, setup.target.device)
