@@ -92,7 +92,7 @@ def model_card(
     parts = [
         f"---\n{yaml.safe_dump(metadata(recipe, card), sort_keys=False)}---",
         f"# {recipe.hub.repo_id}",
-        f"A {card.noun} that drafts for **{recipe.target.model}** in speculative decoding: the "
+        f"{called(card, config)} that drafts for **{recipe.target.model}** in speculative decoding: the "
         "target checks every drafted token, so its output stays what it would have been alone. "
         "Trained and measured with specdraft; `recipe.yaml` makes it again.",
         facts(recipe, card, config, fit),
@@ -139,6 +139,16 @@ def facts(recipe: Recipe, card: Card, config: dict, fit: Fit | None) -> str:
         or "none was chosen (`hub.license`); that of the target may bind what is made from it",
     }  # fmt: skip
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())])
+
+
+def called(card: Card, config: dict) -> str:
+    """Return what a drafter is, by its own config: an EAGLE head is a head, too."""
+    if card.folder != "head":
+        return f"A {card.noun}"
+    if config.get("architecture") == "eagle3":
+        return "An EAGLE-3 head"
+    eagle = config["block_size"] == 1 and config["fusion"] in ("linear", "biased")
+    return "An EAGLE-1 head" if eagle else f"A {card.noun}"
 
 
 def head_facts(config: dict) -> str:

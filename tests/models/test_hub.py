@@ -18,7 +18,7 @@ from local_hub import DROP, LocalHub
 from random_models import random_eagle3
 
 from specdraft.eval.drafters.trained import CARDS
-from specdraft.models.card import PICTURE, head_facts
+from specdraft.models.card import PICTURE, called, head_facts
 from specdraft.models.curve import curve
 from specdraft.models.hub import fetch, is_hub_id
 from specdraft.models.publish import contents, portable
@@ -278,8 +278,16 @@ def test_what_would_be_pushed_is_shown_before_it_is(hub, runs, push):
         (runs / "head" / "head" / "notes.txt").unlink()
 
 
+def test_a_card_calls_a_head_what_its_config_makes_it():
+    one, two = {"block_size": 1, "fusion": "linear"}, {"block_size": 2, "fusion": "linear"}
+    assert called(CARDS["head"], one) == "An EAGLE-1 head"
+    assert called(CARDS["head"], two) == "A Falcon head"
+    assert called(CARDS["medusa"], {}) == "A set of Medusa heads"
+
+
 def test_a_card_says_that_a_head_is_eagle_3s():
     config = {"architecture": "eagle3", "feature_layers": [2, 6, 9], "vocab_size": 2048}
+    assert called(CARDS["head"], config) == "An EAGLE-3 head"
     assert head_facts(config).startswith("1 token a pass; fusion of layers (EAGLE-3); reads lay")
 
 

@@ -136,7 +136,7 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["train.epochs=2"], "train.steps = 2200 and train.epochs = 2: set exactly one"),
+        (["train.epochs=2"], "train.steps = 1500 and train.epochs = 2: set exactly one"),
         (["train.steps=null"], "train.steps and train.epochs are both null: set exactly one"),
         (["train.accumulation=3"], "train.accumulation = 3: must divide train.batch_size (8)"),
         (["data.sources=[]"], "data.sources = []: name at least one"),
