@@ -92,8 +92,9 @@ def model_card(
     parts = [
         f"---\n{yaml.safe_dump(metadata(recipe, card), sort_keys=False)}---",
         f"# {recipe.hub.repo_id}",
-        f"{called(card, config)} that drafts for **{recipe.target.model}** in speculative decoding: the "
-        "target checks every drafted token, so its output stays what it would have been alone. "
+        f"{called(card, config)} that drafts for **{recipe.target.model}** in speculative "
+        "decoding: the target checks every drafted token, so its output stays what it would have "
+        "been alone. "
         "Trained and measured with specdraft; `recipe.yaml` makes it again.",
         facts(recipe, card, config, fit),
         "## Use",
