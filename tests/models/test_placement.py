@@ -256,7 +256,8 @@ def test_several_processes_do_not_each_load_the_whole_target(folder, tmp_path):
 
 
 def test_measuring_on_the_way_needs_the_target_in_every_process():
-    recipe = load_recipe(ROOT / "recipes/tiny.yaml", ["target.device_map=auto", "train.eval_every=7"])
+    changed = ["target.device_map=auto", "train.eval_every=7"]
+    recipe = load_recipe(ROOT / "recipes/tiny.yaml", changed)
     check_launch(recipe, accelerator(1))
     with pytest.raises(RecipeError, match=r"2 processes .*; set train\.eval_every=null \(now 7"):
         check_launch(recipe, accelerator(2))
