@@ -61,7 +61,8 @@ class InvalidRecipeError(RecipeError):
     """All that is wrong with a recipe, at once; `problems` has one line for each."""
 
     def __init__(self, problems: Iterable[str], source: str = "recipe") -> None:
-        self.problems = tuple(shortened(redacted(line), LONGEST_LINE) for line in problems)
+        near = (redacted(shortened(line, 16 * LONGEST_LINE)) for line in problems)
+        self.problems = tuple(shortened(line, LONGEST_LINE) for line in near)
         if len(self.problems) == 1:
             super().__init__(f"{source}: {self.problems[0]}")
             return
@@ -162,7 +163,8 @@ def plain(value: Any) -> Any:
 
 def shown(value: Any) -> str:
     """Return a value as a message shows it: a long one is cut, and a credential left out."""
-    return shortened(redacted(repr(plain(value))), LONGEST_VALUE)
+    # Of a huge one, what is not far from what can be seen is searched for credentials.
+    return shortened(redacted(shortened(repr(plain(value)), 64 * LONGEST_VALUE)), LONGEST_VALUE)
 
 
 def shortened(text: str, most: int) -> str:
