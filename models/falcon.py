@@ -372,7 +372,9 @@ class FalconHead(SavedHead, tags=["falcon"]):
         return layout.in_order(fused), tuple(layout.in_order(part) for part in state)
 
 
-def load_head(source: str | Path, target_identity: dict, revision: str | None = None) -> FalconHead:
+def load_falcon(
+    source: str | Path, target_identity: dict, revision: str | None = None
+) -> FalconHead:
     """Load a trained head, from a folder or by its Hub id, for a target.
 
     Raises HeadError when there is none or it is damaged, HubError when the Hub does not give it,

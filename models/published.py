@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head, load_eagle3
-from specdraft.models.falcon import FalconConfig, FalconHead
-from specdraft.models.falcon import load_head as load_falcon
+from specdraft.models.falcon import FalconConfig, FalconHead, load_falcon
 from specdraft.models.hub import fetch
 from specdraft.models.saved import CONFIG
 from specdraft.models.serving import eagle3_tensors, eagle_tensors

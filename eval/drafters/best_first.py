@@ -92,20 +92,17 @@ class BestFirst(LevelDrafter):
         self.nodes, self.paths = nodes, paths
         self.width = min(out_degree, student.vocab_size)
         self.worth = Worth(costs, 1, nodes)
-        self._running: set[int] = set()  # rows that took part in the last step
 
     def start(self, row: int, request: Request) -> None:
         super().start(row, request)
-        self._running.discard(row)
+        self.worth.admit(row)
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         super().observe(row, tokens, features)
-        if row in self._running:
-            self.worth.earn(len(tokens))
+        self.worth.earn(row, len(tokens))
 
     def draft(self, rows: list[int]) -> list[Tree]:
-        self._running = set(rows)
-        self.worth.begin(len(rows), sum(map(self.num_committed_tokens, rows)) / len(rows))
+        self.worth.begin(rows, sum(map(self.num_committed_tokens, rows)) / len(rows))
         if self.worth.starts():
             return super().draft(rows)
         self.worth.choose([])

@@ -109,20 +109,17 @@ class DynamicFalcon(HeadDrafter):
         self.max_nodes = max(nodes, depth)
         self.worth = Worth(costs, self.k, self.max_nodes)
         self._masks: dict[tuple, Hidden] = {}  # of a lineage's last pass
-        self._running: set[int] = set()  # rows that took part in the last step
 
     def start(self, row: int, request: Request) -> None:
         super().start(row, request)
-        self._running.discard(row)
+        self.worth.admit(row)
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         super().observe(row, tokens, features)
-        if row in self._running:
-            self.worth.earn(len(tokens))
+        self.worth.earn(row, len(tokens))
 
     def grow(self, rows: list[int]) -> list[Tree]:
-        self._running = set(rows)
-        self.worth.begin(len(rows), sum(self.pool.lengths[row] for row in rows) / len(rows))
+        self.worth.begin(rows, sum(self.pool.lengths[row] for row in rows) / len(rows))
         growths = [Blocks([self.memory[row].ahead[-1]]) for row in rows]
         if self.worth.starts():
             with Stopwatch() as watch:

@@ -13,7 +13,7 @@ and on the rows that run.
 Shapes: R rows, E paths of a row, K depths of a pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from math import log2
 
@@ -63,13 +63,15 @@ class Worth:
         # Before the first, eight that gained a token each.
         self.gains, self.drafts, self.idle = 8.0, 8.0, 0
         self.rows, self.cached, self.rate = 1, CACHED, 0.0
+        self._running: set[int] = set()  # rows that took part in the last step
         self._first = self._later = 0.0  # milliseconds of this step's passes
         self._profit: float | None = None  # tokens of this step's draft, less what it takes
         self._steps: dict[tuple[int, int], list[float]] = {}
         self._passes: dict[tuple[int, int], float] = {}
 
-    def begin(self, rows: int, cached: float) -> None:
-        """A step of so many rows, behind so many cached tokens each."""
+    def begin(self, running: Collection[int], cached: float) -> None:
+        """A step of these rows, behind so many cached tokens each."""
+        rows, self._running = len(running), {*running}
         if self._profit is not None:
             self.gains = KEEP * self.gains + self._profit
             self.drafts = KEEP * self.drafts + self.rows
@@ -132,8 +134,14 @@ class Worth:
             self._profit = -rate * (later - plain)
         return least
 
-    def earn(self, tokens: int) -> None:
-        """A row that took part in the step has committed tokens, the bonus among them."""
+    def admit(self, row: int) -> None:
+        """A request begins in a row: what it reads first is no step's gain."""
+        self._running.discard(row)
+
+    def earn(self, row: int, tokens: int) -> None:
+        """A row has committed tokens, the bonus among them; they count if the step was its own."""
+        if row not in self._running:
+            return
         self.tokens += tokens
         if self._profit is not None:
             self._profit += tokens - 1

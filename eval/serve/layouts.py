@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from specdraft.models.eagle3 import load_eagle3
 from specdraft.models.embeddings import DTYPES, TargetEmbeddings
-from specdraft.models.falcon import load_head
+from specdraft.models.falcon import load_falcon
 from specdraft.models.medusa import load_medusa
 from specdraft.models.serving import Served, serve_eagle, serve_eagle3, serve_medusa
 from specdraft.models.target import context_length
@@ -29,4 +29,4 @@ def served_head(recipe: Recipe, engine: str) -> Served:
     settings = (engine, context_length(config), dtype)
     if recipe.head.fusion == "layers":
         return serve_eagle3(load_eagle3(out / "head", whose), *settings)
-    return serve_eagle(load_head(out / "head", whose), *settings)
+    return serve_eagle(load_falcon(out / "head", whose), *settings)

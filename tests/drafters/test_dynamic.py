@@ -233,11 +233,11 @@ def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again():
     worth = Worth(DEAR, 3, 48)
     drafted = []
     for _ in range(4 * PATIENCE):
-        worth.begin(8, 100)
+        worth.begin(range(8), 100)
         drafted.append(worth.starts())
         assert worth.choose([[0.9, 0.8]] * 8 if drafted[-1] else []) == NEVER
         for _ in range(8):
-            worth.earn(1)
+            worth.earn(0, 1)
     first = drafted.index(False)
     assert first < PATIENCE / 2
     tries = [step for step, made in enumerate(drafted) if made and step > first]
@@ -257,11 +257,11 @@ def test_the_nodes_chosen_are_those_of_most_tokens_per_millisecond(rows):
     chances = [[0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05]] * rows
     worth = Worth(costs, 1, 48)
     for _ in range(400):
-        worth.begin(rows, 100)
+        worth.begin(range(rows), 100)
         assert worth.starts()
         least = worth.choose(chances)
         for own in chances:
-            worth.earn(1 + sum(chance for chance in own if chance >= least))
+            worth.earn(0, 1 + sum(chance for chance in own if chance >= least))
     rates = {}
     for count in range(8):
         ms = costs.verify_ms(rows, 1 + count, 256) + costs.loop_ms(rows, 1 + count)
@@ -284,7 +284,7 @@ def test_a_pass_is_made_for_the_rows_and_paths_that_pay_for_it():
     worth.behind = 0.8
     seen = set()
     for ends in itertools.product([(0.9, 0.05), (0.5, 0.45), (0.2, 0.1), (0.02, 0.01)], repeat=3):
-        worth.begin(3, 100)
+        worth.begin(range(3), 100)
         rows, paths = worth.goes_on(ends)
         value = 0.0
         for count in (1, 2):

@@ -13,7 +13,7 @@ from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.measure.methods import make_method
-from specdraft.models.falcon import FalconHead, load_head
+from specdraft.models.falcon import FalconHead, load_falcon
 from specdraft.models.shapes import TargetShape, head_config
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
@@ -61,7 +61,7 @@ def test_without_input_norm_only_the_first_layer_lacks_it(target):
 
 def test_a_saved_head_is_loaded_by_its_methods(target, tmp_path):
     eagle(target).save_pretrained(tmp_path / "head")
-    assert load_head(tmp_path / "head", target.identity()).config.is_eagle
+    assert load_falcon(tmp_path / "head", target.identity()).config.is_eagle
     recipe = load_recipe(RECIPE, [f"output.dir={tmp_path}"])
     trained = load_trained(recipe, target)
     for name in ("eagle_tree", "eagle_chain:dynamic"):

@@ -10,7 +10,7 @@ from test_drafted_answers import head_of
 
 from specdraft.data.atomic import damage, describe
 from specdraft.models.embeddings import TargetEmbeddings
-from specdraft.models.falcon import load_head
+from specdraft.models.falcon import load_falcon
 from specdraft.models.maxgram import load_table
 from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
 from specdraft.models.student import load_student
@@ -53,7 +53,7 @@ def drafters(tiny, tmp_path):
     (tmp_path / "table").mkdir()
     (tmp_path / "table" / "config.json").write_text('{"vocab_size": 2048}')
     return {
-        "head": lambda: load_head(tmp_path / "head", tiny.identity()),
+        "head": lambda: load_falcon(tmp_path / "head", tiny.identity()),
         "medusa": lambda: load_medusa(tmp_path / "medusa", tiny.identity()),
         "table": lambda: load_table(tmp_path / "table", "tiny", tiny.vocab_size),
     }

@@ -10,7 +10,7 @@ import torch
 from random_models import VOCAB, random_head, random_target
 from safetensors.torch import load_file, save_file
 
-from specdraft.models.falcon import load_head
+from specdraft.models.falcon import load_falcon
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable, load_table
 from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
 from specdraft.models.saved import write_sums
@@ -35,7 +35,7 @@ def drafter(request, target, tmp_path):
     folder, whose = tmp_path / "drafter", target.identity()
     if request.param == "head":
         random_head(target).save_pretrained(folder)
-        return request.param, folder, lambda: load_head(folder, whose)
+        return request.param, folder, lambda: load_falcon(folder, whose)
     if request.param == "medusa":
         config = MedusaConfig(target.hidden_size, VOCAB, 2, target=whose)
         MedusaHeads.of(config, target.lm_head_weight).save_pretrained(folder)
