@@ -35,8 +35,7 @@ from specdraft.models.saved import (
     SavedConfig,
     SavedHead,
     Vocabulary,
-    check_draft_ids,
-    load_saved,
+    load_for,
 )
 from specdraft.models.target import Target
 from specdraft.recipes.errors import in_a_line
@@ -306,7 +305,6 @@ def load_eagle3(
     and TargetError when it is another target's.
     """
     maker = "accelerate launch train/eagle3.py"
-    head = load_saved(Eagle3Head, source, revision, noun="trained EAGLE-3 head", maker=maker)
-    head.check_target(target_identity)
-    check_draft_ids(source, head)
-    return head
+    return load_for(
+        target_identity, Eagle3Head, source, revision, noun="trained EAGLE-3 head", maker=maker
+    )

@@ -40,8 +40,7 @@ from specdraft.models.saved import (
     SavedHead,
     Scale,
     Vocabulary,
-    check_draft_ids,
-    load_saved,
+    load_for,
 )
 from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Width, shown
 
@@ -381,7 +380,4 @@ def load_falcon(
     and TargetError when it is another target's.
     """
     maker = "accelerate launch train/falcon.py"
-    head = load_saved(FalconHead, source, revision, noun="trained head", maker=maker)
-    head.check_target(target_identity)
-    check_draft_ids(source, head)
-    return head
+    return load_for(target_identity, FalconHead, source, revision, noun="trained head", maker=maker)

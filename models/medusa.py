@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdraft.models.saved import SavedConfig, SavedHead, Vocabulary, load_saved
+from specdraft.models.saved import SavedConfig, SavedHead, Vocabulary, load_for
 from specdraft.recipes.fields import Draft, Few, Width
 
 
@@ -92,6 +92,5 @@ def load_medusa(
     them, and TargetError when they are another target's.
     """
     maker = "accelerate launch train/medusa.py"
-    heads = load_saved(MedusaHeads, source, revision, noun="trained Medusa heads", maker=maker)
-    heads.check_target(target_identity)
-    return heads
+    noun = "trained Medusa heads"
+    return load_for(target_identity, MedusaHeads, source, revision, noun=noun, maker=maker)

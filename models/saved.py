@@ -125,6 +125,32 @@ def load_saved(
     return module.eval()
 
 
+def load_for(
+    target_identity: dict,
+    kind: type[Module],
+    source: str | Path,
+    revision: str | None = None,
+    *,
+    noun: str,
+    maker: str,
+) -> Module:
+    """Load a head for a target, as `load_saved` does.
+
+    Raises what `load_saved` does, HeadError for a draft vocabulary that is none, and TargetError
+    when it is another target's.
+    """
+    head = load_saved(kind, source, revision, noun=noun, maker=maker)
+    head.check_target(target_identity)
+    if (ids := getattr(head, "draft_ids", None)) is not None:
+        size = head.config.vocab_size
+        if (torch.cat((ids.new_tensor([-1]), ids, ids.new_tensor([size]))).diff() < 1).any():
+            raise HeadError(
+                f"{source} holds no whole head: its draft_ids must be ascending ids below {size}; "
+                "train it again"
+            )
+    return head
+
+
 def _read_config(path: Path, config: type[SavedConfig]) -> SavedConfig:
     if (size := path.stat().st_size) > LARGEST_CONFIG:
         raise HeadError(f"{path.name} has {size} bytes, and a config {LARGEST_CONFIG} at most")
@@ -167,18 +193,6 @@ def _check_tensors(path: Path, expected: nn.Module) -> None:
                 f"{'real' if wanted[name].is_floating_point() else 'whole'} numbers {size}, as "
                 f"{CONFIG} has it"
             )
-
-
-def check_draft_ids(source: str | Path, head: nn.Module) -> None:
-    """Raise HeadError for a loaded head whose draft vocabulary is none."""
-    if head.draft_ids is None:
-        return
-    ends = torch.tensor([-1]), torch.tensor([head.config.vocab_size])
-    if (torch.cat((ends[0], head.draft_ids, ends[1])).diff() < 1).any():
-        raise HeadError(
-            f"{source} holds no whole head: its draft_ids must be ascending ids below "
-            f"{head.config.vocab_size}; train it again"
-        )
 
 
 # -- checksums -------------------------------------------------------------------------------------

@@ -30,6 +30,17 @@ def plain_tokens(target, prompt: list[int], length: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+def check_as_plain(target, drafter, rows: int) -> None:
+    """Assert that greedy and sampled tokens are those of the target alone."""
+    requests = [Request(prompt, 17) for prompt in prompts()]
+    expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
+    assert decode(Decoder(target, drafter, rows, 128), requests) == expected
+    settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
+    requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
+    expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
+    assert decode(Decoder(target, drafter, rows, 128), requests) == expected
+
+
 class Foreseeing:
     """A drafter that knows the answers: at each of three depths a wrong token, then the right."""
 

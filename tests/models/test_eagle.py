@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
-from decoding import decode, plain_tokens, prompts
+from decoding import check_as_plain
 from random_models import random_head, random_target
 from test_loop import ToyRows, log_lines, make_ends, make_head, make_recipe
 
 from specdraft.eval.drafters.registry import Setup, load_trained, make_drafter, needs
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.engine.decoder import Decoder
-from specdraft.eval.engine.request import Request
 from specdraft.eval.measure.methods import make_method
 from specdraft.models.falcon import FalconHead, load_falcon
 from specdraft.models.shapes import TargetShape, head_config
@@ -42,13 +40,7 @@ def test_output_is_that_of_plain_decoding(target, method, rows):
     recipe = load_recipe(RECIPE, [f"eval.batch_size={rows}"])
     setup = Setup(recipe, target, Trained(eagle(target)), rows, 128)
     drafter = make_drafter(method, setup)
-    requests = [Request(prompt, 17) for prompt in prompts()]
-    expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
-    assert decode(Decoder(target, drafter, rows, 128), requests) == expected
-    settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
-    requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
-    expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
-    assert decode(Decoder(target, drafter, rows, 128), requests) == expected
+    check_as_plain(target, drafter, rows)
 
 
 def test_without_input_norm_only_the_first_layer_lacks_it(target):

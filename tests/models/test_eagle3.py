@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from commands import run_here
-from decoding import decode, plain_tokens, prompts
+from decoding import check_as_plain, decode, plain_tokens, prompts
 from random_models import HIDDEN, VOCAB, random_eagle3, random_head, random_target
 from safetensors.torch import load_file, save_file
 from test_feature_layers import Recording, hidden_states
@@ -140,13 +140,7 @@ def test_output_is_that_of_plain_decoding(target, method, rows):
     recipe = load_recipe(RECIPE, [f"eval.batch_size={rows}"])
     head = random_eagle3(target, draft_vocab=20)
     drafter = make_drafter(method, Setup(recipe, target, Trained(head), rows, 128))
-    requests = [Request(prompt, 17) for prompt in prompts()]
-    expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
-    assert decode(Decoder(target, drafter, rows, 128), requests) == expected
-    settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
-    requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
-    expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
-    assert decode(Decoder(target, drafter, rows, 128), requests) == expected
+    check_as_plain(target, drafter, rows)
 
 
 def test_another_head_does_not_pass_for_it_nor_it_for_another(target):
