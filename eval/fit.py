@@ -18,12 +18,13 @@ from specdraft.data.lock import output_lock
 from specdraft.eval.costing.fitting import fit_tree
 from specdraft.eval.costing.race import FINALISTS
 from specdraft.eval.costing.settings import fit_settings, write_setting
+from specdraft.eval.costing.shares import TreeDrafter
 from specdraft.eval.costing.show import print_fit, print_settings
 from specdraft.eval.drafters.registry import METHODS, find, fitted, problems
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
-from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 
 
@@ -39,8 +40,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: tree.yaml beside the weights, or "
                         "output.dir/fitted_METHOD.yaml")  # fmt: skip
     options = parser.parse_intermixed_args()
-    if options.finalists < 1:
-        raise RecipeError(f"--finalists {options.finalists}: decode with one at least")
     method = options.method or fitted(load_recipe(options.recipe, options.overrides).eval.methods)
     drafts_tree = find(method)[0].drafts_tree
     # What is measured is made here: the recipe's tree need not fit its head.
@@ -49,7 +48,8 @@ def main() -> None:
     with output_lock(Path(recipe.output.dir)):
         target = Target.of_recipe(recipe.target)
         if drafts_tree:
-            print_fit(*fit_tree(recipe, target, options.finalists, options.out))
+            drafter = TreeDrafter.of_run(recipe, target)
+            print_fit(*fit_tree(recipe, target, drafter, options.finalists, options.out))
             return
         found = fit_settings(recipe, target, method, options.finalists)
         out = options.out or Path(recipe.output.dir) / f"fitted_{method}.yaml"

@@ -16,6 +16,7 @@ from specdraft.data.store.feature_cache import FeatureCache, Features
 from specdraft.data.store.tokens import frequent_tokens
 from specdraft.eval.costing.fitting import fit_tree, is_fitted
 from specdraft.eval.costing.race import fitting_prompts
+from specdraft.eval.costing.shares import TreeDrafter
 from specdraft.eval.costing.show import print_fit
 from specdraft.eval.drafters.registry import needs
 from specdraft.eval.drafters.trained import CARDS, KINDS, Trained
@@ -189,11 +190,11 @@ def train_head(
         target = None  # its embeddings are enough: leave the memory to the head
     fit(head, data, objective, recipe, accelerator, measure)
     if accelerator.is_main_process:
-        target, run = target or load_target(alone=True), Path(recipe.output.dir)
-        if recipe.eval.tree == AUTO and not is_fitted(recipe, target):
-            print_fit(*fit_tree(recipe, target))
-        best = KINDS[kind.field].load(recipe, target, run)
-        report(recipe, target, Trained(**{kind.field: best}), prompts, kind.field)
+        target = target or load_target(alone=True)
+        best = TreeDrafter.of_run(recipe, target)
+        if recipe.eval.tree == AUTO and not is_fitted(recipe, target, best):
+            print_fit(*fit_tree(recipe, target, best))
+        report(recipe, target, best.trained, prompts, kind.field)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

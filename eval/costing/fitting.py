@@ -31,14 +31,17 @@ from specdraft.recipes.static_trees import TREE
 
 
 def fit_tree(
-    recipe: Recipe, target: Target, count: int = FINALISTS, out: Path | None = None
+    recipe: Recipe,
+    target: Target,
+    drafter: TreeDrafter,
+    count: int = FINALISTS,
+    out: Path | None = None,
 ) -> tuple[Path, Fit]:
-    """Fit the tree of what a run has trained, and write it: by default, beside the weights.
+    """Fit a drafter's tree, and write it: by default, beside the weights.
 
-    count: trees that are decoded with. Raises HeadError where nothing is trained, DataError where
-    no validation prompts are left, or costs.json holds none.
+    count: trees that are decoded with. Raises DataError where no validation prompts are left, or
+    costs.json holds no costs.
     """
-    drafter = TreeDrafter.of_run(recipe, target)
     prompts = fitting_prompts(recipe, target)
     with cpu_threads(recipe.eval.threads):
         grid = Grid.for_rows(recipe.eval.batch_size)
@@ -59,9 +62,9 @@ def fit_tree(
     return out, fit
 
 
-def is_fitted(recipe: Recipe, target: Target) -> bool:
-    """Whether a tree lies beside the weights of a run that was fitted to them on this machine."""
-    part = TreeDrafter.of_run(recipe, target).part
+def is_fitted(recipe: Recipe, target: Target, drafter: TreeDrafter) -> bool:
+    """Whether a tree lies beside the weights that was fitted to them on this machine."""
+    part = drafter.part
     file = part.folder / TREE
     fit = read_fit(file) if file.is_file() else None
     with cpu_threads(recipe.eval.threads):

@@ -17,6 +17,7 @@ from specdraft.eval.costing.fitting import is_fitted
 from specdraft.eval.costing.rehearsal import rehearse
 from specdraft.eval.costing.replay import Load, Ranks
 from specdraft.eval.costing.search import Candidate, candidates, finalists
+from specdraft.eval.costing.shares import TreeDrafter
 from specdraft.eval.costing.tree_growth import medusa_rank_traces, rank_traces, shares_of
 from specdraft.eval.custom_generate import falcon
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -282,8 +283,9 @@ def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
     assert (tmp_path / "costs.json").is_file()
     file = tmp_path / "head" / "tree.yaml"
     fit, own = read_fit(file), load_recipe("recipes/tiny.yaml", [*command[1:], "eval.threads=1"])
-    assert is_fitted(own, tiny)
-    assert not is_fitted(replace(own, eval=replace(own.eval, batch_size=2)), tiny)
+    drafter = TreeDrafter.of_run(own, tiny)
+    assert is_fitted(own, tiny, drafter)
+    assert not is_fitted(replace(own, eval=replace(own.eval, batch_size=2)), tiny, drafter)
     assert fit.weights == hash_weights(head)
     assert fit.machine["threads"] == "1"
     assert fit.tried()[0].nodes == len(load_tree_paths(str(file)))
