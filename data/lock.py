@@ -1,7 +1,11 @@
 """One run at a time in a folder that is written: an output folder, a cache that is being built.
 
-The system holds the lock, and lets it go when the process ends, however it ends. The lock's file
-says for people who holds it, or who did when it was killed: {"pid", "host", "since", "command"}.
+The system holds the lock (flock), and lets it go when the process ends, however it ends. The lock's
+file says for people who holds it, or who did when it was killed: {"pid", "host", "since",
+"command"}; it is touched now and then as long as its holder lives. Network file systems may keep
+locks within a host (NFS with local_lock, sshfs) or have none. There the file counts: a holder on
+another host is alive until its file has not been touched for five minutes, by clocks that agree to
+within less. Two hosts that come within the same second may both get such a lock.
 """
 
 import errno
@@ -10,16 +14,22 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from specdraft.data.ranks import ALONE, Ranks
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.terminal import say
+
+SIGN, SILENT = 20.0, 300.0  # seconds between two signs of life, and without one: then it is dead
+_NOT_WRITABLE = (errno.EACCES, errno.EROFS)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -46,24 +56,39 @@ def building_lock(folder: Path, ranks: Ranks) -> Iterator[None]:
         path = folder.with_name(f".{folder.name}.lock")
         if ranks.is_first and (holder := _acquire(held, path, folder)):
             say(f"waiting for {holder}, to which {folder} belongs until it is built")
-            _acquire(held, path, folder, timeout=-1)
+            while _acquire(held, path, folder):
+                time.sleep(0.5)
         ranks.wait()
         yield
 
 
-def _acquire(held: ExitStack, path: Path, folder: Path, timeout: float = 0) -> str | None:
-    """Hold a lock until `held` is left, or say who holds it after `timeout` seconds (-1: wait)."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        held.enter_context(FileLock(path, timeout=timeout))
-    except Timeout:
-        return _holder(path) or "another process"
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EROFS):
-            return None  # where nothing can be written, nobody is in the way
-        raise
-    if gone := _holder(path):
-        say(f"{folder} was left behind by {gone}, which is no more: taking over")
+def _acquire(held: ExitStack, path: Path, folder: Path) -> str | None:
+    """Hold a lock until `held` is left, or say who holds it."""
+    with ExitStack() as attempt:
+        locked = True
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Not 0: a holder that has just come needs a moment to say who it is.
+            attempt.enter_context(FileLock(path, timeout=0.2, fallback_to_soft=False))
+        except Timeout:
+            return _told(_holder(path)) or "another process"
+        except OSError as error:
+            if error.errno in _NOT_WRITABLE:
+                return None  # where nothing can be written, nobody is in the way
+            if error.errno not in _NO_LOCKS:
+                raise
+            locked = False
+        if there := _holder(path):
+            if _may_live(there, path, locked):
+                return f"{_told(there)}, unless it gives no sign of life for {SILENT:.0f} s"
+            say(f"{folder} was left behind by {_told(there)}, which is no more: taking over")
+        _own(attempt, path)
+        held.push(attempt.pop_all())
+    return None
+
+
+def _own(held: ExitStack, path: Path) -> None:
+    """Say in a lock's file that this process holds it, and lives, until `held` is left."""
     owner = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -72,13 +97,35 @@ def _acquire(held: ExitStack, path: Path, folder: Path, timeout: float = 0) -> s
     }
     path.write_text(json.dumps(owner))
     held.callback(path.unlink, missing_ok=True)  # before the lock is let go
-    return None
+    done = threading.Event()
+    held.callback(done.set)
+    threading.Thread(target=_show_life, args=(path, done), daemon=True).start()
 
 
-def _holder(path: Path) -> str | None:
-    """Say who holds a lock, or held it when killed; None where its file does not tell."""
+def _show_life(path: Path, done: threading.Event) -> None:
+    while not done.wait(SIGN):
+        with suppress(OSError):  # removed by somebody, or out of reach for a while
+            os.utime(path)
+
+
+def _may_live(owner: dict[str, Any], path: Path, locked: bool) -> bool:
+    """Whether a holder is beyond what the system's lock tells, and its file was touched lately."""
+    if locked and owner["host"] == socket.gethostname():
+        return False  # the lock would be its own
+    try:
+        return time.time() - path.stat().st_mtime < SILENT
+    except OSError:  # gone meanwhile
+        return False
+
+
+def _holder(path: Path) -> dict[str, Any] | None:
+    """Who holds a lock, or held it when killed; None where its file does not tell."""
     try:
         owner = json.loads(path.read_text())
-        return "process {pid} on {host} since {since} ({command})".format(**owner)
-    except (OSError, ValueError, KeyError, TypeError):
+        return {name: owner[name] for name in ("pid", "host", "since", "command")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _told(owner: dict[str, Any] | None) -> str:
+    return owner and "process {pid} on {host} since {since} ({command})".format(**owner)

@@ -1,9 +1,11 @@
 """Two runs at once: one in an output folder, and each cache built by one while the other waits."""
 
+import errno
 import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +14,9 @@ from commands import run, start
 from test_features import SMALL, make_target
 from test_tokens import chats, recipe, write
 
-from specdraft.data.lock import output_lock
+from specdraft.data import lock
+from specdraft.data.lock import building_lock, output_lock
+from specdraft.data.ranks import ALONE
 from specdraft.data.store.feature_cache import FeatureCache, build_features
 from specdraft.data.store.tokens import build_tokens
 from specdraft.recipes.errors import RecipeError
@@ -65,6 +69,63 @@ def test_the_lock_of_a_killed_run_is_taken_over_with_a_line(tmp_path, capsys):
     with output_lock(folder):
         assert f"left behind by process {holding.pid} on " in capsys.readouterr().err
         assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()
+
+
+THERE = {"pid": 1, "host": "elsewhere", "since": "2001-01-01", "command": "train/falcon.py"}
+
+
+def held_elsewhere(path: Path, seconds: float) -> Path:
+    """The lock's file of a holder on another host, who touched it so long ago."""
+    path.write_text(json.dumps(THERE))
+    os.utime(path, times=(time.time() - seconds,) * 2)
+    return path
+
+
+def test_a_holder_on_another_host_counts_until_it_gives_no_sign_of_life(tmp_path, capsys):
+    there = held_elsewhere(tmp_path / ".lock", 250)
+    refusal = r"in use by process 1 on elsewhere since 2001-01-01 \(train/falcon.py\), unless"
+    with pytest.raises(RecipeError, match=refusal), output_lock(tmp_path):
+        pass
+    assert json.loads(there.read_text()) == THERE
+    held_elsewhere(there, 350)
+    with output_lock(tmp_path):
+        assert "left behind by process 1 on elsewhere" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_builder_waits_for_one_on_another_host(tmp_path, capsys):
+    there = held_elsewhere(tmp_path / ".cache.lock", 0)
+    threading.Timer(1.0, there.unlink).start()
+    with building_lock(tmp_path / "cache", ALONE):
+        assert "waiting for process 1 on elsewhere" in capsys.readouterr().err
+        assert json.loads(there.read_text())["pid"] == os.getpid()
+
+
+def test_a_holder_gives_signs_of_life_until_it_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "SIGN", 0.01)
+    with output_lock(tmp_path):
+        os.utime(tmp_path / ".lock", times=(0, 0))
+        while (tmp_path / ".lock").stat().st_mtime == 0:
+            time.sleep(0.01)
+    held_elsewhere(tmp_path / ".lock", 1000)
+    time.sleep(0.05)
+    assert (tmp_path / ".lock").stat().st_mtime < time.time() - 900
+
+
+def test_where_the_system_has_no_locks_the_file_counts(tmp_path, monkeypatch):
+    """As on some network file systems: whoever is killed there is dead when it is silent."""
+
+    def unknown(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unknown)
+    with output_lock(tmp_path):
+        with pytest.raises(RecipeError, match=f"by process {os.getpid()} "), output_lock(tmp_path):
+            pass
+        os.utime(tmp_path / ".lock", times=(0, 0))
+        with output_lock(tmp_path):
+            pass
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
