@@ -17,6 +17,10 @@ from specdraft.recipes.fields import (
 )
 from specdraft.recipes.sections.target import Dtype
 
+Tracker = Literal[  # accelerate's names, which are those of their packages
+    "tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSection(Section):
@@ -54,6 +58,8 @@ class TrainSection(Section):
     save_every: Count | None = None  # steps between checkpoints; null: at the end only
     keep: Count = 2  # checkpoints kept
     log_every: Count = 10  # steps
+    # What takes the figures beside log.jsonl (train/fit/trackers.py); []: nothing does.
+    trackers: tuple[Tracker, ...] = ("tensorboard",)
     max_minutes: Positive | None = None  # stop training after this time
     threads: Few | None = None  # of a CPU process; null: the cores, shared among the ranks
 

@@ -89,11 +89,12 @@ def make_ends():
     return TargetEmbeddings(*torch.randn(2, VOCAB, HIDDEN, generator=generator))
 
 
-def train(out, data=None, evaluate=None, k=2, **changes):
+def train(out, data=None, evaluate=None, k=2, trackers=(), **changes):
     """Run `fit` in this process; return its state and the final weights."""
     AcceleratorState._reset_state(True)
     recipe, head = make_recipe(out, **changes), make_head(k)
     accelerator = make_accelerator(recipe)
+    accelerator.log_with += trackers
     objective = CoupledGlancing(recipe, make_ends(), head.config)
     state = fit(head, data or ToyRows(), objective, recipe, accelerator, evaluate)
     return state, {name: tensor.clone() for name, tensor in head.state_dict().items()}
@@ -239,7 +240,7 @@ def test_the_log_has_ratios_and_the_board_has_scalars(tmp_path):
     assert len(record["rollout_accuracy"]) == 1
     assert 0 <= record["data_wait"] <= 1
     assert record["tokens_per_second"] > 0
-    assert list((tmp_path / "tensorboard").glob("events.*"))
+    assert list((tmp_path / "tensorboard").rglob("events.*"))
 
 
 def test_max_minutes_ends_the_run_whole(tmp_path):

@@ -2,22 +2,31 @@
 
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import ProjectConfiguration
 
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.checkpoint import SHARDING
+from specdraft.train.fit.trackers import BOARD, check_trackers
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
-    """Build the accelerator a recipe asks for, under whatever launcher runs this process."""
+    """Build the accelerator a recipe asks for, under whatever launcher runs this process.
+
+    Raises: RecipeError for a tracker that is not installed.
+    """
+    check_trackers(recipe)
     accelerator = Accelerator(
         mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
         gradient_accumulation_steps=recipe.train.accumulation,
         kwargs_handlers=[_process_group()],
+        log_with=list(recipe.train.trackers) or None,
+        project_config=ProjectConfiguration(logging_dir=str(Path(recipe.output.dir) / BOARD)),
     )
     if accelerator.device.type == "cpu":
         # Launchers set one thread per process where nobody told them better.

@@ -33,7 +33,7 @@ FREE = {
     "name", "output", "hub", "eval", "target.device_map", "target.max_memory",
     "data.cache_dir", "data.drafter", "data.drafter_run",
     "train.steps", "train.epochs", "train.accumulation", "train.eval_every", "train.save_every",
-    "train.keep", "train.log_every", "train.max_minutes", "train.checkpointing",
+    "train.keep", "train.log_every", "train.max_minutes", "train.checkpointing", "train.trackers",
 }  # fmt: skip
 STATE = "state.json"
 SHARDING = (DistributedType.DEEPSPEED, DistributedType.FSDP)

@@ -1,17 +1,18 @@
-"""What a run says while it trains: log.jsonl, tensorboard, one bar with one status line."""
+"""What a run says while it trains: log.jsonl, trackers, one bar with one status line."""
 
 import json
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from specdraft.data.atomic import write_atomic
+from specdraft.train.fit.trackers import Trackers
 
 LOG = "log.jsonl"
 
@@ -19,8 +20,8 @@ LOG = "log.jsonl"
 class Journal:
     """Rank 0 writes and shows; on other ranks every method does nothing."""
 
-    def __init__(self, out: Path, steps: int, start: int, is_main: bool):
-        self.is_main, self.start, self.best = is_main, start, ""
+    def __init__(self, out: Path, steps: int, start: int, trackers: Trackers, is_main: bool):
+        self.is_main, self.trackers, self.best = is_main, trackers, ""
         self.bar = tqdm(
             total=steps,
             initial=start,
@@ -35,7 +36,7 @@ class Journal:
         out.mkdir(parents=True, exist_ok=True)
         forget_after(out / LOG, start)
         self.file = (out / LOG).open("a", buffering=1)
-        self.board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
+        trackers.start(start)
 
     def __enter__(self) -> Self:
         return self
@@ -44,7 +45,7 @@ class Journal:
         self.bar.close()
         if self.is_main:
             self.file.close()
-            self.board.close()
+            self.trackers.finish()
 
     def advance(self) -> None:
         """Count one optimiser step."""
@@ -55,9 +56,8 @@ class Journal:
         if not self.is_main:
             return
         self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        for name, value in values.items():
-            for tag, number in _scalars(f"{kind}/{name}", value):
-                self.board.add_scalar(tag, number, step)
+        tagged = (_scalars(f"{kind}/{name}", value) for name, value in values.items())
+        self.trackers.log(dict(chain.from_iterable(tagged)), step)
 
     def status(self, values: dict) -> None:
         """Renew the status line."""

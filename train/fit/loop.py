@@ -29,10 +29,10 @@ def fit(
     """Train `drafter` on `data`, from the newest checkpoint in `recipe.output.dir` if there is one.
 
     data: rows {"input_ids" [T], "loss_mask" [T], ..} as the objective's `collate` reads them, and
-    `lengths`. Leaves checkpoints/, log.jsonl, tensorboard/ and `objective.folder`: the drafter with
-    the most tokens per step by `evaluate`, or the last one. Raises KeyboardInterrupt, after saving,
-    on Ctrl-C or SIGTERM; RecipeError when a checkpoint belongs to another recipe or the loss is no
-    number any more.
+    `lengths`. Leaves checkpoints/, log.jsonl, what its trackers write, and `objective.folder`: the
+    drafter with the most tokens per step by `evaluate`, or the last one. Raises KeyboardInterrupt,
+    after saving, on Ctrl-C or SIGTERM; RecipeError when a checkpoint belongs to another recipe, a
+    tracker does not start, or the loss is no number any more.
     """
     run = Run(drafter, data, objective, recipe, accelerator, evaluate)
     train, state = recipe.train, run.state

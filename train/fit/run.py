@@ -26,6 +26,7 @@ from specdraft.train.fit.checkpoint import SHARDING, Checkpoints, TrainState, sa
 from specdraft.train.fit.journal import Journal, StepTimer
 from specdraft.train.fit.optimizer import make_optimizer
 from specdraft.train.fit.schedules import learning_rate, total_steps
+from specdraft.train.fit.trackers import Trackers
 
 # Decodes prompts with the drafter at a step; its `tokens_per_step` chooses the one that is kept.
 Evaluate = Callable[[nn.Module, int], dict[str, float]]
@@ -103,7 +104,8 @@ class Run:
 
     def journal(self) -> Journal:
         """Open the journal where this run stands."""
-        return Journal(self.out, self.steps, self.state.step, self.ranks.is_first)
+        trackers = Trackers(self.accelerator, self.recipe)
+        return Journal(self.out, self.steps, self.state.step, trackers, self.ranks.is_first)
 
     def timed_steps(self, start: int, stop: int, timer: StepTimer) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step, timing the wait for them."""
