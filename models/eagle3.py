@@ -195,6 +195,10 @@ class Eagle3Head(SavedHead, tags=["eagle3"]):
 
     # -- the seams shared with semi-autoregressive heads -------------------------------------------
 
+    @property
+    def layers(self) -> tuple[Eagle3Layer]:
+        return (self.layer,)
+
     def join(self, features: Tensor) -> Tensor:
         """Fuse the layers in wide features [.., (1 + n) * H] into states h [.., H].
 

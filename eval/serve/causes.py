@@ -6,7 +6,7 @@ is where the fault is, and not what came of it.
 Shapes: T inputs read, H hidden.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -94,15 +94,21 @@ def transformations(
 
 
 def without_norm(mine: Tensor, other: Tensor) -> Iterator[str]:
-    """Say it where, number by number, theirs are ours but for a weight: those of a norm."""
-    weights = other / torch.where(mine.abs() > 1e-3 * mine.abs().max(), mine, torch.nan)
-    spread = (weights.nanmedian(0).values - weights).abs() / weights.abs()
-    if float(spread.nanmedian()) < ROUNDING:
+    """Say it where theirs are ours but for the weights of a norm."""
+    if but_for_weights(mine, other):
         yield "theirs are ours but for the weights of the norm, which are missing"
 
 
+def but_for_weights(mine: Tensor, other: Tensor) -> bool:
+    """Whether each number of theirs is ours times a weight, the same at every input."""
+    weights = other / torch.where(mine.abs() > 1e-3 * mine.abs().max(), mine, torch.nan)
+    spread = (weights.nanmedian(0).values - weights).abs() / weights.abs()
+    return float(spread.nanmedian()) < ROUNDING
+
+
 def other_features(target: Target, prompt: list[int], mine: Tensor, other: Tensor) -> Iterator[str]:
-    """Name the place in the target that has such features, if there is one."""
+    """Name the place in the target that has such features, if there is one; of EAGLE-3, which reads
+    several side by side and weighs them, the layers."""
     count = len(mine)
     ids = torch.tensor([prompt[:count]], device=target.device)
     last = [
@@ -124,6 +130,18 @@ def other_features(target: Target, prompt: list[int], mine: Tensor, other: Tenso
             normed = norm(state)[0].float().cpu()
         if alike(normed, other):
             yield f"theirs are those after layer {number} of {len(states) - 1}, normed"
+    read = [layer_of(part, states) for part in other.split(target.hidden_size, -1)]
+    if None not in read:
+        yield f"theirs are those after layers {read} of {len(states) - 1}"
+
+
+def layer_of(part: Tensor, states: Sequence[Tensor]) -> int | None:
+    """The layer whose states [1, T, H] these are, normed and weighed or not; None: of none."""
+    for number, state in enumerate(states[:-1]):
+        plain = state[0].float().cpu()
+        if alike(plain, part) or but_for_weights(unit(plain), part):
+            return number
+    return None
 
 
 def alike(a: Tensor, b: Tensor) -> bool:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specdraft.eval.serve.tracing import Trace, note, tracing
+from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 
 COUNTERS = ("num_drafts", "num_accepted_tokens_per_pos", "num_preemptions", "prefix_cache_hits")
@@ -127,7 +128,7 @@ def traced(llm: Any, job: dict) -> Trace:
     drafter = drafter_of(llm)
     head = getattr(getattr(getattr(drafter, "rows", None), "drafter", None), "head", None)
     module = getattr(getattr(drafter, "model", None), "model", None)
-    if isinstance(head, FalconHead):
+    if isinstance(head, FalconHead | Eagle3Head):
         opened = tracing(head)
     elif hasattr(module, "fc"):
         opened = tracing_eagle(module)
@@ -165,14 +166,22 @@ def tracing_nothing() -> Iterator[Trace]:
 
 @contextmanager
 def tracing_eagle(model: nn.Module) -> Iterator[Trace]:
-    """Trace vLLM's own EAGLE-1 (model_executor/models/llama_eagle.py) by the names of ours."""
+    """Trace vLLM's own EAGLE-1 and EAGLE-3 (model_executor/models/llama_eagle.py, llama_eagle3.py)
+    by the names of ours."""
     trace, layer = {}, model.layers[0]
-    attention = layer.self_attn
+    attention, reads_apart = layer.self_attn, hasattr(layer, "hidden_norm")
 
     def fused(_, args: tuple, output: Any) -> None:
-        embeddings, features = args[0].chunk(2, -1)
         output = output[0] if isinstance(output, tuple) else output
-        note(trace, embeddings=embeddings, features=features, fused=output)
+        if reads_apart:  # EAGLE-3: `fc` has the target's layers only
+            note(trace, features=args[0], fused=output)
+        else:
+            embeddings, features = args[0].chunk(2, -1)
+            note(trace, embeddings=embeddings, features=features, fused=output)
+
+    def read(_, args: tuple, named: dict) -> None:
+        if reads_apart:
+            note(trace, embeddings=named["embeds"])
 
     def rotated(module: nn.Module, args: tuple, output: tuple) -> None:
         if "fused" not in trace:  # vLLM's layers share it with the target's, of the same angles
@@ -186,6 +195,7 @@ def tracing_eagle(model: nn.Module) -> Iterator[Trace]:
 
     hooks = [
         model.fc.register_forward_hook(fused),
+        layer.register_forward_pre_hook(read, with_kwargs=True),
         attention.rotary_emb.register_forward_hook(rotated),
         attention.qkv_proj.register_forward_hook(projected),
         attention.o_proj.register_forward_pre_hook(lambda _, a: note(trace, attended=a[0])),

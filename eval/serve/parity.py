@@ -8,7 +8,7 @@ Where they differ, the tensors of the first draft are gone through in the order 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -29,7 +29,7 @@ from specdraft.eval.drafters.registry import (
 )
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
-from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.request import Completion, Request
 from specdraft.eval.measure.identity import differences
 from specdraft.eval.measure.measurement import measure
 from specdraft.eval.serve.causes import first_cause
@@ -56,6 +56,19 @@ class Side:
     steps: list[list[int]]  # tokens that each step brought
     drafts: int  # steps with a draft
     accepted: list[int]  # by position
+
+    @classmethod
+    def of(cls, done: Iterable[Completion]) -> "Side":
+        """What our decoder has done."""
+        done = list(done)
+        steps = [step for one in done for step in one.steps]
+        depth = max((step.depth for step in steps), default=0)
+        return cls(
+            [one.tokens for one in done],
+            [[step.emitted for step in one.steps] for one in done],
+            sum(step.depth > 0 for step in steps),
+            [sum(step.accepted > place for step in steps) for place in range(depth)],
+        )
 
     @property
     def tokens_per_step(self) -> float:
@@ -139,19 +152,50 @@ def decode(
     name: str,
     temperature: float,
 ) -> Side:
-    """What our decoder does; drafts are taken as they are and accepted as engines do."""
+    """What our decoder does; drafts are taken as they are and accepted as engines do.
+
+    A drafter that needs tokens alone drafts here while the target reads the prompt, in an engine
+    behind the first token: so that the steps are the same, it is handed that token with the prompt.
+    """
     settings = {"temperature": temperature, "acceptance": "walk", "repeats": 1, "spread": 1.0}
     recipe = replace(recipe, eval=replace(recipe.eval, **settings))
-    outcomes = measure(recipe, target, trained, prompts, [name], progress=False).outcomes[name]
-    done = [completion for outcome in outcomes for completion in outcome.completions]
-    steps = [step for one in done for step in one.steps]
-    depth = max((step.depth for step in steps), default=0)
-    return Side(
-        [one.tokens for one in done],
-        [[step.emitted for step in one.steps] for one in done],
-        sum(step.depth > 0 for step in steps),
-        [sum(step.accepted > place for step in steps) for place in range(depth)],
+    setup = Setup(recipe, target, trained, 1, 1)
+    if make_drafter(name, setup).from_tokens:
+        return decode_behind_first(recipe, target, trained, prompts, name)
+    return Side.of(completions(recipe, target, trained, prompts, name))
+
+
+def decode_behind_first(
+    recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], name: str
+) -> Side:
+    """The first token by plain decoding, the others behind it by the method."""
+    firsts = completions(with_length(recipe, 1), target, trained, prompts, "plain")
+    rest = recipe.eval.max_new_tokens - 1
+    going = [n for n, one in enumerate(firsts) if rest and one.tokens[0] not in target.eos_ids]
+    longer = [
+        replace(prompts[n], input_ids=[*prompts[n].input_ids, *firsts[n].tokens]) for n in going
+    ]
+    later = completions(with_length(recipe, rest), target, trained, longer, name) if going else []
+    behind = dict(zip(going, later, strict=True))
+    return Side.of(
+        replace(one, tokens=one.tokens + behind[n].tokens, steps=one.steps + behind[n].steps)
+        if n in behind
+        else one
+        for n, one in enumerate(firsts)
     )
+
+
+def completions(
+    recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], name: str
+) -> list[Completion]:
+    """Decode prompts by a method, in their order."""
+    outcomes = measure(recipe, target, trained, prompts, [name], progress=False).outcomes[name]
+    return [completion for outcome in outcomes for completion in outcome.completions]
+
+
+def with_length(recipe: Recipe, tokens: int) -> Recipe:
+    """The recipe with answers of so many tokens at most."""
+    return replace(recipe, eval=replace(recipe.eval, max_new_tokens=tokens))
 
 
 def side_of(run: dict) -> Side:

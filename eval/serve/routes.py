@@ -1,6 +1,6 @@
 """How each method of ours is reached in vLLM, and the chain that it drafts on both sides.
 
-An engine verifies chains. What its layouts hold it drafts itself (EAGLE-1, Medusa, students, n-gram
+An engine verifies chains. What its layouts hold it drafts itself (EAGLE, Medusa, students, n-gram
 lookup); the rest goes through eval/serve/for_vllm.py. Our side decodes the same chain.
 """
 
@@ -91,15 +91,15 @@ def _speculative(method: str, model: str | Path, length: int) -> dict:
     return {"method": method, "model": str(model), "num_speculative_tokens": length}
 
 
-def _eagle(recipe: Recipe, folder: Path) -> dict:
-    served_head(recipe, "vllm").write(folder / "eagle")
-    length = recipe.eval.chain_depth
-    return {"speculative_config": _speculative("eagle", folder / "eagle", length)}
+def _served(method: str) -> Callable:
+    """By the engine's own implementation, with the head in its layout."""
 
+    def engine(recipe: Recipe, folder: Path) -> dict:
+        served_head(recipe, "vllm").write(folder / method)
+        length = recipe.medusa.heads if method == "medusa" else recipe.eval.chain_depth
+        return {"speculative_config": _speculative(method, folder / method, length)}
 
-def _medusa(recipe: Recipe, folder: Path) -> dict:
-    served_head(recipe, "vllm").write(folder / "medusa")
-    return {"speculative_config": _speculative("medusa", folder / "medusa", recipe.medusa.heads)}
+    return engine
 
 
 def _draft_model(recipe: Recipe, folder: Path) -> dict:
@@ -138,9 +138,10 @@ def _depth(recipe: Recipe) -> int:
 
 
 ROUTES: dict[str, Route] = {
-    "eagle_chain": Route(METHODS["eagle_chain"], _eagle),
+    "eagle_chain": Route(METHODS["eagle_chain"], _served("eagle")),
+    "eagle3_chain": Route(METHODS["eagle3_chain"], _served("eagle3")),
     "falcon_chain": Route(METHODS["falcon_chain"], _custom("falcon_chain", _depth, "head")),
-    "medusa": Route(MEDUSA_CHAIN, _medusa),
+    "medusa": Route(MEDUSA_CHAIN, _served("medusa")),
     "ssd": Route(METHODS["ssd"], _draft_model),
     "ngram": Route(NGRAM, _ngram),
     "prompt_lookup": Route(

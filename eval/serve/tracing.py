@@ -1,10 +1,10 @@
 """What a head computes for its first draft, tensor by tensor, wherever it runs.
 
-The same hooks on a `FalconHead` serve our decoder and a head inside an engine; what an engine's own
-module computes is brought to the same names (eval/serve/job.py). All in units of the target's own
+The same hooks on a head serve our decoder and a head inside an engine; what an engine's own module
+computes is brought to the same names (eval/serve/job.py). All in units of the target's own
 embeddings and features, whatever scales a head divides by.
 
-Shapes: T inputs read, Q queries, H hidden, D head dimension.
+Shapes: T inputs read, Q queries, H hidden, n layers that EAGLE-3 reads, D head dimension.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,13 +12,14 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 
 Trace = dict[str, Tensor]
 # In the order in which one follows from those before it.
 ORDER = (
     "embeddings",  # [T, H], of the tokens one ahead
-    "features",  # [T, H]
+    "features",  # [T, H]; of EAGLE-3 [T, n * H], normed as its config says
     "fused",  # [T, H]
     "rotary",  # [T, D / 2], cosines of the angles; of the first pair, the position is the angle
     "query",  # [heads, Q, D], rotated
@@ -32,17 +33,25 @@ ORDER = (
 
 
 @contextmanager
-def tracing(head: FalconHead) -> Iterator[Trace]:
+def tracing(head: FalconHead | Eagle3Head) -> Iterator[Trace]:
     """Note what the first pass of a head computes while the context is open."""
-    config, layer, trace = head.config, head.layers[0], {}
-    hooks = [
-        head.fuse.register_forward_hook(_fused(trace, config.embed_scale, config.feature_scale)),
+    trace, scale, layer = {}, head.config.feature_scale, head.layers[0]
+    if isinstance(head, Eagle3Head):
+        hooks = [
+            head.fuse.register_forward_hook(
+                lambda _, args, __: note(trace, embeddings=args[0][0].chunk(2, -1)[0])
+            ),
+            head.fc.register_forward_hook(
+                lambda _, args, states: note(trace, features=args[0], fused=states)
+            ),
+        ]
+    else:
+        hooks = [head.fuse.register_forward_hook(_fused(trace, head.config.embed_scale, scale))]
+    hooks += [
         layer.register_forward_pre_hook(_attention(trace)),
         layer.out.register_forward_pre_hook(lambda _, args: note(trace, attended=args[0][0])),
         layer.gate_up.register_forward_pre_hook(lambda _, args: note(trace, normed=args[0][0])),
-        layer.register_forward_hook(
-            lambda _, __, output: note(trace, output=output[0] * config.feature_scale)
-        ),
+        layer.register_forward_hook(lambda _, __, output: note(trace, output=output[0] * scale)),
     ]
     try:
         yield trace

@@ -49,7 +49,13 @@ def features_from(place: Callable[[Target, Tensor], Tensor]):
         def other(row: int, tokens: list[int], features: Tensor) -> None:
             prompt = drafter.memory[row].request.prompt
             ids = torch.tensor([list(prompt)])[:, : len(tokens)]
-            observe(row, tokens, place(drafter.target, ids)[0])
+            if drafter.feature_layers:  # what EAGLE-3 reads: each a layer early
+                states = drafter.target.model.base_model(ids, output_hidden_states=True)
+                width = drafter.target.hidden_size
+                read = [states.hidden_states[n - 1] for n in drafter.feature_layers]
+                observe(row, tokens, torch.cat([features[:, :width], *(s[0] for s in read)], -1))
+            else:
+                observe(row, tokens, place(drafter.target, ids)[0])
 
         return patch.object(drafter, "observe", other)
 
