@@ -25,6 +25,7 @@ from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Tree
 from specdraft.eval.engine.worth import Worth
+from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
@@ -89,7 +90,7 @@ class DynamicFalcon(HeadDrafter):
 
     def __init__(
         self,
-        head: FalconHead,
+        head: FalconHead | Eagle3Head,
         target: Target,
         costs: CostModel | None = None,
         rows: int = 1,

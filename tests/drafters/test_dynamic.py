@@ -8,7 +8,7 @@ import pytest
 import torch
 from decoding import completions, decode, plain_tokens, prompts
 from enumeration import law_error, play, random_laws
-from random_models import draft_logits, random_head, random_target
+from random_models import draft_logits, random_eagle3, random_head, random_target
 from test_lm_drafter import near
 from test_rules_in_decoder import check_law
 
@@ -41,6 +41,7 @@ HEADS = {
     "both": (3, {"fusion": "linear", "reads": "both", "coupling": "recurrent"}),
     "newest": (2, {"reads": "newest", "coupling": "markov"}),
     "own": (3, {"coupling": "recurrent", "draft_vocab": 17}),
+    "eagle3": (1, {"feature_layers": (1,), "draft_vocab": 17}),
 }
 every_head = pytest.mark.parametrize("name", HEADS)
 widths = pytest.mark.parametrize(("width", "paths"), [(1, 3), (3, 2)])
@@ -58,6 +59,8 @@ def greedy(target):
 
 def head_for(target, name: str):
     block_size, changes = HEADS[name]
+    if name == "eagle3":
+        return random_eagle3(target, **changes)
     return random_head(target, block_size, **changes)
 
 
@@ -190,7 +193,7 @@ def test_the_most_probable_nodes_are_drafted(target, name, temperature, rule):
     assert len(texts) > 2
 
 
-@every_head
+@pytest.mark.parametrize("name", [name for name in HEADS if name != "eagle3"])
 @torch.inference_mode()
 def test_a_long_draft_is_what_the_head_says_token_by_token(target, name):
     """Chains over all passes: states, attention and blocks of every pass are the right ones."""
