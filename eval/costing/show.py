@@ -84,14 +84,28 @@ def print_fit(file: Path, fit: Fit) -> None:
     """Show what was expected of every tree that was tried beside what was measured."""
     _print_tried("tree", fit.tried())
     own, rows = fit.tried()[0], f"{fit.rows} row{'s' * (fit.rows > 1)}"
-    Screen(soft_wrap=True).print(f"wrote {file}: {own}, for {rows}")
+    screen = Screen(soft_wrap=True)
+    screen.print(f"wrote {file}: {own}, for {rows}")
+    if own.measured <= 1:
+        screen.print(slower(own.measured, f"{rows} on {fit.place}"))
+
+
+def slower(measured: float, where: str) -> str:
+    """What to do where the best draft gains no time."""
+    return (
+        f"no draft tried gains time at {where}: the best is {measured:.2f} x plain decoding; "
+        "decode with method plain there, train longer, or let *_dynamic decide step by step"
+    )
 
 
 def print_settings(recipe: Recipe, file: Path, found: Sequence[PricedSetting]) -> None:
     """The same of settings of a recipe."""
     _print_tried("setting", found)
     part = overrides(recipe_part(recipe, found[0].setting))
-    Screen(soft_wrap=True).print(f"wrote {file}: {' '.join(map(repr, part))}")
+    screen = Screen(soft_wrap=True)
+    screen.print(f"wrote {file}: {' '.join(map(repr, part))}")
+    if found[0].measured <= 1:
+        screen.print(slower(found[0].measured, "these rows on this machine"))
 
 
 def _print_tried(name: str, tried: Sequence[Trial | PricedSetting]) -> None:

@@ -4,6 +4,7 @@ the tree beside the weights, which auto means."""
 import json
 from dataclasses import asdict, replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from specdraft.eval.costing.rehearsal import rehearse
 from specdraft.eval.costing.replay import Load, Ranks
 from specdraft.eval.costing.search import Candidate, candidates, finalists
 from specdraft.eval.costing.shares import TreeDrafter
+from specdraft.eval.costing.show import print_fit
 from specdraft.eval.costing.tree_growth import medusa_rank_traces, rank_traces, shares_of
 from specdraft.eval.custom_generate import falcon
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -262,6 +264,18 @@ def test_a_fit_from_anywhere_is_data(change, message, tmp_path):
 
 
 # -- the entry -------------------------------------------------------------------------------------
+
+
+def test_a_fit_that_gains_no_time_says_so(capsys):
+    trial = {"nodes": 2, "depth": 2, "passes": 1, "tokens": 1.5, "expected": 1.1}
+    machine = {"cpu": "a slow one"}
+    for measured, said in ((1.3, False), (0.93, True)):
+        trials = ({**trial, "measured": measured},)
+        fit = Fit(weights="w", machine=machine, rows=24, trials=trials)
+        print_fit(Path("tree.yaml"), fit)
+        shown = capsys.readouterr().out
+        assert ("no draft tried gains time at 24 rows on a slow one" in shown) is said
+        assert ("0.93 x plain decoding" in shown) is said
 
 
 def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
