@@ -68,9 +68,9 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(main)
     def guarded() -> None:
         resume = resume_command()  # asked now: a launcher may be gone by then
-        stop_with_launcher()
         with StopRequest():
             try:
+                stop_with_launcher()
                 main()
             except Exception as error:
                 _fail(error)

@@ -7,11 +7,18 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import dropwhile
 from pathlib import Path
 from typing import Self
 
+import psutil
+
+from specdraft.recipes.terminal import say_at_once
+
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in dir(signal)]
+STOPS_WITH = "SPECDRAFT_STOPS_WITH"  # in the environment: the parent that we do not outlive
+_LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # what launchers leave there
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal to get when the parent dies
 
 
@@ -22,37 +29,67 @@ class Terminated(KeyboardInterrupt):
 class StopRequest:
     """Context in which a signal raises KeyboardInterrupt: what every command runs in.
 
-    deferred: the first one only sets `asked`, for who has a step to finish; a second one raises.
+    saves: who is inside has a step to finish and to save. The first signal sets `asked` and says
+    so; then only another Ctrl-C raises, and not while it is saved.
     """
 
-    def __init__(self, deferred: bool = False) -> None:
-        self.asked, self.deferred = False, deferred
+    def __init__(self, saves: bool = False) -> None:
+        self.asked, self._saves = False, saves
+        self._ended = self._cut = self._saving = False
         self._parent = os.getppid()
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
         # Python only lets the main thread set handlers; elsewhere there is nobody to ask. Ranks
         # behind the first have nothing to say, and may be where no handler runs: in a barrier.
-        speaks = self.deferred or is_first_process()
+        speaks = self._saves or is_first_process()
         if speaks and threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 # Ignored by nohup, or by a shell in the background; training saves all the same.
                 ignored = signal.getsignal(number) == signal.SIG_IGN
-                if not ignored or (self.deferred and number == signal.SIGINT):
+                if not ignored or (self._saves and number == signal.SIGINT):
                     self._previous[number] = signal.signal(number, self._ask)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self.asked and not is_first_process() and kind and issubclass(kind, Exception):
+            raise KeyboardInterrupt from None  # the first rank has stopped, and broke what joins us
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Have even the first signal raise within it, or one that has come: it is done again."""
+        if self.asked:
+            raise KeyboardInterrupt
+        self._cut = True
+        try:
+            yield
+        finally:
+            self._cut = False
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Have no signal raise within it."""
+        self._saving = True
+        try:
+            yield
+        finally:
+            self._saving = False
 
     def _ask(self, number: int, _: object) -> None:
-        parent, self._parent = self._parent, os.getppid()
-        again, self.asked = self.asked, True
-        if again and parent != self._parent:  # its launcher, ended by the same Ctrl-C
-            return
-        if again or not self.deferred:
-            raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+        again, self.asked, pressed = self.asked, True, number == signal.SIGINT
+        # One Ctrl-C or closed terminal ends launcher and shell, whose signals come behind it.
+        echo = self._ended or (again and os.getppid() != self._parent)
+        self._ended |= not pressed
+        if self._saves and not again and is_first_process():
+            say_at_once("saving after this step .. (Ctrl-C again: stop at once, unsaved)")
+        if self._saves:
+            raises = pressed and not self._saving if again else self._cut
+        else:
+            raises = pressed or not echo
+        if raises:
+            raise KeyboardInterrupt if pressed else Terminated
 
 
 @contextmanager
@@ -70,24 +107,44 @@ def is_first_process() -> bool:
 
 
 def resume_command() -> str:
-    """Return the command line that continues this process: its launcher's, where it has one."""
-    command = _launcher() or ["python", *sys.argv]
-    script = Path(command[1])
-    if script.is_absolute() and script.parent == Path(command[0]).parent:
+    """Return the command line that continues this process, as it was typed: its launcher's."""
+    command = (_launchers() or [sys.orig_argv])[-1]
+    interpreter, script = Path(command[0]), Path(*command[1:2])
+    if script.is_absolute() and script.parent == interpreter.parent:
         command = [script.name, *command[2:]]  # installed beside its interpreter: on the PATH
     return shlex.join(command)
 
 
 def stop_with_launcher() -> None:
-    """Have a launcher that is ended take this process along; it passes no signal on."""
-    if sys.platform == "linux" and _launcher():
+    """Have a launcher that is ended take this process along; it passes no signal on.
+
+    Raises: Terminated where it was ended before it could.
+    """
+    launched = STOPS_WITH in os.environ or _launchers()
+    if sys.platform == "linux" and launched:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if STOPS_WITH in os.environ:
+        left = os.environ[STOPS_WITH] != str(os.getppid())
+    else:
+        left = not launched and any(name in os.environ for name in _LAUNCHED) and _is_orphan()
+    if left:
+        raise Terminated
 
 
-def _launcher() -> list[str] | None:
-    """Return the parent's command line if it ends in ours: `accelerate launch SCRIPT ..`."""
-    try:
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")[:-1]
-    except (OSError, UnicodeDecodeError):
-        return None
-    return command if command[-len(sys.argv) :] == sys.argv else None
+def _launchers() -> list[list[str]]:
+    """The command lines of the parents that end in ours, the nearest first: what launched us."""
+    ours = [*dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:])]
+    found = []
+    with suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            command = parent.cmdline()
+            if not ours or command[-len(ours) :] != ours:
+                break
+            found.append(command)
+    return found
+
+
+def _is_orphan() -> bool:
+    """Whether the parent is the process that those get whose own is gone."""
+    parent = psutil.Process().parent()
+    return parent is None or parent.pid == 1 or parent.name() == "systemd"

@@ -4,9 +4,11 @@ Rows, answers, names, errors of servers and libraries are foreign text. An escap
 set a terminal's title, write to the clipboard (OSC 52), clear the screen or hide a line.
 """
 
+import os
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -33,8 +35,15 @@ def tell(text: object) -> None:
 
 
 def say(message: str) -> None:
-    """Tell the user a line that is no result: on stderr."""
-    print(visible(message[: 2 * LONGEST]), file=sys.stderr)  # noqa: T201
+    """Tell the user a line that is no result: on stderr, if that is still there."""
+    with suppress(OSError):  # a terminal that was closed
+        print(visible(message[: 2 * LONGEST]), file=sys.stderr)  # noqa: T201
+
+
+def say_at_once(line: str) -> None:
+    """Tell the user a line of ours from a signal's handler: a print may be under way below it."""
+    with suppress(OSError, ValueError):  # stderr is gone, or no file
+        os.write(sys.stderr.fileno(), f"\n{line}\n".encode())
 
 
 class Screen(Console):

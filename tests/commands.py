@@ -15,6 +15,8 @@ from unittest.mock import patch
 from accelerate.state import AcceleratorState
 from forks import Fork, nursery
 
+from specdraft.recipes.interrupt import STOPS_WITH
+
 ROOT = Path(__file__).parents[1]
 SURROUNDINGS = {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
 
@@ -80,7 +82,8 @@ def children_forked() -> Iterator[None]:
         if command[0] != sys.executable or not command[1].endswith(".py"):
             return launch(command, **options)
         where = {"own_session": options["start_new_session"], "errors": options["stderr"].name}
-        return Fork(*command[1:], cwd=Path.cwd(), env=options["env"], parent=parent, **where)
+        env = options["env"] | {STOPS_WITH: str(parent.process.pid)}
+        return Fork(*command[1:], cwd=Path.cwd(), env=env, parent=parent, **where)
 
     with patch.object(subprocess, "Popen", popen):
         yield

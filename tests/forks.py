@@ -189,6 +189,7 @@ def become(
     os.environ.update(env)
     os.chdir(cwd)
     sys.argv, sys.path[0] = command, str(Path(command[0]).resolve().parent)
+    sys.orig_argv = ["python", *command]
     runpy.run_path(command[0], run_name="__main__")
 
 

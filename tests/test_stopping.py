@@ -5,6 +5,8 @@ Each is started as a user starts it, sent SIGTERM in the middle of its work, and
 
 import json
 import os
+import pty
+import re
 import runpy
 import shlex
 import signal
@@ -12,8 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
+import psutil
 import pytest
 from commands import ROOT, SURROUNDINGS, run, start
 from forks import Fork
@@ -21,7 +26,7 @@ from rich.console import Console
 from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdraft.recipes.interrupt import Terminated
+from specdraft.recipes.interrupt import Terminated, resume_command
 
 BENCH = ["eval/bench.py", "recipes/tiny.yaml", "--methods", "plain,generate,prompt_lookup"]
 BENCH += ["eval.limit=6", "eval.max_new_tokens=8", "eval.repeats=2"]
@@ -144,6 +149,74 @@ def test_a_launcher_that_is_ended_takes_its_command_along(tmp_path, wide):
     errors = stopped_when(lambda: shards(tmp_path), process)
     kept = f"{len(shards(tmp_path))} shards of features are kept"
     check_line(errors, kept, [sys.executable, *command, f"data.cache_dir={tmp_path}"])
+
+
+LAUNCHERS = {
+    "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
+}
+
+
+@pytest.mark.parametrize(("launcher", "close"), [("accelerate", False), ("torchrun", True)])
+def test_training_saves_in_a_terminal_whose_session_its_launcher_leads(tmp_path, launcher, close):
+    """One Ctrl-C, or closing it, is SIGINT, SIGTERM and SIGHUP one after the other there."""
+    out = tmp_path / "run"
+    job = ["tests/train/test_loop.py", str(out), "train.steps=3000", "train.log_every=1"]
+    command = [*LAUNCHERS[launcher], *job, "pace=0.01"]
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(ROOT)
+        os.environ.update(SURROUNDINGS, ACCELERATE_USE_CPU="true")
+        os.execv(sys.executable, [sys.executable, *command])
+    with open(terminal, "rb+", buffering=0) as screen:
+        wait_until((out / "log.jsonl").exists)
+        if not close:
+            screen.write(b"\x03")
+            said = "".join(iter(partial(read, screen), ""))
+    wait_until(lambda: not running_with(out), 60)
+    os.waitpid(pid, 0)
+    (state,) = out.glob("checkpoints/step-*/state.json")
+    step = json.loads(state.read_text())["state"]["step"]
+    assert 0 < step < 3000
+    if not close:
+        ours = re.findall(r"^(?:saving|stopped at|interrupted).*?\r$", said, re.MULTILINE)
+        resume = shlex.join([sys.executable, *command])
+        assert len(ours) == 2, said
+        assert ours[0].startswith("saving after this step ..")
+        assert ours[1] == f"stopped at step {step}; resume with: {resume}\r"
+
+
+def read(screen: BinaryIO) -> str:
+    try:
+        return screen.read(4096).decode(errors="replace")
+    except OSError:  # all who had it are gone
+        return ""
+
+
+def running_with(word: object) -> list[psutil.Process]:
+    """The processes in whose command a word stands, of whatever session."""
+    found = psutil.process_iter(["cmdline"])
+    return [one for one in found if str(word) in (one.info["cmdline"] or ())]
+
+
+def test_a_run_does_not_begin_where_its_parent_has_ended(tmp_path):
+    done = run(*BENCH, "--out", str(tmp_path), SPECDRAFT_STOPS_WITH="1")
+    assert done.returncode == 130
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        (["/x/bin/python", "/x/bin/specdraft", "train", "tiny"], "specdraft train tiny"),
+        (["python3", "-u", "train/falcon.py", "a b"], "python3 -u train/falcon.py 'a b'"),
+        (["python", "-m", "specdraft.eval.bench", "r"], "python -m specdraft.eval.bench r"),
+    ],
+)
+def test_a_command_is_told_as_it_was_typed(monkeypatch, words, typed):
+    monkeypatch.setattr(sys, "orig_argv", words)
+    monkeypatch.setattr(sys, "argv", ["specdraft train", "tiny"])
+    assert resume_command() == typed
 
 
 def shards(cache: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from specdraft.models.hub import check_login
 from specdraft.models.student import finished_student, make_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import LoadTarget, run
 from specdraft.train.fit.batches import Rows
@@ -71,9 +72,10 @@ def train(recipe: Recipe, accelerator: Accelerator, load_target: LoadTarget) -> 
             objective, target = Distillation(recipe, student, target.embeddings()), None
         fit(student, data, objective, recipe, accelerator, measure)
     if accelerator.is_main_process:
-        target = target or load_target(alone=True)
-        kept = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
-        report(recipe, target, Trained(student=kept), prompts, "student")
+        with keeping(lambda: f"{recipe.output.dir}/student is trained"):
+            target = target or load_target(alone=True)
+            kept = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
+            report(recipe, target, Trained(student=kept), prompts, "student")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

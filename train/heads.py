@@ -32,6 +32,7 @@ from specdraft.models.publish import publish
 from specdraft.models.shapes import TargetShape, eagle3_config, head_config, medusa_config
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO
 from specdraft.train.command import LoadTarget
@@ -190,11 +191,12 @@ def train_head(
         target = None  # its embeddings are enough: leave the memory to the head
     fit(head, data, objective, recipe, accelerator, measure)
     if accelerator.is_main_process:
-        target = target or load_target(alone=True)
-        best = TreeDrafter.of_run(recipe, target)
-        if recipe.eval.tree == AUTO and not is_fitted(recipe, target, best):
-            print_fit(*fit_tree(recipe, target, best))
-        report(recipe, target, best.trained, prompts, kind.field)
+        with keeping(lambda: f"{recipe.output.dir}/{kind.field} is trained"):
+            target = target or load_target(alone=True)
+            best = TreeDrafter.of_run(recipe, target)
+            if recipe.eval.tree == AUTO and not is_fitted(recipe, target, best):
+                print_fit(*fit_tree(recipe, target, best))
+            report(recipe, target, best.trained, prompts, kind.field)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

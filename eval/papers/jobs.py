@@ -16,7 +16,7 @@ from tqdm import tqdm
 from specdraft.eval.drafters.registry import problems
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.interrupt import keeping
+from specdraft.recipes.interrupt import STOPS_WITH, keeping
 from specdraft.recipes.load import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,7 @@ def _run(jobs: Sequence[Job], at_once: int, bar: tqdm) -> None:
 
 
 def _start(job: Job, log: Path) -> subprocess.Popen:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", STOPS_WITH: str(os.getpid())}
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
     with log.open("w") as errors:
         # In a session of its own: Ctrl-C would reach it beside our SIGTERM, and twice is "at once".

@@ -1,6 +1,7 @@
 """Checkpoints: continued bit for bit, complete or absent, and only by the recipe that made them."""
 
 import json
+import os
 import random
 import signal
 import time
@@ -385,9 +386,71 @@ def test_saving_a_head_never_leaves_a_mixture(tmp_path, monkeypatch):
     FalconHead.from_pretrained(tmp_path / "head")
 
 
-def test_the_first_signal_asks_and_the_second_acts():
-    with StopRequest(deferred=True) as stop:
+def test_only_a_second_ctrl_c_skips_a_save_and_none_that_has_begun(capfd):
+    with StopRequest(saves=True) as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.asked
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):  # of launcher and terminal
+            signal.raise_signal(number)
+        with stop.saving():
+            signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith("saving after this step ..")
+
+
+def test_what_ends_a_launcher_ends_its_command_once(monkeypatch):
+    with StopRequest():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr(os, "getppid", lambda: 1)  # of the same Ctrl-C
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def stopped_at(step, evaluated):
+    """An evaluation that a signal cuts off."""
+
+    def evaluate(head, now):
+        if now == step:
+            signal.raise_signal(signal.SIGTERM)
+        evaluated.append(now)
+        return {"tokens_per_step": 1.0 + now % 4}
+
+    return evaluate
+
+
+@pytest.mark.parametrize("step", [4, 12])
+def test_an_evaluation_that_is_cut_off_is_made_again(tmp_path, step):
+    changes = {"train.steps": 12, "train.eval_every": 4, "train.log_every": 5}
+    _, whole = train(tmp_path / "whole", evaluate=stopped_at(99, []), **changes)
+    evaluated = []
+    with pytest.raises(KeyboardInterrupt, match=f"stopped at step {step}"):
+        train(tmp_path / "cut", evaluate=stopped_at(step, evaluated), **changes)
+    assert evaluated == [*range(4, step, 4)]
+    assert (tmp_path / "cut" / "checkpoints" / f"step-{step}").exists()
+    _, cut = train(tmp_path / "cut", evaluate=stopped_at(99, evaluated), **changes)
+    assert evaluated == [4, 8, 12]
+    assert_equal(whole, cut)
+    for kind in ("train", "eval"):
+        once, twice = (log_lines(tmp_path / name, kind) for name in ("whole", "cut"))
+        names = once[0].keys() - {"minutes", "tokens_per_second", "data_wait"}
+        assert [[r[n] for n in names] for r in once] == [[r[n] for n in names] for r in twice]
+
+
+def test_a_run_that_is_stopped_while_it_saves_for_the_last_time_begins_nothing_else(
+    tmp_path, monkeypatch
+):
+    save = Checkpoints.save
+
+    def told_to_stop(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        save(*arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", told_to_stop)
+    with pytest.raises(KeyboardInterrupt, match="trained to step 6"):
+        train(tmp_path)
+    assert (tmp_path / "checkpoints" / "step-6").exists()

@@ -48,6 +48,8 @@ class TrainState:
     evaluated: int = 0  # step of the last evaluation
     best_step: int = 0
     best: dict[str, float] = field(default_factory=dict)  # metrics of the best drafter
+    # Of the log since its last line, over all ranks: the next line goes on with them.
+    sums: dict[str, float | list] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

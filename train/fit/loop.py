@@ -34,29 +34,27 @@ def fit(
     after saving, on Ctrl-C or SIGTERM; RecipeError when a checkpoint belongs to another recipe, a
     tracker does not start, or the loss is no number any more.
     """
-    run = Run(drafter, data, objective, recipe, accelerator, evaluate)
+    stop = StopRequest(saves=True)
+    run = Run(drafter, data, objective, recipe, accelerator, evaluate, stop)
     train, state = recipe.train, run.state
-    with StopRequest(deferred=True) as stop, run.journal() as journal:
+    with stop, run.journal() as journal:
         if state.step:
             journal.say(f"resumed at step {state.step} of {run.steps}")
             run.evaluate_if(_due(train.eval_every, state.step), journal)
-        timer, sums, began = StepTimer(), {}, time.perf_counter() - state.seconds
+        timer, began = StepTimer(), time.perf_counter() - state.seconds
         last = state.step if run.out_of_time() else run.steps
         for batches in run.timed_steps(state.step, last, timer):
-            step_sums, norm, rate, stopping = run.step(batches, stop.asked, timer)
+            values, stopping = run.step(batches, timer)
             state.step, state.seconds = state.step + 1, time.perf_counter() - began
-            sums = {name: sums.get(name, 0) + value for name, value in step_sums.items()}
             journal.advance()
             if state.step % train.log_every == 0 or state.step == run.steps:
-                run.log(journal, sums, timer, {"lr": rate, "grad_norm": norm})
-                sums = {}
+                run.log(journal, timer, values)
             if stopping == STOP_ASKED:
-                run.checkpoints.save(state)
-                raise KeyboardInterrupt(f"stopped at step {state.step}")
+                run.save_and_stop()
             with timer.pause():  # neither is training
                 run.evaluate_if(_due(train.eval_every, state.step), journal)
                 if _due(train.save_every, state.step):
-                    run.checkpoints.save(state)
+                    run.save()
             if stopping == STOP_TIME:
                 journal.say(f"stopped at step {state.step}: train.max_minutes is over")
                 break

@@ -10,8 +10,9 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from specdraft.data.ranks import Ranks
 from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.interrupt import StopRequest
 from specdraft.recipes.load import dump
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.batches import Batch, Key, Loader, Rows, SamplingPlan
@@ -70,8 +72,10 @@ class Run:
         recipe: Recipe,
         accelerator: Accelerator,
         evaluate: Evaluate | None,
+        stop: StopRequest,
     ):
         self.objective, self.recipe, self.evaluate = objective, recipe, evaluate
+        self.stop = stop
         self.accelerator, self.ranks = accelerator, Ranks.of(accelerator)
         self.out, self.steps = Path(recipe.output.dir), total_steps(recipe, len(data))
         optim, train, on_gpu = recipe.optim, recipe.train, accelerator.device.type == "cuda"
@@ -94,6 +98,7 @@ class Run:
             self.out, recipe.to_dict(), len(data), accelerator, train.keep
         )
         self.state = self.checkpoints.resume() or TrainState()
+        self.sums = self._restored(self.state.sums)  # of this rank since the last line of the log
         if self.state.step > self.steps:
             raise RecipeError(
                 f"{self.checkpoints.newest()} lies beyond the {self.steps} steps of this recipe; "
@@ -115,8 +120,8 @@ class Run:
             yield batches
             asked = time.perf_counter()
 
-    def step(self, batches: list[Batch], asked: bool, timer: StepTimer) -> tuple:
-        """Take one optimiser step; return the log's sums, gradient norm, rate, reason to stop."""
+    def step(self, batches: list[Batch], timer: StepTimer) -> tuple[dict[str, float], int]:
+        """Take one optimiser step; return what the log says of it alone, and a reason to stop."""
         accelerator, device = self.accelerator, self.accelerator.device
         optim, number = self.recipe.optim, self.state.step
         rate = learning_rate(number, self.steps, optim.lr, optim.warmup, optim.schedule)
@@ -127,22 +132,22 @@ class Run:
         count, tokens, asks, over = self._reduced(
             sum(counted.sum() for _, counted in plans),
             sum(batch.num_tokens for batch in batches),
-            asked,
+            self.stop.asked,
             self.ranks.is_first and self.out_of_time(),
         )
         timer.tokens += tokens
         # DDP averages over ranks and accelerate over micro-batches; the loss wants neither.
         scale = accelerator.num_processes * len(batches) / max(count, 1.0)
-        sums: Sums = {}
         for batch, (plan, counted) in zip(batches, plans, strict=True):
             with accelerator.accumulate(self.model):
                 total, parts = self.objective.loss(self.model, batch.to(device), plan, counted)
                 accelerator.backward(total * scale)
-            sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
+            self.sums = {name: self.sums.get(name, 0) + part for name, part in parts.items()}
         norm = self._clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return sums, norm, rate, STOP_ASKED if asks else STOP_TIME if over else 0
+        values = {"lr": rate, "grad_norm": norm}
+        return values, STOP_ASKED if asks else STOP_TIME if over else 0
 
     def _reduced(self, *values: float | Tensor) -> list[float]:
         # Stop requests travel with the count: all ranks must agree on the step they stop at.
@@ -167,24 +172,31 @@ class Run:
         limit = self.recipe.train.max_minutes
         return limit is not None and self.state.seconds >= 60.0 * limit
 
-    def log(self, journal: Journal, sums: dict, timer: StepTimer, values: dict) -> None:
+    def log(self, journal: Journal, timer: StepTimer, values: dict[str, float]) -> None:
         """Reduce the sums since the last line over all ranks and write them as ratios."""
-        values |= self.objective.report(self.accelerator.reduce(sums, "sum"))
+        values |= self.objective.report(self.accelerator.reduce(self.sums, "sum"))
+        self.sums = {}
         values |= timer.report() | {"minutes": self.state.seconds / 60.0}
         journal.log("train", self.state.step, values)
         journal.status(values)
         timer.reset()
 
     def evaluate_if(self, due: bool, journal: Journal) -> None:
-        """Evaluate on rank 0 if it is due and not done; keep the drafter if it is the best yet."""
+        """Evaluate on rank 0 if it is due and not done; keep the drafter if it is the best yet.
+
+        Raises: KeyboardInterrupt, after saving, where it was cut off.
+        """
         state = self.state
         if not due or self.evaluate is None or state.evaluated == state.step:
             return
         drafter, metrics = self.whole_drafter(), None
         if self.ranks.is_first:
-            metrics = self.evaluate(drafter.eval(), state.step)
+            with suppress(KeyboardInterrupt), self.stop.cut():
+                metrics = self.evaluate(drafter.eval(), state.step)
             drafter.train()
         metrics = self.ranks.share(metrics)
+        if metrics is None:
+            self.save_and_stop()
         state.evaluated = state.step
         if metrics["tokens_per_step"] > state.best.get("tokens_per_step", 0.0):
             state.best, state.best_step = metrics, state.step
@@ -210,9 +222,31 @@ class Run:
         drafter = self.whole_drafter()
         if self.evaluate is None and self.ranks.is_first:
             save_drafter(drafter, self.out / self.objective.folder)
+        self._save_once()
+        if self.stop.asked:  # of what comes behind training, nothing has begun
+            raise KeyboardInterrupt(f"trained to step {self.state.step}")
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        sums = self.accelerator.reduce(self.sums, "sum")
+        self.state.sums = {name: part.tolist() for name, part in sums.items()}
+        with self.stop.saving():
+            self.checkpoints.save(self.state)
+
+    def save_and_stop(self) -> NoReturn:
+        """End as who was told to stop. Raises: KeyboardInterrupt."""
+        self._save_once()
+        raise KeyboardInterrupt(f"stopped at step {self.state.step}")
+
+    def _save_once(self) -> None:
         newest = self.checkpoints.newest()
         if newest is None or newest.name != f"step-{self.state.step}":
-            self.checkpoints.save(self.state)
+            self.save()
+
+    def _restored(self, sums: dict[str, float | list]) -> Sums:
+        """The sums of all ranks in a checkpoint, which the first one goes on with."""
+        device, share = self.accelerator.device, int(self.ranks.is_first)
+        return {name: torch.tensor(part, device=device) * share for name, part in sums.items()}
 
 
 def _lengths(data: Rows) -> list[int]:
