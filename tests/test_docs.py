@@ -30,6 +30,7 @@ FOLDERS = ("recipes", "models", "data", "eval", "train")
 FRONT = ROOT / "README.md"
 PAGES = [FRONT, *(ROOT / name / "README.md" for name in (*FOLDERS, "tests"))]
 PAGES += [ROOT / "train" / "symptoms.md", ROOT / "eval" / "serve" / "README.md"]
+PAGES += [ROOT / "eval" / "field.md"]
 RESULTS = ROOT / "eval" / "results"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

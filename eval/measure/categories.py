@@ -1,8 +1,9 @@
 """Figures per category and per question, as Spec-Bench takes them (arXiv 2401.07851, speed.py).
 
-Tokens per step are pooled over all steps. Tokens per second are macro-averaged: those of every
-question, all its turns together, then their mean; the speedup is the ratio of two such means. Time
-belongs to a question only where it is decoded alone, at batch size 1.
+Tokens per step are pooled over all steps. Macro-averages are those of every question, all its turns
+together, then their mean: of tokens per second, where the speedup is the ratio of two such means,
+and of tokens per step (SPEED-Bench's acceptance length). Time belongs to a question only where it
+is decoded alone, at batch size 1.
 """
 
 from collections.abc import Sequence
@@ -34,8 +35,9 @@ def by_category(prompts: Sequence[Prompt], parts: Sequence[Outcome]) -> list[dic
 
 
 def macro(prompts: Sequence[Prompt], parts: Sequence[Outcome]) -> dict:
-    """The mean over questions of tokens per second; None where they were not decoded alone."""
-    return {"macro_tokens_per_second": _macro(_questions(prompts, parts))}
+    """Means over questions: of tokens per step, and of tokens per second; None of these where they
+    were not decoded alone."""
+    return _macro(_questions(prompts, parts))
 
 
 def add_speedups(row: dict, plain: dict | None) -> None:
@@ -72,11 +74,13 @@ def _figures(questions: list[Answered]) -> dict:
         "tokens": tokens,
         "steps": steps,
         "tokens_per_step": tokens / steps,
-        "macro_tokens_per_second": _macro(questions),
+    } | _macro(questions)
+
+
+def _macro(questions: list[Answered]) -> dict:
+    alone = all(question.seconds is not None for question in questions)
+    speeds = [question.tokens / question.seconds for question in questions] if alone else []
+    return {
+        "macro_tokens_per_step": fmean(q.tokens / q.steps for q in questions),
+        "macro_tokens_per_second": fmean(speeds) if alone else None,
     }
-
-
-def _macro(questions: list[Answered]) -> float | None:
-    if any(question.seconds is None for question in questions):
-        return None
-    return fmean(question.tokens / question.seconds for question in questions)

@@ -4,12 +4,14 @@ Methods take turns prompt by prompt, so that a machine that slows down slows all
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 from specdraft.data.atomic import write_atomic
+from specdraft.data.prompt_sets import set_of
 from specdraft.data.prompts import Prompt
 from specdraft.eval.drafters.registry import featured, find
 from specdraft.eval.drafters.setup import tree_file
@@ -59,9 +61,20 @@ def evaluate(
         "recipe": recipe.to_dict(),
         "environment": where,
         "fit": fit,
-        "runs": done.rows(),
+        "runs": [row | _protocol(recipe, prompts, row) for row in done.rows()],
         "samples": _samples(done, featured(methods)),
     }
+
+
+def _protocol(recipe: Recipe, prompts: Sequence[Prompt], row: dict) -> dict:
+    """How figures of a published set are made elsewhere, and where those of a run depart."""
+    chosen = set_of(recipe.eval.prompts)
+    if chosen is None:
+        return {"protocol": None, "departures": []}
+    turns = Counter(accumulate(prompt.turn == 1 for prompt in prompts)).values()
+    trees = any(max(node["path"]) for node in row.get("acceptance_by_node", []))
+    departures = chosen.departures(recipe.eval, trees, [*turns])
+    return {"protocol": str(chosen.protocol), "departures": [*departures]}
 
 
 def fit_shown(recipe: Recipe, trained: Trained, methods: Sequence[str]) -> dict | None:

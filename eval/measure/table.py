@@ -43,6 +43,10 @@ def print_report(report: dict, console: Screen | None = None) -> None:
     for run in runs:
         if tree := run.get("tree"):
             console.print(f"{run['method']}: {tree}")
+    if protocol := runs[0].get("protocol"):
+        departures = dict.fromkeys(one for run in runs for one in run["departures"])
+        console.print(f"published figures are of {protocol}")
+        console.print(Text(f"these depart: {'; '.join(departures) or 'nowhere'}", "yellow"))
     for run in troubled:
         console.print(Text(f"{run['method']}: {failure_reasons(run)}", "red"))
     for answer in report["samples"]:

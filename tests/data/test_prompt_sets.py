@@ -1,13 +1,14 @@
 """Published prompt sets are read by name, in their own formats, turn by turn."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import small_tokenizer as st
 from test_prompts import SHARED, prompts, rendered
 from test_tokens import write
 
-from specdraft.data.prompt_sets import SETS, read_questions
+from specdraft.data.prompt_sets import MASKED, SETS, read_questions, set_of
 from specdraft.data.prompts import load_prompts, next_turn, validation_prompts
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
@@ -22,6 +23,7 @@ from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import load_recipe
 
 TWO = {"question_id": 81, "category": "writing", "turns": ["Hello", "Once more"]}
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 ROWS = {
     "mt_bench": (TWO, "Hello", "writing"),
     "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f():"}, "def f():", "humaneval"),
@@ -35,7 +37,30 @@ ROWS = {
         "wmt14_en_de",
     ),
     "spec_bench": (TWO, "Hello", "mt_bench"),
+    "math500": ({"problem": "x?", "unique_id": "a/1.json"}, f"x?{BOXED}", "math500"),
+    "aime25": ({"problem": "x?", "answer": "70", "id": "0"}, f"x?{BOXED}", "aime25"),
+    "mbpp": ({"task_id": 2, "prompt": "Write it.", "code": ""}, "Write it.", "mbpp"),
+    "livecodebench": (
+        {"question_id": "1873_A", "question_content": "Sort.", "starter_code": ""},
+        "### Question:\nSort.\n\n### Format: Read the input from stdin, solve the problem and "
+        "write the answer to stdout.\n```python\n# YOUR CODE HERE\n```\n\n### Answer:",
+        "livecodebench",
+    ),
+    "arena_hard": (
+        {"uid": "2edb", "category": "hard_prompt", "prompt": "Plan."},
+        "Plan.",
+        "arena_hard",
+    ),
+    **dict.fromkeys(
+        ["speed_bench", *(f"speed_bench_{n}k" for n in (1, 2, 8, 16, 32))],
+        (
+            TWO | {"sub_category": None, "source": "x", "src_id": "1", "multiturn": True},
+            "Hello",
+            "writing",
+        ),
+    ),
 }
+NINE = ["gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "alpaca", "arena_hard"]
 
 
 def test_every_set_is_tested_here():
@@ -59,9 +84,40 @@ def test_the_hubs_copy_of_mt_bench_reads_like_the_published_one(tmp_path):
     assert (hub.id, hub.turns) == (published.id, published.turns) == ("81", TWO["turns"])
 
 
+@pytest.mark.parametrize("name", NINE)
+def test_deepspecs_files_ask_their_first_turn(tmp_path, name):
+    (prompt,) = prompts(tmp_path, f"{name}:{write(tmp_path / 'set.jsonl', [TWO])}")
+    assert (prompt.text, prompt.category, prompt.later) == ("Hello", name, ())
+
+
+def test_other_published_forms_of_a_row(tmp_path):
+    forms = {
+        "arena_hard": {"question_id": "a", "turns": [{"content": "Plan."}]},  # v0.1
+        "mbpp": {"task_id": 11, "text": "Plan.", "code": ""},  # the full set
+        "livecodebench": {"question_content": "Sort.", "starter_code": "class Solution: ..."},
+    }
+    texts = {}
+    for name, row in forms.items():
+        (prompt,) = prompts(tmp_path, f"{name}:{write(tmp_path / 'set.jsonl', [row])}")
+        texts[name] = prompt.text
+    assert texts["arena_hard"] == texts["mbpp"] == "Plan."
+    assert "starter code.\n```python\nclass Solution: ...\n```" in texts["livecodebench"]
+
+
 @pytest.mark.parametrize(
     ("name", "row", "reason"),
     [
+        ("gsm8k", {"turns": []}, "no turns"),
+        ("arena_hard", {"turns": []}, "no turns"),
+        ("arena_hard", {"turns": [{"text": "x"}]}, "no 'content'"),
+        ("math500", {"problem": None}, "not a row of math500"),
+        ("livecodebench", {"question_content": "x"}, "no 'starter_code'"),
+        ("speed_bench", {"category": "qa", "turns": None}, "not a row of speed_bench"),
+        (
+            "speed_bench_2k",
+            {"category": "qa", "turns": [f"{MASKED} USING SPECDEC_BENCH"]},
+            "not published with the set; fetch all with prepare_data.py",
+        ),
         ("gsm8k", {"prompt": "x"}, r"no 'question'\); its format is \{\"question\""),
         ("humaneval", {"prompt": " "}, "an empty question"),
         ("mt_bench", {"category": "a", "turns": "Hello"}, "no turns"),
@@ -96,11 +152,15 @@ def test_a_set_that_cannot_be_fetched_says_what_to_do(tmp_path, monkeypatch):
         prompts(tmp_path, "gsm8k")
     with pytest.raises(DataError, match=r"hemingkx/Spec-Bench and give spec_bench:PATH"):
         prompts(tmp_path, "spec_bench")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    with pytest.raises(DataError, match=r"= arena_hard: cannot fetch hf://.* give .* arena_hard:"):
+        prompts(tmp_path, "arena_hard")
 
 
 @pytest.mark.parametrize("name", [name for name in SETS if SETS[name].hub])
 def test_what_the_hub_gives_is_read_as_rows(tmp_path, monkeypatch, name):
     import datasets
+    import huggingface_hub
 
     asked = []
 
@@ -108,7 +168,12 @@ def test_what_the_hub_gives_is_read_as_rows(tmp_path, monkeypatch, name):
         asked.append((repository, configuration, split))
         return datasets.Dataset.from_list([ROWS[name][0]])
 
+    def file_reached(repository, filename, **_):
+        asked.append(f"hf://datasets/{repository}/{filename}")
+        return write(tmp_path / "rows.jsonl", [ROWS[name][0]])
+
     monkeypatch.setattr(datasets, "load_dataset", reached)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", file_reached)
     (prompt,) = prompts(tmp_path, name)
     assert (prompt.text, prompt.category) == ROWS[name][1:]
     assert asked == [SETS[name].hub]
@@ -226,6 +291,74 @@ def test_spec_bench_averages_speed_over_questions_and_pools_steps(tmp_path):
     alone = macro(flat, ours) | {"categories": by_category(flat, ours)}
     add_speedups(alone, None)
     assert alone["macro_speedup"] is None
+
+
+REAL = {
+    "mt_bench": "mt_bench/question.jsonl",
+    "spec_bench": "spec_bench/question.jsonl",
+    "humaneval": "humaneval/HumanEval.jsonl",
+    "gsm8k": "gsm8k/test.jsonl",
+}
+
+
+def ten_rows(name: str) -> list[dict]:
+    """Of the real file, where there is one, those that suit a short context; else ten made ones."""
+    file = SHARED / REAL.get(name, "none")
+    if file.is_file():
+        rows = [json.loads(line) for line in file.read_bytes().splitlines() if len(line) < 1500]
+        return rows[:: len(rows) // 10][:10]
+    made = json.dumps(ROWS[name][0])
+    return [json.loads(made.replace("Hello", f"Hello {n}")) for n in range(10)]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_ten_questions_of_every_set_are_decoded_and_counted(tiny, tmp_path, name):
+    rows = ten_rows(name)
+    file = write(tmp_path / "set.jsonl", rows)
+    settings = [f"eval.prompts={name}:{file}", "eval.max_new_tokens=3", "eval.threads=1"]
+    recipe = load_recipe("recipes/tiny.yaml", settings)
+    questions = load_prompts(recipe, tiny.tokenizer)
+    report = evaluate(recipe, tiny, Trained(), questions, ["plain", "prompt_lookup"], False)
+    turns = sum(1 if name in NINE else len(row.get("turns", [0])) for row in rows)
+    for row in report["runs"]:
+        assert row["outputs"] == row["identical"] == turns
+        assert sum(entry["questions"] for entry in row["categories"]) == 10
+        assert row["protocol"] == str(set_of(name).protocol)
+        assert (
+            f"up to 3 new tokens, not {set_of(name).protocol.max_new_tokens}" in row["departures"]
+        )
+        assert row["macro_tokens_per_step"] >= 1
+
+
+def test_departures_from_a_protocol_are_named_one_by_one():
+    settings = load_recipe("recipes/tiny.yaml", ["eval.max_new_tokens=2048"]).eval
+    gsm8k, mt_bench = set_of("gsm8k"), set_of("mt_bench:file.jsonl")
+    assert [*gsm8k.departures(settings, True, [1] * 500)] == [
+        "temperature 0, not 1",
+        "trees, not chains",
+    ]
+    as_told = replace(settings, temperature=1.0)
+    assert [*gsm8k.departures(as_told, False, [1] * 500)] == []
+    assert [*gsm8k.departures(replace(as_told, batch_size=4, spread=2.0), False, [2] * 9)] == [
+        "lengths spread, and no end token ends an answer",
+        "batch 4, not 1",
+        "second turns, too",
+        "9 questions, not 500",
+    ]
+    assert [*mt_bench.departures(settings, True, [2] * 80)] == ["up to 2048 new tokens, not 1024"]
+    assert set_of("tiny_chat") is set_of("my/gsm8k.jsonl") is None
+
+
+def test_acceptance_lengths_are_averaged_over_questions_and_categories(tmp_path):
+    rows = [{**TWO, "question_id": n, "category": c} for n, c in enumerate(["qa", "qa", "rag"])]
+    asked = prompts(tmp_path, f"speed_bench:{write(tmp_path / 'set.jsonl', rows)}")
+    done = [(4, 2), (9, 3), (10, 2)]  # tokens and steps of an answer
+    parts = [
+        Outcome([Completion(0, [1] * t, [Step(1, 0, 0, 0)] * s)], 1.0, Timing()) for t, s in done
+    ]
+    qa, rag = by_category(asked, parts)
+    assert (qa["macro_tokens_per_step"], rag["macro_tokens_per_step"]) == (2.5, 5.0)
+    assert macro(asked, parts)["macro_tokens_per_step"] == (2 + 3 + 5) / 3
 
 
 @pytest.mark.parametrize(

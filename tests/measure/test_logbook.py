@@ -289,4 +289,4 @@ def test_a_later_turn_counts_for_its_own_question_where_the_first_one_failed(tin
     one, other = load_prompts(recipe, tiny.tokenizer)
     prompts = [replace(one, later=()), replace(other, turn=2)]  # of `other`, the second turn alone
     parts = [replace(OUTCOME, seconds=seconds) for seconds in (1.0, 4.0)]
-    assert macro(prompts, parts) == {"macro_tokens_per_second": (2 / 1 + 2 / 4) / 2}
+    assert macro(prompts, parts)["macro_tokens_per_second"] == (2 / 1 + 2 / 4) / 2
