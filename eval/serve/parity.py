@@ -2,7 +2,7 @@
 
 Both sides decode the same prompts with the same chain. Greedy outputs have to be those of the
 engine without speculation, token for token; steps are compared one by one. With a temperature,
-where the two draw other samples, acceptance is compared as a proportion is, in standard errors.
+where the two draw other samples, acceptance is compared in standard errors, over prompts.
 Where they differ, the tensors of the first draft are gone through in the order of computation
 (eval/serve/tracing.py), and the first that differs beyond rounding is the one to look at.
 """
@@ -10,7 +10,7 @@ Where they differ, the tensors of the first draft are gone through in the order 
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,18 +56,28 @@ class Side:
     steps: list[list[int]]  # tokens that each step brought
     drafts: int  # steps with a draft
     accepted: list[int]  # by position
+    # The last two of every prompt by itself, where they are known.
+    by_prompt: list[tuple[int, list[int]]] = field(default_factory=list)
 
     @classmethod
     def of(cls, done: Iterable[Completion]) -> "Side":
         """What our decoder has done."""
         done = list(done)
-        steps = [step for one in done for step in one.steps]
-        depth = max((step.depth for step in steps), default=0)
+        depth = max((step.depth for one in done for step in one.steps), default=0)
+        by_prompt = [
+            (
+                sum(step.depth > 0 for step in one.steps),
+                [sum(step.accepted > place for step in one.steps) for place in range(depth)],
+            )
+            for one in done
+        ]
+        accepted = [sum(counts) for counts in zip(*(own for _, own in by_prompt), strict=True)]
         return cls(
             [one.tokens for one in done],
             [[step.emitted for step in one.steps] for one in done],
-            sum(step.depth > 0 for step in steps),
-            [sum(step.accepted > place for step in steps) for place in range(depth)],
+            sum(drafts for drafts, _ in by_prompt),
+            accepted,
+            by_prompt,
         )
 
     @property
@@ -252,13 +262,26 @@ def compared(
 def gaps_of(theirs: Side, ours: Side) -> list[dict]:
     """At every position, how far acceptance differs, and in how many standard errors."""
     gaps = []
-    for mine, other in zip_longest(ours.acceptance, theirs.acceptance, fillvalue=0.0):
+    both = zip_longest(ours.acceptance, theirs.acceptance, fillvalue=0.0)
+    for place, (mine, other) in enumerate(both):
         pooled = (mine * ours.drafts + other * theirs.drafts) / max(ours.drafts + theirs.drafts, 1)
         counts = 1 / max(ours.drafts, 1) + 1 / max(theirs.drafts, 1)
-        error = math.sqrt(pooled * (1 - pooled) * counts)
+        error = math.sqrt(max(pooled * (1 - pooled) * counts, _variance(theirs, ours, place)))
         gap = abs(mine - other)
         gaps.append({"gap": gap, "errors": gap / error if error else 0.0 if gap == 0 else 99.0})
     return gaps
+
+
+def _variance(theirs: Side, ours: Side, place: int) -> float:
+    """Of the difference at a position, where prompts are what is drawn: steps of one answer are
+    alike. That of a ratio of two sums; the engine, which counts no prompt by itself, has ours."""
+    count = len(ours.by_prompt)
+    if count < 2 or place >= len(ours.accepted) or not theirs.drafts or not ours.drafts:
+        return 0.0
+    rate = ours.acceptance[place]
+    residuals = sum((own[place] - rate * drafts) ** 2 for drafts, own in ours.by_prompt)
+    variance = residuals * count / (count - 1) / ours.drafts**2
+    return variance * (1 + ours.drafts / theirs.drafts)
 
 
 def first_step(ours: Side, theirs: Side) -> dict | None:

@@ -1,6 +1,7 @@
 """The comparison with an engine: bad input is one message, and figures are what they say."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,16 @@ def test_gaps_are_counted_in_standard_errors():
     assert first["gap"] == pytest.approx(0.1)
     assert first["errors"] == pytest.approx(0.1 / (0.55 * 0.45 * 2 / 100) ** 0.5)
     assert second == {"gap": 0.0, "errors": 0.0}
+
+
+def test_answers_that_differ_among_themselves_widen_the_standard_error():
+    """Half of the prompts always accept, the others never: four prompts are four draws."""
+    alike = Side([], [], 40, [20], [(10, [5])] * 4)
+    apart = Side([], [], 40, [20], [(10, [10]), (10, [0])] * 2)
+    theirs = Side([], [], 40, [30])
+    by_steps = 0.25 / math.sqrt(0.625 * 0.375 * 2 / 40)
+    assert gaps_of(theirs, alike)[0]["errors"] == pytest.approx(by_steps)
+    assert gaps_of(theirs, apart)[0]["errors"] == pytest.approx(0.25 / math.sqrt(2 * 0.25 / 3))
 
 
 def test_the_first_step_that_differs_is_found_with_its_position():
