@@ -24,7 +24,13 @@ FLOORS = {
     ],
     "models": ["sar", "."],
     "data": ["world .", "store"],
-    "eval": ["engine", "drafters", "measure", "generation papers checkup costing serve", "."],
+    "eval": [
+        "engine",
+        "drafters",
+        "measure",
+        "generation papers checkup comparing costing serve",
+        ".",
+    ],
     "train": ["fit", "objectives", "."],
 }
 RESULTS = ROOT / "eval" / "results"  # in the repository alone, not in the wheel

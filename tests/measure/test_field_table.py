@@ -1,0 +1,138 @@
+"""The table to paste: every figure is the report's, and no cell breaks Markdown or LaTeX."""
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+from commands import run_here
+
+from specdraft.data.prompts import load_prompts
+from specdraft.eval.comparing.field_table import field_table
+from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.report import evaluate
+from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError
+from specdraft.recipes.load import load_recipe
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    """Of an untrained head: what is drafted is what counts here."""
+    tiny, small = Target.load("tiny"), ["eval.limit=3", "eval.max_new_tokens=40", "eval.threads=1"]
+    recipe = load_recipe("recipes/tiny.yaml", [*small, "eval.tree=tiny_k2"])
+    torch.manual_seed(0)
+    shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}
+    head = FalconHead(FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape))
+    prompts = load_prompts(recipe, tiny.tokenizer)
+    methods = ["plain", "prompt_lookup", "falcon_chain", "falcon_tree"]
+    return evaluate(recipe, tiny, Trained(head), prompts, methods, False)
+
+
+def write(folder, report, name="report.json"):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(report))
+    return folder / name
+
+
+def cells(text: str) -> list[dict[str, str]]:
+    """The rows of a Markdown table by their headings."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    head, _, *rows = ([c.strip() for c in line.strip("|").split("|")] for line in lines)
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_every_cell_is_a_figure_of_the_report(tmp_path, report):
+    table = field_table([write(tmp_path, report)])
+    for row, run in zip(cells(table.markdown()), report["runs"], strict=True):
+        assert (row["method"], row["prompts"], row["T"]) == (run["method"], run["prompt_set"], "0")
+        assert (row["τ"], row["τ - 1"]) == (
+            f"{run['tokens_per_step']:.2f}",
+            f"{run['accepted_per_step']:.2f}",
+        )
+        assert row["tokens/s at 1"] == f"{run['tokens_per_second']:.0f}"
+        by_depth = run["acceptance_by_depth"][:5]
+        reached, product = [], 1.0
+        for rate in by_depth:
+            product *= rate
+            reached.append(f"{product:.2f}")
+        assert row["P(n given n - 1)"] == (" ".join(f"{p:.2f}" for p in by_depth) or "-")
+        assert row["P(n)"] == (" ".join(reached) or "-")
+    drafts = {row["method"]: row["draft"].split(",")[0] for row in cells(table.markdown())}
+    assert (drafts["plain"], drafts["falcon_chain"], drafts["falcon_tree"]) == (
+        "-",
+        "chain",
+        "tree",
+    )
+    assert report["environment"]["cpu"] in table.caption
+
+
+def test_rows_at_once_are_columns_and_temperatures_are_rows(tmp_path, report):
+    other, changed = copy.deepcopy(report), {4: 4000.0, 16: 16000.0}
+    runs = []
+    for temperature in (0.0, 1.0):
+        for rows in (1, 4, 16):
+            more = {"batch_size": rows, "temperature": temperature}
+            runs += [
+                run | more | {"tokens_per_second": changed.get(rows, run["tokens_per_second"])}
+                for run in report["runs"]
+            ]
+    other["runs"] = runs
+    first = write(tmp_path / "a", report)
+    alone, both = field_table([first]), field_table([first, write(tmp_path / "b", other)])
+    assert (
+        "4 rows, 16 rows, temperature 1; measure them with: python eval/bench.py" in alone.missing
+    )
+    assert both.missing is None
+    found = cells(both.markdown())
+    assert len(found) == 2 * len(report["runs"])
+    assert {(r["tokens/s at 4"], r["tokens/s at 16"]) for r in found} == {("4000", "16000")}
+
+
+def test_latex_has_as_many_cells_and_no_bare_special(tmp_path, report):
+    text = field_table([write(tmp_path, report)]).latex()
+    body = text.split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
+    assert len(body) == len(report["runs"])
+    assert {line.count(" & ") + 1 for line in body} == {10}
+    assert r"\begin{tabular}{llrrrrrrrr}" in text
+    assert re.findall(r"(?<!\\)[_%#]", text) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ("recipe", "target", "model", "other"),
+            r"b/report.json: the target is other, and tiny in",
+        ),
+        (("recipe", "target", "dtype", "bfloat16"), "the dtype is bfloat16"),
+        (("environment", "gpu", "H200"), "the machine is .*H200"),
+    ],
+)
+def test_figures_of_two_are_no_comparison(tmp_path, report, change, message):
+    other = copy.deepcopy(report)
+    *path, key, value = change
+    part = other
+    for name in path:
+        part = part[name]
+    part[key] = value
+    with pytest.raises(DataError, match=message):
+        field_table([write(tmp_path / "a", report), write(tmp_path / "b", other)])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"runs": []}', '{"runs": [{"method": "x"}]}'])
+def test_a_file_that_is_no_report_is_refused(tmp_path, text):
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(DataError, match=r"no report; give report.json"):
+        field_table([tmp_path / "report.json"])
+
+
+def test_the_command_takes_a_folder_and_says_what_is_missing(tmp_path, report):
+    write(tmp_path, report)
+    done = run_here("eval/table.py", str(tmp_path), "--latex")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(r"\begin{table}")
+    assert "note: no figures at 4 rows" in done.stderr
+    assert run_here("eval/table.py", str(tmp_path / "none")).returncode == 2
