@@ -1,7 +1,7 @@
 """Speculative decoding inside transformers: `model.generate(.., custom_generate=Speculative(..))`.
 
     from specdraft.eval.custom_generate import Speculative, falcon
-    fast = Speculative(falcon("runs/tiny/head"))
+    fast = Speculative(falcon("runs/tiny/falcon"))
     model.generate(**inputs, custom_generate=fast, max_new_tokens=128)
 
 The tokens are those of `generate` without it; sampled ones are those of our plain decoding with

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import yaml
 
 from specdraft.models.hub import is_hub_id
+from specdraft.recipes.find import HEADS
 from specdraft.recipes.fitted_tree import Fit
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
@@ -20,8 +21,8 @@ PICTURE = "training_curve.png"
 class Card:
     """What the card of one kind of drafter says of it; eval/drafters/trained.py has them all."""
 
-    folder: str  # of a run, where it lies
-    noun: str
+    kind: str  # as recipes/find.py calls its folder
+    noun: str  # with its article
     tag: str  # of its repository
     call: str  # of eval/custom_generate.py, up to what follows its {repo}
     library: str = "specdraft"  # that loads it
@@ -92,7 +93,7 @@ def model_card(
     parts = [
         f"---\n{yaml.safe_dump(metadata(recipe, card), sort_keys=False)}---",
         f"# {recipe.hub.repo_id}",
-        f"{called(card, config)} that drafts for **{recipe.target.model}** in speculative "
+        f"{card.noun} that drafts for **{recipe.target.model}** in speculative "
         "decoding: the target checks every drafted token, so its output stays what it would have "
         "been alone. "
         "Trained and measured with specdraft; `recipe.yaml` makes it again.",
@@ -134,22 +135,12 @@ def facts(recipe: Recipe, card: Card, config: dict, fit: Fit | None) -> str:
         "data": f"{', '.join(data.sources)}; answers by the {data.answers}, up to "
         f"{data.max_length} tokens"
         + (f", {data.limit} conversations at most" if data.limit else ""),
-        **({"head": head_facts(config)} if card.folder == "head" else {}),
+        **({"head": head_facts(config)} if card.kind in HEADS else {}),
         **({"tree": tree_facts(fit)} if fit else {}),
         "licence": recipe.hub.license
         or "none was chosen (`hub.license`); that of the target may bind what is made from it",
     }  # fmt: skip
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())])
-
-
-def called(card: Card, config: dict) -> str:
-    """Return what a drafter is, by its own config: an EAGLE head is a head, too."""
-    if card.folder != "head":
-        return f"A {card.noun}"
-    if config.get("architecture") == "eagle3":
-        return "An EAGLE-3 head"
-    eagle = config["block_size"] == 1 and config["fusion"] in ("linear", "biased")
-    return "An EAGLE-1 head" if eagle else f"A {card.noun}"
 
 
 def head_facts(config: dict) -> str:

@@ -7,7 +7,7 @@ else can use a path, and it tells whose machine it was.
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,8 +18,9 @@ import yaml
 from specdraft.models.card import PICTURE, Card, generate_file, model_card, tree_name
 from specdraft.models.curve import curve
 from specdraft.models.hub import SUMS, push
-from specdraft.models.saved import check_sums, sums
+from specdraft.models.saved import CONFIG, check_sums, sums
 from specdraft.recipes.errors import HeadError, HubError
+from specdraft.recipes.find import KINDS, OLD_HEAD, drafter_folder, kinds_of
 from specdraft.recipes.fitted_tree import FIT, read_fit
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO, TREE, load_tree_paths, tree_block_size
@@ -59,7 +60,7 @@ def publish(recipe: Recipe, card: Card) -> str | None:
     files = contents(recipe, card)
     say(manifest(files, recipe, card))
     try:
-        message = f"{card.noun} of {recipe.name}"
+        message = f"{card.noun}, {recipe.name}"
         return push(files, hub.repo_id, hub.private, hub.revision, message)
     except HubError as error:
         raise HubError(
@@ -71,9 +72,10 @@ def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
     """Return what goes into the repository, by its place there; nothing that names a place of this
     machine. Raises HeadError where the drafter is not whole, or a link to one."""
     run = Path(recipe.output.dir)
-    folder = run / card.folder
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise HeadError(f"no trained {card.noun} at {folder}; train one first")
+    folder = drafter_folder(run, card.kind)
+    if not (folder / CONFIG).is_file() or not any(folder.glob("*.safetensors")):
+        noun = card.noun.partition(" ")[2]
+        raise HeadError(f"no trained {noun} at {folder}; train one first")
     check_sums(folder)
     files: dict[str, Path | bytes] = {path.name: path for path in _known(folder)}
     files |= {name: _portable_json(folder / name) for name in SETTINGS if name in files}
@@ -128,7 +130,7 @@ def _tree(file: Path) -> bytes:
 
 def manifest(files: Mapping[str, Path | bytes], recipe: Recipe, card: Card) -> str:
     """Say what a push publishes, file by file, and what it leaves in the drafter's folder."""
-    hub, folder = recipe.hub, Path(recipe.output.dir) / card.folder
+    hub, folder = recipe.hub, drafter_folder(Path(recipe.output.dir), card.kind)
     lines = [f"to {hub.repo_id} ({'private' if hub.private else 'PUBLIC'}):"]
     for name, content in files.items():
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -191,10 +193,16 @@ def _name(path: str) -> str:
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1] or "local"
 
 
-def only_kind(run: Path, kinds: Collection[str]) -> str:
-    """Return the one of some kinds that a run has. Raises HeadError for none, or several."""
-    found = [kind for kind in kinds if (run / kind).is_dir()]
+def kind_there(run: Path) -> str:
+    """Return the kind of the one drafter that a run has. Raises HeadError for none, or several."""
+    found = kinds_of(run)
     if len(found) != 1:
-        what = "several drafters" if found else "no drafter"
-        raise HeadError(f"{what} in {run} ({', '.join(found) or 'none'} of {', '.join(kinds)})")
-    return found[0]
+        what = f"several drafters in {run}, {', '.join(found)}; name one: {run}/{found[0]}"
+        raise HeadError(what if found else f"no drafter in {run} ({', '.join(KINDS)}); train one")
+    if found != [OLD_HEAD]:
+        return found[0]
+    config = json.loads((run / OLD_HEAD / CONFIG).read_text())
+    if config.get("architecture") == "eagle3":
+        return "eagle3"
+    eagle = config["block_size"] == 1 and config["fusion"] in ("linear", "biased")
+    return "eagle" if eagle else "falcon"

@@ -44,9 +44,10 @@ def load_recipe(
     check: of what other floors know, e.g. the methods (eval/drafters/registry.py).
     Raises: RecipeError that lists every problem.
     """
-    path = find_recipe(path)
-    tree = read_mapping(path)
-    problems = []
+    path, named = find_recipe(path)
+    tree, problems = read_mapping(path), []
+    for section, values in named.items():
+        tree[section] = values
     for override in overrides or []:
         try:
             _override(tree, override)

@@ -50,6 +50,13 @@ class Recipe:
         if self.output.dir is None:
             object.__setattr__(self, "output", OutputSection(dir=f"runs/{self.name}"))
 
+    @property
+    def kind(self) -> str:
+        """What the loop trains by this recipe: of recipes/find.py's kinds of drafters."""
+        if self.medusa.given:
+            return "medusa"
+        return "student" if self.student.given else self.head.kind
+
     @classmethod
     def sections(cls) -> dict[str, type[Section]]:
         """Return the class of each section, by its name."""

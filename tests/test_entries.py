@@ -30,13 +30,13 @@ def finished(tmp_path_factory) -> Path:
 
 def test_a_run_leaves_everything_behind(finished):
     names = {path.name for path in (finished / "run").iterdir()}
-    expected = {"recipe.yaml", "log.jsonl", "tensorboard", "checkpoints", "head", "report.json"}
+    expected = {"recipe.yaml", "log.jsonl", "tensorboard", "checkpoints", "falcon", "report.json"}
     assert expected <= names
     report = json.loads((finished / "run" / "report.json").read_text())
     rows = {row["method"]: row for row in report["runs"]}
     for method in ("plain", "generate", "hf_prompt_lookup", "prompt_lookup", "falcon_tree"):
         assert rows[method]["identical"] + rows[method]["near_ties"] == 3
-    assert {p.name for p in (finished / "run" / "head").iterdir()} >= {
+    assert {p.name for p in (finished / "run" / "falcon").iterdir()} >= {
         "config.json",
         "model.safetensors",
         "README.md",
@@ -65,7 +65,7 @@ def test_a_finished_head_is_watched_and_measured(finished):
 def test_one_command_takes_a_run_or_its_head_for_a_recipe(finished, tmp_path):
     small = ["eval.limit=1", "eval.max_new_tokens=8", f"output.dir={finished / 'run'}"]
     out = ["--methods", "plain,falcon_tree", "--out", str(tmp_path)]
-    for folder in (finished / "run", finished / "run" / "head"):
+    for folder in (finished / "run", finished / "run" / "falcon"):
         done = run_here("train/cli.py", "bench", str(folder), *small, *out)
         assert done.returncode == 0, done.stderr
         (row,) = json.loads((tmp_path / "report.json").read_text())["runs"][1:]
@@ -101,7 +101,7 @@ def test_a_recipe_is_trained_by_the_script_of_its_methods(recipe, scripts):
 
 
 def test_a_run_that_ended_before_its_tree_was_fitted_goes_on_there(finished):
-    tree, places = finished / "run" / "head" / "tree.yaml", [f"output.dir={finished / 'run'}"]
+    tree, places = finished / "run" / "falcon" / "tree.yaml", [f"output.dir={finished / 'run'}"]
     places.append(f"data.cache_dir={finished / 'cache'}")
     again = run_here("train/falcon.py", "recipes/tiny.yaml", *SMALL, *places)
     assert again.returncode == 0, again.stderr
@@ -118,10 +118,10 @@ def test_a_run_that_ended_before_its_tree_was_fitted_goes_on_there(finished):
 
 def test_a_head_is_not_used_for_another_target(finished):
     moved = finished / "other"
-    (moved / "head").mkdir(parents=True)
+    (moved / "falcon").mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
-        text = (finished / "run" / "head" / name).read_bytes()
-        (moved / "head" / name).write_bytes(text.replace(b'"weights": "', b'"weights": "0'))
+        text = (finished / "run" / "falcon" / name).read_bytes()
+        (moved / "falcon" / name).write_bytes(text.replace(b'"weights": "', b'"weights": "0'))
     done = run_here("eval/bench.py", "recipes/tiny.yaml", f"output.dir={moved}")
     assert done.returncode == 2
     assert "this head was trained for tiny" in done.stderr
@@ -158,7 +158,7 @@ def check_refusal(done, message: str) -> None:
 def test_a_refusal_reaches_the_shell(tmp_path):
     # All entries refuse by the same function.
     push = run(str(ROOT / "models/push.py"), "gone", "you/x", cwd=tmp_path)
-    check_refusal(push, "no recipe.yaml in gone")
+    check_refusal(push, "no recipe at gone")
 
 
 def test_a_traceback_is_there_for_who_asks(tmp_path):

@@ -75,7 +75,7 @@ def train(recipe: Recipe, accelerator: Accelerator, load_target: LoadTarget) -> 
         with keeping(lambda: f"{recipe.output.dir}/student is trained"):
             target = target or load_target(alone=True)
             kept = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
-            report(recipe, target, Trained(student=kept), prompts, "student")
+            report(recipe, target, Trained(student=kept), prompts)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

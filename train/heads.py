@@ -47,7 +47,7 @@ from specdraft.train.objectives.training_time_test import TrainingTimeTest
 class Kind:
     """What a kind of head has of its own."""
 
-    field: str  # of `Trained`, and the folder below output.dir
+    field: str  # of `Trained`
     name: str  # of its methods: NAME_chain, NAME_tree
     make: Callable[[Recipe, Target, Features], nn.Module]
     objective: Callable[[Recipe, TargetEmbeddings, nn.Module], Objective]
@@ -191,12 +191,12 @@ def train_head(
         target = None  # its embeddings are enough: leave the memory to the head
     fit(head, data, objective, recipe, accelerator, measure)
     if accelerator.is_main_process:
-        with keeping(lambda: f"{recipe.output.dir}/{kind.field} is trained"):
+        with keeping(lambda: f"{recipe.output.dir}/{recipe.kind} is trained"):
             target = target or load_target(alone=True)
             best = TreeDrafter.of_run(recipe, target)
             if recipe.eval.tree == AUTO and not is_fitted(recipe, target, best):
                 print_fit(*fit_tree(recipe, target, best))
-            report(recipe, target, best.trained, prompts, kind.field)
+            report(recipe, target, best.trained, prompts)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -219,11 +219,9 @@ def measuring(
     return measure
 
 
-def report(
-    recipe: Recipe, target: Target, trained: Trained, prompts: list[Prompt], kind: str
-) -> None:
+def report(recipe: Recipe, target: Target, trained: Trained, prompts: list[Prompt]) -> None:
     """Measure the kept drafter beside the baselines, and push it where the recipe says."""
     outcome = evaluate(recipe, target, trained, prompts, recipe.eval.methods)
     write_report(outcome, Path(recipe.output.dir))
     print_report(outcome)
-    publish(recipe, CARDS[kind])
+    publish(recipe, CARDS[recipe.kind])

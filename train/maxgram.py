@@ -29,6 +29,7 @@ from specdraft.models.shapes import target_shape
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
 from specdraft.recipes.errors import entry
+from specdraft.recipes.find import RECIPE
 from specdraft.recipes.load import dump, load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
@@ -67,7 +68,8 @@ def count_and_measure(recipe: Recipe, accelerator: Accelerator) -> None:
         tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
         table = counts.table(tokenizer, describe(recipe))
         save_table(table, out / "table")
-        dump(recipe, out / "recipe.yaml")
+        for folder in (out, out / "table"):
+            dump(recipe, folder / RECIPE)
         if target.no_layers:
             target = load_target(recipe, accelerator, alone=True)
         report(recipe, target, table)

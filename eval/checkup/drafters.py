@@ -15,8 +15,10 @@ from specdraft.eval.measure.measurement import REFERENCE, measure
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.feature_layers import cache_command
+from specdraft.models.saved import CONFIG
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, TargetError, UserError
+from specdraft.recipes.find import drafter_folder
 from specdraft.recipes.schema import Recipe
 
 RETRAIN = "train one for this target with the same recipe"
@@ -48,13 +50,15 @@ def _check_drafter(
 ) -> tuple[Trained | None, list[Finding]]:
     run, need = Path(recipe.output.dir), " and ".join(needs(method))
     # A head may lie elsewhere.
-    folder = Path(recipe.head.model or run / need) if need == "head" else run / need
+    folder = run / need
+    if need == "head":
+        folder = Path(recipe.head.model or drafter_folder(run, recipe.head.kind))
     whole, owner = f"{need} files", f"{need}'s target"
     try:
         trained = load_trained(recipe, target, [method], run)
     except HeadError as error:
         problem, _, remedy = str(error).partition("; ")
-        if not folder.exists():
+        if not (folder / CONFIG).exists():
             return None, [skipped(whole, problem, remedy), skipped(owner, "nothing is trained")]
         remedy = f"delete {folder} and {RETRAIN}"
         return None, [failed(whole, problem, remedy), skipped(owner, "its files are damaged")]

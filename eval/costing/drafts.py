@@ -31,14 +31,16 @@ from specdraft.eval.engine.timing import Stopwatch
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.medusa import MedusaHeads
+from specdraft.models.saved import CONFIG
 from specdraft.models.target import Target
+from specdraft.recipes.find import HEADS, drafter_folder
 from specdraft.recipes.schema import Recipe
 
 SEVERAL = (4, 16)  # rows, beside one
 FRESH = 4  # tokens that a step has brought
 GAMMAS = (1, 2, 4)  # levels of a student's draft
 
-DRAFTERS = ("head", "medusa", "student")  # in a run's folder, and in `Trained`
+DRAFTERS = ("head", "medusa", "student")  # in `Trained`
 
 Make = Callable[[int], Drafter]  # of rows
 
@@ -53,15 +55,15 @@ def shape_of(tree: StaticTree) -> tuple[list[int], list[int]]:
 
 
 def trained_drafter(recipe: Recipe, target: Target) -> Trained:
-    """Load what the recipe's run has trained to draft with: the first of a head, Medusa heads and a
-    student; nothing where there is none. Raises HeadError, TargetError for one that is not whole.
+    """Load what the recipe's run has trained to draft with: a head, Medusa heads or a student;
+    nothing where there is none. Raises HeadError, TargetError for one that is not whole.
     """
-    run = Path(recipe.output.dir)
+    run, kind = Path(recipe.output.dir), recipe.kind
     as_it_is = recipe.student.given and recipe.student.training == "none"
-    for kind in DRAFTERS:
-        if (run / kind).is_dir() or (kind == "student" and as_it_is):
-            return Trained(**{kind: KINDS[kind].load(recipe, target, run)})
-    return Trained()
+    if not (as_it_is or (drafter_folder(run, kind) / CONFIG).is_file()):
+        return Trained()
+    part = "head" if kind in HEADS else kind
+    return Trained(**{part: KINDS[part].load(recipe, target, run)})
 
 
 def drafter_identity(trained: Trained) -> dict[str, Any] | None:

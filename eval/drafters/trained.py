@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from specdraft.models.published import load_head
 from specdraft.models.student import finished_student, load_student
 from specdraft.models.target import Target
 from specdraft.models.target_files import hash_weights
+from specdraft.recipes.find import drafter_folder
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO, load_tree_paths, tree_block_size
 
@@ -51,12 +53,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of what is trained: a field of `Trained`, and a folder of a run."""
+    """One kind of what is trained: a field of `Trained`."""
 
     remedy: str  # what a method that has none of it needs, and what to do
     load: Callable[[Recipe, Target, Path], Any]  # of a run's folder
     fetch: Callable[[Source, str | None, Target], Any] | None = None  # by its own name; revision
-    card: Card | None = None
     # What is wrong with a recipe whose eval.methods have a method, by its name, that needs it.
     problems: Callable[[str, Sections], list[str]] = lambda method, sections: []
 
@@ -126,23 +127,22 @@ def _load_table(recipe: Recipe, target: Target, run: Path) -> MaxGramTable:
 KINDS: dict[str, Kind] = {
     "head": Kind(
         "a trained head; train one first",
-        load=lambda recipe, target, run: load_head(recipe.head.model or run / "head", target),
+        load=lambda recipe, target, run: load_head(
+            recipe.head.model or drafter_folder(run, recipe.head.kind), target
+        ),
         fetch=lambda name, revision, target: load_head(name, target, revision),
-        card=Card("head", "Falcon head", "falcon", 'falcon("{repo}"', drafts_trees=True),
         problems=_of_head,
     ),
     "medusa": Kind(
         "Medusa heads; train them first: train/medusa.py",
         load=lambda recipe, target, run: load_medusa(run / "medusa", target.identity()),
         fetch=lambda name, revision, target: load_medusa(name, target.identity(), revision),
-        card=Card("medusa", "set of Medusa heads", "medusa", 'medusa("{repo}"', drafts_trees=True),
         problems=_without_medusa,
     ),
     "student": Kind(
         "a student; give the recipe one and train it",
         load=lambda recipe, target, run: finished_student(recipe.student, run / "student", target),
         fetch=lambda name, revision, target: load_student(name, revision, target, target.dtype),
-        card=Card("student", "draft LM", "distillation", 'ssd("{repo}"', "transformers"),
         problems=_without_student,
     ),
     "table": Kind(
@@ -151,7 +151,6 @@ KINDS: dict[str, Kind] = {
         fetch=lambda name, revision, target: load_table(
             name, target.name, target.vocab_size, revision=revision
         ),
-        card=Card("table", "Max-Gram table", "max-gram", 'maxgram("{repo}"'),
     ),
     "cascade": Kind(
         "at least one student; train one, or name some in cascade.students",
@@ -162,4 +161,15 @@ KINDS: dict[str, Kind] = {
         problems=_without_cascade,
     ),
 }
-CARDS = {name: kind.card for name, kind in KINDS.items() if kind.card}
+HEAD_CARD = partial(Card, call='falcon("{repo}"', drafts_trees=True)
+CARDS = {
+    card.kind: card
+    for card in (
+        HEAD_CARD("falcon", "A Falcon head", "falcon"),
+        HEAD_CARD("eagle", "An EAGLE-1 head", "eagle"),
+        HEAD_CARD("eagle3", "An EAGLE-3 head", "eagle3"),
+        Card("medusa", "A set of Medusa heads", "medusa", 'medusa("{repo}"', drafts_trees=True),
+        Card("student", "A draft LM", "distillation", 'ssd("{repo}"', "transformers"),
+        Card("table", "A Max-Gram table", "max-gram", 'maxgram("{repo}"'),
+    )
+}

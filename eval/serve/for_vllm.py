@@ -3,7 +3,7 @@
     vllm serve MODEL \\
         --speculative-config '{"method": "custom_class", "num_speculative_tokens": 9,
                                "model": "specdraft.eval.serve.for_vllm.Proposer"}' \\
-        --additional-config '{"specdraft": {"method": "falcon_chain", "head": "runs/tiny/head"}}'
+        --additional-config '{"specdraft": {"method": "falcon_chain", "head": "runs/tiny/falcon"}}'
 
 vLLM (0.32) tells such a class which tokens each row of its batch has, and no features. Those are
 seen by a hook on the model that it serves: the hidden states behind the final norm of all tokens of

@@ -11,6 +11,7 @@ from specdraft.models.medusa import load_medusa
 from specdraft.models.serving import Served, serve_eagle, serve_eagle3, serve_medusa
 from specdraft.models.target import context_length
 from specdraft.models.target_files import identity_of, model_folder
+from specdraft.recipes.find import drafter_folder
 from specdraft.recipes.schema import Recipe
 
 
@@ -28,5 +29,5 @@ def served_head(recipe: Recipe, engine: str) -> Served:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     settings = (engine, context_length(config), dtype)
     if recipe.head.fusion == "layers":
-        return serve_eagle3(load_eagle3(out / "head", whose), *settings)
-    return serve_eagle(load_falcon(out / "head", whose), *settings)
+        return serve_eagle3(load_eagle3(drafter_folder(out, "eagle3"), whose), *settings)
+    return serve_eagle(load_falcon(drafter_folder(out, recipe.head.kind), whose), *settings)

@@ -16,6 +16,7 @@ from specdraft.eval.drafters.suffix import FirstSuffixes
 from specdraft.eval.serve.layouts import served_head
 from specdraft.models.target_files import model_folder
 from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.find import drafter_folder
 from specdraft.recipes.schema import Recipe
 
 PROPOSER = "specdraft.eval.serve.for_vllm.Proposer"
@@ -78,7 +79,7 @@ def _trained(recipe: Recipe, kind: str) -> str | list[str]:
     if kind == "cascade":
         names = recipe.cascade.students or (_student(recipe),)
         return [str(Path(name).absolute()) if Path(name).is_dir() else name for name in names]
-    return str(run / kind)
+    return str(drafter_folder(run, recipe.head.kind) if kind == "head" else run / kind)
 
 
 def _student(recipe: Recipe) -> str:

@@ -32,6 +32,13 @@ class HeadSection(Section):
     # eos; lm_head shrinks with it. null: all.
     draft_vocab: Tokens | None = None
 
+    @property
+    def kind(self) -> str:
+        """What the shape makes it, as its methods and its folder are called."""
+        if self.fusion == "layers":
+            return "eagle3"
+        return "eagle" if self.block_size == 1 and self.fusion == "linear" else "falcon"
+
     def conflicts(self) -> Iterator[str]:
         """Query heads share key/value heads evenly; a block of one slot has no other."""
         for key, alone in (("reads", "own"), ("coupling", "none")):

@@ -132,32 +132,32 @@ def enlarge(folder: Path) -> None:
 
 
 def another_owner(folder: Path) -> None:
-    path = folder / "run" / "head" / "config.json"
+    path = folder / "run" / "falcon" / "config.json"
     path.write_text(path.read_text().replace('"weights": "', '"weights": "0'))
     write_sums(path.parent)  # as if it had been made so, not changed since
 
 
 def other_sizes(folder: Path) -> None:
-    path = folder / "run" / "head" / "config.json"
+    path = folder / "run" / "falcon" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"vocab_size": 7, "feature_scale": 1.0}))
     write_sums(path.parent)
 
 
 def flip_a_bit_of_the_head(folder: Path) -> None:
-    path = folder / "run" / "head" / "model.safetensors"
+    path = folder / "run" / "falcon" / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-4] ^= 1  # still a number, and nearly the same one
     path.write_bytes(content)
 
 
 def cut_the_head(folder: Path) -> None:
-    path = folder / "run" / "head" / "model.safetensors"
+    path = folder / "run" / "falcon" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
 
 
 def spoil_a_weight(folder: Path) -> None:
-    path = folder / "run" / "head" / "model.safetensors"
+    path = folder / "run" / "falcon" / "model.safetensors"
     tensors = safetensors.torch.load(path.read_bytes())
     tensors["layers.0.down.weight"][3, 5] = torch.inf
     path.write_bytes(safetensors.torch.save(tensors))
@@ -243,7 +243,7 @@ def test_other_weights_fail_what_was_made_with_the_old_ones(doctor, ill, tmp_pat
 
 def test_what_is_not_there_yet_is_skipped_with_the_way_to_get_it(doctor, ill):
     shutil.rmtree(ill / "cache")
-    shutil.rmtree(ill / "run" / "head")
+    shutil.rmtree(ill / "run" / "falcon")
     code, outcomes, remedies, _ = doctor(ill)
     assert code == 0
     there = ["prompt_lookup = plain"]

@@ -18,10 +18,10 @@ from local_hub import DROP, LocalHub
 from random_models import random_eagle3
 
 from specdraft.eval.drafters.trained import CARDS
-from specdraft.models.card import PICTURE, called, head_facts
+from specdraft.models.card import PICTURE, head_facts
 from specdraft.models.curve import curve
 from specdraft.models.hub import fetch, is_hub_id
-from specdraft.models.publish import contents, portable
+from specdraft.models.publish import contents, kind_there, portable
 from specdraft.models.serving import serve_eagle3
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import HeadError, HubError
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["data.limit=8", "eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
 STEPS = ["train.steps=2", "train.batch_size=2", "train.threads=1", "train.log_every=1"]
 ENTRIES = {  # kind of drafter -> the command that makes it
-    "head": ["train/falcon.py", "recipes/tiny.yaml", *STEPS, "eval.tree=tiny_coupled_k3",
+    "falcon": ["train/falcon.py", "recipes/tiny.yaml", *STEPS, "eval.tree=tiny_coupled_k3",
              "eval.methods=[plain,falcon_tree]"],
     "student": [
         "train/distill.py", "recipes/tiny_distill.yaml", *STEPS, "eval.methods=[plain,ssd]",
@@ -132,7 +132,7 @@ def test_a_card_says_what_the_drafter_is_and_how_good(hub, runs, kind):
     assert measured
     for run in measured:
         assert f"| `{run['method']}` | {run['tokens_per_step']:.2f} |" in card
-    if kind == "head":
+    if kind == "falcon":
         weights = json.loads(files["config.json"])["target"]["weights"]
         assert weights[:12] in card
         form = "3 tokens a pass; fusion linear; slots read both, coupling recurrent"
@@ -158,11 +158,11 @@ def test_nothing_that_is_pushed_names_a_place_of_this_machine(hub, runs, kind):
 @pytest.fixture
 def head_run(runs, tmp_path):
     """A copy of the head's run, to add to; and what of it a push would publish."""
-    run = shutil.copytree(runs / "head", tmp_path / "run")
+    run = shutil.copytree(runs / "falcon", tmp_path / "run")
 
     def pushed(*overrides: str) -> dict[str, Path | bytes]:
         names = ["hub.repo_id=you/t", f"output.dir={run}", *overrides]
-        return contents(load_recipe(run / "recipe.yaml", names), CARDS["head"])
+        return contents(load_recipe(run / "recipe.yaml", names), CARDS["falcon"])
 
     return run, pushed
 
@@ -171,9 +171,9 @@ def test_only_the_files_of_a_drafter_are_pushed(head_run):
     run, pushed = head_run
     before = set(pushed())
     for stray in (".env", "notes.txt", "train.log", "model.safetensors.bak", "optimizer.bin"):
-        (run / "head" / stray).write_text("HF_TOKEN=..")
-    (run / "head" / "data").mkdir()
-    (run / "head" / "vocab.json").mkdir()
+        (run / "falcon" / stray).write_text("HF_TOKEN=..")
+    (run / "falcon" / "data").mkdir()
+    (run / "falcon" / "vocab.json").mkdir()
     assert set(pushed()) == before
     assert before == {
         "README.md", "SHA256SUMS", "config.json", "custom_generate/generate.py",
@@ -183,7 +183,7 @@ def test_only_the_files_of_a_drafter_are_pushed(head_run):
 
 
 @pytest.mark.parametrize(
-    "name", ["head/config.json", "head/model.safetensors", "head/tokenizer.json", "head"]
+    "name", ["falcon/config.json", "falcon/model.safetensors", "falcon/tokenizer.json", "falcon"]
 )
 def test_no_link_is_followed(head_run, tmp_path, name):
     run, pushed = head_run
@@ -199,9 +199,9 @@ def test_no_link_is_followed(head_run, tmp_path, name):
 
 def test_a_damaged_drafter_is_not_pushed(head_run):
     run, pushed = head_run
-    weights = bytearray((run / "head" / "model.safetensors").read_bytes())
+    weights = bytearray((run / "falcon" / "model.safetensors").read_bytes())
     weights[-4] ^= 1
-    (run / "head" / "model.safetensors").write_bytes(weights)
+    (run / "falcon" / "model.safetensors").write_bytes(weights)
     with pytest.raises(HeadError, match=r"model.safetensors is not what was saved"):
         pushed()
 
@@ -210,11 +210,11 @@ def test_paths_of_target_and_data_become_names(head_run, tmp_path):
     """Wherever they stand: in the recipe, the head's config, the report, the card."""
     run, pushed = head_run
     model, chats = tmp_path / "private" / "my-model", tmp_path / "private" / "chats.jsonl"
-    path = run / "head" / "config.json"
+    path = run / "falcon" / "config.json"
     config = json.loads(path.read_text())
     config["target"]["name"] = str(model)
     path.write_text(json.dumps(config))
-    (run / "head" / "SHA256SUMS").unlink()
+    (run / "falcon" / "SHA256SUMS").unlink()
     report = json.loads((run / "report.json").read_text())
     for one in report["runs"]:
         one["prompt_set"] = f"mt_bench:{chats}"
@@ -262,39 +262,40 @@ def test_a_path_is_told_from_a_name_of_the_hub(path, name):
 
 
 def test_what_would_be_pushed_is_shown_before_it_is(hub, runs, push):
-    (runs / "head" / "head" / "notes.txt").write_text("mine")
+    (runs / "falcon" / "falcon" / "notes.txt").write_text("mine")
     try:
-        dry, calls = push("head", "you/shown", "--dry-run"), len(hub.calls)
+        dry, calls = push("falcon", "you/shown", "--dry-run"), len(hub.calls)
         assert dry.returncode == 0, dry.stderr
         assert "to you/shown (private):\n" in dry.stdout
         assert "model.safetensors" in dry.stdout
         assert "left here, for no drafter has them: notes.txt" in dry.stdout
         assert len(hub.calls) == calls
         assert "you/shown" not in hub.commits
-        done = push("head", "you/shown")
+        done = push("falcon", "you/shown")
         assert dry.stdout.strip() in done.stderr
         assert "notes.txt" not in hub.commits["you/shown"]["main"][-1]
     finally:
-        (runs / "head" / "head" / "notes.txt").unlink()
+        (runs / "falcon" / "falcon" / "notes.txt").unlink()
 
 
-def test_a_card_calls_a_head_what_its_config_makes_it():
+def test_a_head_from_before_heads_had_kinds_is_called_what_its_config_makes_it(tmp_path):
     one, two = {"block_size": 1, "fusion": "linear"}, {"block_size": 2, "fusion": "linear"}
-    assert called(CARDS["head"], one) == "An EAGLE-1 head"
-    assert called(CARDS["head"], two) == "A Falcon head"
-    assert called(CARDS["medusa"], {}) == "A set of Medusa heads"
+    (tmp_path / "head").mkdir()
+    for config, kind in ((one, "eagle"), (two, "falcon"), ({"architecture": "eagle3"}, "eagle3")):
+        (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+        assert kind_there(tmp_path) == kind
+    assert CARDS["eagle"].noun == "An EAGLE-1 head"
 
 
-def test_a_card_says_that_a_head_is_eagle_3s():
+def test_a_card_says_what_an_eagle_3_head_is():
     config = {"architecture": "eagle3", "feature_layers": [2, 6, 9], "vocab_size": 2048}
-    assert called(CARDS["head"], config) == "An EAGLE-3 head"
     assert head_facts(config).startswith("1 token a pass; fusion of layers (EAGLE-3); reads lay")
 
 
 def test_the_pushed_recipe_is_the_one_that_ran_without_the_places_of_this_machine(hub, runs):
-    text = hub.commits["you/head"]["main"][-1]["recipe.yaml"].decode()
+    text = hub.commits["you/falcon"]["main"][-1]["recipe.yaml"].decode()
     assert str(runs) not in text
-    pushed, ran = from_dict(yaml.safe_load(text)), load_recipe(runs / "head" / "recipe.yaml")
+    pushed, ran = from_dict(yaml.safe_load(text)), load_recipe(runs / "falcon" / "recipe.yaml")
     for section in ("target", "head", "glance", "loss", "optim", "train", "eval"):
         assert getattr(pushed, section) == getattr(ran, section)
     assert pushed.output.dir == "runs/tiny"
@@ -320,7 +321,7 @@ for card in cards:
     folder = card.removesuffix(".py")
     how = {"custom_generate": folder, "trust_remote_code": True, "streamer": shown}
     assert torch.equal(model.generate(**lines["inputs"], **how), plain), folder
-there, here = FalconHead.from_pretrained("you/head"), FalconHead.from_pretrained(local)
+there, here = FalconHead.from_pretrained("you/falcon"), FalconHead.from_pretrained(local)
 blocks = torch.arange(9)[None] // 2
 x = torch.randn(2, 1, 9, here.config.hidden_size)
 logits = [Target.load("tiny").logits(head(*x, blocks)) for head in (there, here)]
@@ -332,7 +333,7 @@ torch.manual_seed(0)
 other = AutoModelForCausalLM.from_config(config)
 other.name_or_path = "another-model"
 try:
-    method = Speculative(falcon("you/head", "tiny_coupled_k3"))
+    method = Speculative(falcon("you/falcon", "tiny_coupled_k3"))
     other.generate(**lines["inputs"], custom_generate=method)
 except UserError as error:
     print(error)
@@ -352,7 +353,7 @@ def test_what_was_pushed_loads_back_by_its_name_and_by_the_lines_of_its_card(
             (tmp_path / kind / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / kind / name).write_bytes(content)
     (tmp_path / "use.py").write_text(USE)
-    done = run(nursery, tmp_path / "use.py", runs / "head" / "head", *cards)
+    done = run(nursery, tmp_path / "use.py", runs / "falcon" / "falcon", *cards)
     assert done.returncode == 0, done.stderr[-2000:]
     refusal = done.stdout.strip().splitlines()[-1]
     assert "this head was trained for tiny" in refusal
@@ -399,7 +400,7 @@ def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, push, call
     repo, before = f"you/{call.replace(' ', '-')}-{how}", len(hub.calls)
     hub.objects.clear()
     hub.fail = {call: how}
-    failed = push("head", repo)
+    failed = push("falcon", repo)
     assert call in hub.calls[before:]
     assert failed.returncode == 2
     errors = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
@@ -410,7 +411,7 @@ def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, push, call
     assert [set(files) for files in commits] == [{".gitattributes"}]
     hub.fail = {}
     uploaded, again = len(hub.objects), len(hub.calls)
-    done = push("head", repo)
+    done = push("falcon", repo)
     assert done.returncode == 0, done.stderr
     assert set(hub.commits[repo]["main"][-1]) >= {"model.safetensors", "config.json", "README.md"}
     # What had arrived before is not sent again.
@@ -419,7 +420,7 @@ def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, push, call
 
 
 def test_a_repeated_push_replaces_weights_and_leaves_other_files_alone(hub, runs, push):
-    assert push("head", "you/again").returncode == 0
+    assert push("falcon", "you/again").returncode == 0
     files = hub.commits["you/again"]["main"][-1]
     files |= {"model-00001-of-00002.safetensors": b"of an older push", "notes.md": b"by hand"}
     done = push("table", "you/again")
@@ -432,7 +433,7 @@ def test_a_repeated_push_replaces_weights_and_leaves_other_files_alone(hub, runs
 
 
 def test_a_revision_is_a_branch_of_its_own(hub, runs, push):
-    done = push("head", "you/branched", "hub.revision=v2")
+    done = push("falcon", "you/branched", "hub.revision=v2")
     assert done.returncode == 0, done.stderr
     branches = hub.commits["you/branched"]
     assert set(branches["main"][-1]) == {".gitattributes"}
@@ -444,9 +445,9 @@ def test_a_revision_is_a_branch_of_its_own(hub, runs, push):
 
 
 def test_nothing_becomes_public_by_accident(hub, runs, push):
-    assert push("head", "you/open", "hub.private=false").returncode == 0
+    assert push("falcon", "you/open", "hub.private=false").returncode == 0
     assert not hub.private["you/open"]
-    refused = push("head", "you/open")
+    refused = push("falcon", "you/open")
     assert refused.returncode == 2
     assert "you/open exists and is public; set hub.private=false" in refused.stderr
     assert len(hub.commits["you/open"]["main"]) == 2
@@ -463,9 +464,8 @@ def test_without_credentials_training_does_not_even_start(nursery, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gone", "you/x"], "no recipe.yaml in gone"),
-        (["head", "x"], "hub.repo_id = 'x': must be owner/name"),
-        (["head", "you/x", "--kind", "table"], "no trained Max-Gram table at"),
+        (["gone", "you/x"], "no recipe at gone; nearest is"),
+        (["falcon", "x"], "hub.repo_id = 'x': must be owner/name"),
     ],
 )
 def test_what_cannot_be_pushed_is_one_clear_message(push, arguments, message):
@@ -496,8 +496,10 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
 def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):
     tree = tmp_path / "mine.yaml"
     tree.write_text("name: of my own\npaths: [[0], [1], [0, 0]]\n")
-    recipe = load_recipe(runs / "head" / "recipe.yaml", [f"eval.tree={tree}", "hub.repo_id=you/t"])
-    files = contents(recipe, CARDS["head"])
+    recipe = load_recipe(
+        runs / "falcon" / "recipe.yaml", [f"eval.tree={tree}", "hub.repo_id=you/t"]
+    )
+    files = contents(recipe, CARDS["falcon"])
     assert yaml.safe_load(files["tree.yaml"]) == {"paths": [[0], [1], [0, 0]]}
     assert 'falcon("you/t")' in files["README.md"].decode()  # it lies beside the weights there
     made = files["custom_generate/generate.py"].decode()

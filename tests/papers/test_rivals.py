@@ -122,5 +122,5 @@ def test_heads_are_trained_and_take_turns(tmp_path):
         assert row["ours"]["ours over it: time"]["mean"] == pytest.approx(gain, rel=1e-4)
         assert row["ours"]["tokens/step"]["values"] == [run_of_it["tokens_per_step"]]
     assert report["rows"][3]["paper"] == {"ours over it: time": 1.5}
-    assert (tmp_path / "rivals" / "falcon-seed1" / "head").is_dir()
+    assert (tmp_path / "rivals" / "falcon-seed1" / "falcon").is_dir()
     assert (tmp_path / "rivals" / "medusa-seed1" / "medusa").is_dir()

@@ -299,14 +299,35 @@ def test_a_recipe_is_found_by_its_name_and_by_its_run(tmp_path: Path):
     assert load_recipe("tiny_eagle") == load_recipe(RECIPES / "tiny_eagle.yaml")
     recipe = load_recipe("tiny", ["train.steps=7"])
     dump(recipe, tmp_path / "run" / "recipe.yaml")
+    run = dataclasses.replace(recipe, output=schema.OutputSection(dir=str(tmp_path / "run")))
+    assert load_recipe(tmp_path / "run") == run
     (tmp_path / "run" / "head").mkdir()
+    (tmp_path / "run" / "head" / "config.json").touch()
     for folder in (tmp_path / "run", tmp_path / "run" / "head"):
-        assert load_recipe(folder) == recipe
+        assert load_recipe(folder) == run  # wherever it was moved to
     with pytest.raises(RecipeError, match=r"is not the folder of a run.*but run; name a recipe"):
         load_recipe(tmp_path)
     for name in ("../tiny", "tiny\0", "x" * 5000, ""):
         with pytest.raises(RecipeError, match=r"no recipe at|is not the folder of a run"):
             load_recipe(name)
+
+
+def test_a_run_with_several_kinds_is_asked_which_one_is_meant(tmp_path: Path):
+    for name in ("tiny", "tiny_eagle"):
+        recipe = load_recipe(name)
+        dump(recipe, tmp_path / recipe.kind / "recipe.yaml")
+        dump(recipe, tmp_path / "recipe.yaml")
+        assert load_recipe(tmp_path / recipe.kind).head == recipe.head
+        if name == "tiny":
+            assert load_recipe(tmp_path).head == recipe.head
+    with pytest.raises(RecipeError, match=rf"several kinds, falcon, eagle; name .*{tmp_path}/falc"):
+        load_recipe(tmp_path)
+
+
+def test_a_recipe_knows_its_kind_of_drafter():
+    kinds = {"tiny": "falcon", "tiny_eagle": "eagle", "tiny_eagle3": "eagle3"}
+    kinds |= {"tiny_medusa": "medusa", "tiny_distill": "student"}
+    assert {name: load_recipe(name).kind for name in kinds} == kinds
 
 
 def test_numbers_are_written_as_people_write_them():

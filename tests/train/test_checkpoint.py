@@ -104,11 +104,11 @@ def test_a_killed_process_continues_bit_for_bit(tmp_path):
     wait_for((tmp_path / "cut" / "checkpoints" / "step-6").exists, process)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert not (tmp_path / "cut" / "head").exists()
+    assert not (tmp_path / "cut" / "falcon" / "config.json").exists()
     state, cut = train(tmp_path / "cut", **{"train.steps": 12, "train.save_every": 6})
     assert state.step == 12
     assert_equal(whole, cut)
-    assert_equal(whole, load_file(tmp_path / "cut" / "head" / "model.safetensors"))
+    assert_equal(whole, load_file(tmp_path / "cut" / "falcon" / "model.safetensors"))
 
 
 def test_sigterm_finishes_the_step_saves_and_says_how_to_resume(tmp_path):
@@ -127,11 +127,11 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_resume(tmp_path):
 
 def test_a_finished_run_is_left_alone(tmp_path):
     _, weights = train(tmp_path)
-    before = (tmp_path / "head" / "model.safetensors").read_bytes()
+    before = (tmp_path / "falcon" / "model.safetensors").read_bytes()
     state, again = train(tmp_path)
     assert state.step == 6
     assert_equal(weights, again)
-    assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
+    assert (tmp_path / "falcon" / "model.safetensors").read_bytes() == before
 
 
 def test_more_steps_prolong_a_run(tmp_path):
@@ -343,7 +343,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_sends_the_run_back_to_the_one_be
 
 @pytest.mark.parametrize(
     ("share", "what", "save_every"),
-    [(1.5, "step-12", 3), (0.5, "step-12", 3), (0.5, "head", 100)],
+    [(1.5, "step-12", 3), (0.5, "step-12", 3), (0.5, "falcon", 100)],
     ids=["optimiser", "weights", "head"],
 )
 def test_a_full_disk_leaves_the_last_whole_checkpoint_and_says_how_to_go_on(
@@ -354,7 +354,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint_and_says_how_to_go_on(
     _, whole = train(tmp_path / "whole", **changes)
     with pytest.raises(CrashError):
         train(tmp_path / "cut", evaluate=crash_at(12), **changes)
-    weights = (tmp_path / "cut" / "head" / "model.safetensors").stat().st_size
+    weights = (tmp_path / "cut" / "falcon" / "model.safetensors").stat().st_size
     changes["train.save_every"] = save_every
     limit = int(share * weights)
     steps = (f"{key}={value}" for key, value in changes.items())
@@ -365,7 +365,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint_and_says_how_to_go_on(
     assert last.startswith("error: out of disk: ")
     assert f"{what} " in last
     assert last.endswith(
-        "make room, and the same command goes on" + " from step-9" * (what != "head")
+        "make room, and the same command goes on" + " from step-9" * (what != "falcon")
     )
     assert "step-9" in {path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()}
     assert not list((tmp_path / "cut").rglob(".writing-*"))

@@ -148,7 +148,7 @@ def test_two_processes_equal_one(tmp_path):
     two = start_ranks(__file__, tmp_path / "two", "train.accumulation=2", *settings)
     errors = end(two)
     assert [rank.returncode for rank in two] == [0, 0], errors
-    assert_close(one, load_file(tmp_path / "two" / "head" / "model.safetensors"), 1e-5)
+    assert_close(one, load_file(tmp_path / "two" / "falcon" / "model.safetensors"), 1e-5)
     (a, b), (c, d) = log_lines(tmp_path / "one"), log_lines(tmp_path / "two")
     for single, double in ((a, c), (b, d)):
         assert single["loss"] == pytest.approx(double["loss"], rel=1e-4)
@@ -247,7 +247,7 @@ def test_max_minutes_ends_the_run_whole(tmp_path):
     changes = {"train.max_minutes": 0.01, "train.steps": 100000}
     state, _ = train(tmp_path, **changes)
     assert 0 < state.step < 100000
-    assert (tmp_path / "head" / "model.safetensors").is_file()
+    assert (tmp_path / "falcon" / "model.safetensors").is_file()
     again, _ = train(tmp_path, **changes)  # its time is over: nothing more to do
     assert again.step == state.step
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from specdraft.data.ranks import Ranks
 from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.find import RECIPE
 from specdraft.recipes.interrupt import StopRequest
 from specdraft.recipes.load import dump
 from specdraft.recipes.schema import Recipe
@@ -105,7 +106,8 @@ class Run:
                 "raise train.steps or train.epochs, or give another output.dir"
             )
         if self.ranks.is_first:  # only now: another recipe's run keeps its own
-            dump(recipe, self.out / "recipe.yaml")
+            for folder in (self.out, self.out / objective.folder):
+                dump(recipe, folder / RECIPE)
 
     def journal(self) -> Journal:
         """Open the journal where this run stands."""

@@ -29,8 +29,6 @@ class CoupledGlancing:
     among, None: all; the others have no rank and no CE, and p is what it is among these.
     """
 
-    folder = "head"
-
     def __init__(
         self,
         recipe: Recipe,
@@ -38,7 +36,7 @@ class CoupledGlancing:
         config: FalconConfig,
         draft_ids: Tensor | None = None,
     ):
-        self.recipe, self.target = recipe, target
+        self.recipe, self.target, self.folder = recipe, target, recipe.head.kind
         self.vocabulary = DraftVocabulary(draft_ids, target)
         self.feature_scale, self.block_size = config.feature_scale, config.block_size
         self.hidden_size = config.hidden_size

@@ -29,7 +29,7 @@ class TrainingTimeTest:
     among, None: all.
     """
 
-    folder = "head"
+    folder = "eagle3"
 
     def __init__(
         self,

@@ -1,0 +1,39 @@
+"""Room in a run's folder: what training left of one kind of drafter, while another is trained.
+
+Checkpoints, log and boards lie in `output.dir` itself, and are those of the kind that was trained
+there last; those of another wait in its own folder, and come back when it is trained on.
+"""
+
+from pathlib import Path
+
+from specdraft.recipes.errors import UserError
+from specdraft.recipes.load import from_dict
+from specdraft.train.fit.checkpoint import complete_ones, read_state
+
+LEFT = ("log.jsonl", "tensorboard", "checkpoints")  # the last one says whose the others are
+
+
+def make_room(out: Path, kind: str) -> None:
+    """Put away what another kind's training left in `out`, and bring back what this one's had."""
+    there = _trained_last(out)
+    if there not in (None, kind):
+        for name in LEFT:
+            _move(out / name, out / there / name)
+    for name in reversed(LEFT):
+        _move(out / kind / name, out / name)
+
+
+def _trained_last(out: Path) -> str | None:
+    """The kind of the newest checkpoint; None where there is none that says so."""
+    for checkpoint in complete_ones(out / "checkpoints"):
+        try:
+            return from_dict(read_state(checkpoint)["recipe"]).kind
+        except UserError:
+            continue
+    return None
+
+
+def _move(there: Path, here: Path) -> None:
+    if there.exists() and not here.exists():
+        here.parent.mkdir(parents=True, exist_ok=True)
+        there.rename(here)
