@@ -3,8 +3,9 @@
     python eval/bench.py recipes/tiny.yaml [--methods plain,falcon_tree] [--batch-sizes 1,8]
         [--temperatures 0,1] [--prompts NAME,NAME] [--out DIR] [section.key=value ..]
 
-Reads what was trained from `output.dir` and writes DIR/report.json (default: `output.dir`). With
-several batch sizes it ends with their curves: each method over plain decoding of the same rows.
+Reads what was trained from `output.dir` and writes DIR/report.json; by default beside that of the
+training, into output.dir/bench/SETTINGS. With several batch sizes it ends with their curves: each
+method over plain decoding of the same rows.
 A method may be decoded the vanilla padded way (METHOD:padded, METHOD:pad_kv, METHOD:pad_inputs;
 EMS-SD, Table 2) or from one queue instead of batches that end together (METHOD:dynamic).
 
@@ -14,6 +15,7 @@ on, and the exit code is 1.
 """
 
 import argparse
+import re
 import sys
 from functools import partial
 from itertools import product
@@ -28,6 +30,7 @@ from specdraft.eval.measure.environment import environment
 from specdraft.eval.measure.logbook import NAME, Logbook
 from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.measure.table import print_curves, print_report
+from specdraft.models.publish import BENCH
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import comma_separated, recipe_parser
 from specdraft.recipes.errors import entry
@@ -45,13 +48,15 @@ def main() -> None:
     parser.add_argument("--batch-sizes", help="comma-separated; default: eval.batch_size")
     parser.add_argument("--temperatures", help="comma-separated; default: eval.temperature")
     parser.add_argument("--prompts", help="comma-separated; default: eval.prompts")
-    parser.add_argument("--out", type=Path, help="where report.json goes; default: output.dir")
+    parser.add_argument(
+        "--out", type=Path, help="where report.json goes; default: output.dir/bench/SETTINGS"
+    )
     options = parser.parse_intermixed_args()
     recipes = [
         load_recipe(options.recipe, [*options.overrides, *overrides], check=problems)
         for overrides in variants(options)
     ]
-    out = options.out or Path(recipes[0].output.dir)
+    out = options.out or Path(recipes[0].output.dir) / BENCH / settings_of(recipes)
     with output_lock(out), keeping(lambda: f"{out / NAME} has what was measured"):
         report = measure(recipes, out)
     if any(run["failures"] for run in report["runs"]):
@@ -72,6 +77,15 @@ def variants(options: argparse.Namespace) -> list[list[str]]:
         if values is not None
     ]
     return [[*common, *chosen] for chosen in product(*given)]
+
+
+def settings_of(recipes: list[Recipe]) -> str:
+    """Prompts, rows and temperatures, as a folder is called: tiny_chat-b1+8-t0+1."""
+    prompts = dict.fromkeys(re.split(r"[/\\:]", recipe.eval.prompts)[-1] for recipe in recipes)
+    rows = dict.fromkeys(str(recipe.eval.batch_size) for recipe in recipes)
+    temperatures = dict.fromkeys(f"{recipe.eval.temperature:g}" for recipe in recipes)
+    name = f"{'+'.join(prompts)}-b{'+'.join(rows)}-t{'+'.join(temperatures)}"
+    return re.sub(r"[^\w.+-]", "_", name)[:200]
 
 
 def measure(recipes: list[Recipe], out: Path) -> dict:

@@ -24,6 +24,7 @@ from specdraft.recipes.schema import HubSection
 from specdraft.recipes.static_trees import TREE
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+PAGE = "README.md"  # the card
 SUMS = "SHA256SUMS"  # of the files of a drafter, beside them: models/saved.py
 LATER = "python models/push.py RUN OWNER/NAME"
 

@@ -1,23 +1,21 @@
 """From a run's folder to the Hub: weights, config, recipe and model card of its drafter.
 
-What is pushed is a list of known files, and names stand in them for places of this machine: nobody
-else can use a path, and it tells whose machine it was.
+What is pushed is a list of known files, and names stand in them for places (models/portable.py).
 """
 
 import json
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from specdraft.models.card import PICTURE, Card, generate_file, model_card, tree_name
-from specdraft.models.curve import curve
-from specdraft.models.hub import SUMS, push
+from specdraft.models.cards.card import PICTURE, model_card
+from specdraft.models.cards.curve import curve
+from specdraft.models.cards.lines import Card, generate_file, tree_name
+from specdraft.models.hub import PAGE, SUMS, push
+from specdraft.models.portable import portable, portable_json
 from specdraft.models.saved import CONFIG, check_sums, sums
 from specdraft.recipes.errors import HeadError, HubError
 from specdraft.recipes.find import KINDS, OLD_HEAD, drafter_folder, kinds_of
@@ -43,7 +41,8 @@ WHOLE = (
     "vocab.txt",
     "merges.txt",
 )
-FILES = (".json", ".jsonl", ".txt", ".csv", ".yaml", ".jinja", ".arrow", ".parquet", ".gz", ".zip")
+REPORT, LOG = "report.json", "log.jsonl"  # of a run, or in the folder of its drafter
+BENCH = "bench"  # in a run's folder: a folder for every setting that eval/bench.py has measured
 REQUIREMENTS = "specdraft>=0.1.0\n"  # of custom_generate/generate.py
 
 
@@ -63,45 +62,73 @@ def publish(recipe: Recipe, card: Card) -> str | None:
         message = f"{card.noun}, {recipe.name}"
         return push(files, hub.repo_id, hub.private, hub.revision, message)
     except HubError as error:
+        whole = run if len(kinds_of(run)) == 1 else drafter_folder(run, card.kind)
         raise HubError(
-            f"{error}; {run} is whole, go on with: python models/push.py {run} {hub.repo_id}"
+            f"{error}; {whole} is whole, go on with: python models/push.py {whole} {hub.repo_id}"
         ) from error
 
 
 def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
     """Return what goes into the repository, by its place there; nothing that names a place of this
     machine. Raises HeadError where the drafter is not whole, or a link to one."""
-    run = Path(recipe.output.dir)
-    folder = drafter_folder(run, card.kind)
+    folder = drafter_folder(Path(recipe.output.dir), card.kind)
     if not (folder / CONFIG).is_file() or not any(folder.glob("*.safetensors")):
         noun = card.noun.partition(" ")[2]
         raise HeadError(f"no trained {noun} at {folder}; train one first")
     check_sums(folder)
     files: dict[str, Path | bytes] = {path.name: path for path in _known(folder)}
-    files |= {name: _portable_json(folder / name) for name in SETTINGS if name in files}
+    files |= {name: portable_json(folder / name) for name in SETTINGS if name in files}
     files[SUMS] = sums(files).encode()
-    fit = None
-    if card.drafts_trees and tree_name(recipe) == AUTO:
-        own = folder / TREE if recipe.eval.tree == AUTO else Path(recipe.eval.tree)
-        if not own.is_file():
-            raise HeadError(f"eval.tree = {AUTO}: no {TREE} in {folder}; {FIT}")
-        fit, files[TREE] = read_fit(own), _tree(own)
-    report, picture = run / "report.json", curve(run / "log.jsonl")
-    if picture:
-        files[PICTURE] = picture
-    text = model_card(
-        without_places(recipe),
-        card,
-        config=json.loads(files["config.json"]),
-        report=portable(json.loads(report.read_text())) if report.is_file() else None,
-        picture=picture is not None,
-        fit=fit,
-    )
-    files["README.md"] = text.encode()
+    if (own := _own_tree(recipe, card)) is not None:
+        files[TREE] = _tree(own)
+    files |= pages(recipe, card)
     files["custom_generate/generate.py"] = generate_file(recipe, card).encode()
     files["custom_generate/requirements.txt"] = REQUIREMENTS.encode()
-    files["recipe.yaml"] = yaml.safe_dump(pushed_recipe(recipe), sort_keys=False).encode()
+    named = with_names(recipe, next(iter(measured(Path(recipe.output.dir), folder)), None))
+    files["recipe.yaml"] = yaml.safe_dump(pushed_recipe(named), sort_keys=False).encode()
     return files
+
+
+def pages(recipe: Recipe, card: Card) -> dict[str, bytes]:
+    """Return the card of the drafter of `output.dir`, and the picture in it."""
+    run = Path(recipe.output.dir)
+    folder, own = drafter_folder(run, card.kind), _own_tree(recipe, card)
+    picture = curve(next((p for p in (folder / LOG, run / LOG) if p.is_file()), run / LOG))
+    reports = measured(run, folder)
+    text = model_card(
+        with_names(recipe, reports[0] if reports else None),
+        card,
+        config=portable(json.loads((folder / CONFIG).read_text())),
+        reports=reports,
+        picture=picture is not None,
+        fit=own and read_fit(own),
+    )
+    return {PAGE: text.encode()} | ({PICTURE: picture} if picture else {})
+
+
+def measured(run: Path, folder: Path) -> list[dict]:
+    """Return the reports of a drafter, that of its training first, then those of benchmarks of the
+    same weights; paths are names in all of them."""
+    own = next((p for p in (folder / REPORT, run / REPORT) if p.is_file()), None)
+    if own is None:
+        return []
+    first, *others = (
+        portable(json.loads(path.read_text()))
+        for path in (own, *sorted(run.glob(f"{BENCH}/*/{REPORT}")))
+    )
+    weights = set(first.get("drafter", ()))
+    return [first, *(one for one in others if weights and weights <= set(one.get("drafter", ())))]
+
+
+def _own_tree(recipe: Recipe, card: Card) -> Path | None:
+    """The file of a tree that is no bundled one; None where there is none to know of."""
+    if not card.drafts_trees or tree_name(recipe) != AUTO:
+        return None
+    folder = drafter_folder(Path(recipe.output.dir), card.kind)
+    own = folder / TREE if recipe.eval.tree == AUTO else Path(recipe.eval.tree)
+    if not own.is_file():
+        raise HeadError(f"eval.tree = {AUTO}: no {TREE} in {folder}; {FIT}")
+    return own
 
 
 def _known(folder: Path) -> list[Path]:
@@ -115,10 +142,6 @@ def _known(folder: Path) -> list[Path]:
 
 def _is_known(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in (*SETTINGS, *WHOLE))
-
-
-def _portable_json(path: Path) -> bytes:
-    return (json.dumps(portable(json.loads(path.read_text())), indent=2) + "\n").encode()
 
 
 def _tree(file: Path) -> bytes:
@@ -142,9 +165,6 @@ def manifest(files: Mapping[str, Path | bytes], recipe: Recipe, card: Card) -> s
     return "\n".join(lines)
 
 
-# -- names in place of places ----------------------------------------------------------------------
-
-
 def pushed_recipe(recipe: Recipe) -> dict:
     """Return a recipe without the places of one machine, and without the server that answered."""
     sections = portable(recipe.to_dict())
@@ -154,43 +174,20 @@ def pushed_recipe(recipe: Recipe) -> dict:
     return sections
 
 
-def without_places(recipe: Recipe) -> Recipe:
-    """Return a recipe whose target and data go by their names, for a card."""
-    target = replace(recipe.target, model=portable(recipe.target.model))
-    data = replace(recipe.data, sources=tuple(map(portable, recipe.data.sources)))
-    return replace(recipe, target=target, data=data)
+def with_names(recipe: Recipe, report: dict | None) -> Recipe:
+    """Return a recipe whose target and data go by their names, for a card.
 
-
-def portable(value: Any) -> Any:
-    """Return a value of JSON in which every path, at any depth, is cut to its name."""
-    if isinstance(value, dict):
-        return {portable(key): portable(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [portable(part) for part in value]
-    if not isinstance(value, str):
-        return value
-    prefix, _, path = value.rpartition(":")  # of prompts: NAME:FILE
-    if len(prefix) > 1 and not re.search(r"[/\\]", prefix) and _is_path(path):
-        return f"{prefix}:{portable(path)}"
-    return _name(value) if _is_path(value) else value
-
-
-def _is_path(text: str) -> bool:
-    """Whether a text is a place on this machine, and no name of the Hub."""
-    if "\n" in text or len(text) > 4096 or not re.search(r"[/\\]", text):
-        return False
-    if "://" in text or text.startswith("//"):
-        return text.startswith("file:")
-    if text.startswith(("/", "~", "./", "../")) or re.match(r"[A-Za-z]:\\", text):
-        return True
-    return os.path.exists(text) or text.endswith(FILES)
-
-
-def _name(path: str) -> str:
-    """A path's last part; of the Hub's cache, the repository's name."""
-    if cached := re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)/snapshots/", path):
-        return "/".join(cached.groups())
-    return re.split(r"[/\\]", path.rstrip("/\\"))[-1] or "local"
+    report: of its training, which was where the places are, and could tell them from names.
+    """
+    there = report["recipe"] if report else {}
+    model = there.get("target", {}).get("model", recipe.target.model)
+    sources = there.get("data", {}).get("sources", recipe.data.sources)
+    target = replace(recipe.target, model=portable(model))
+    return replace(
+        recipe,
+        target=target,
+        data=replace(recipe.data, sources=tuple(map(portable, sources))),
+    )
 
 
 def kind_there(run: Path) -> str:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar, get_type_hints
 
 import torch
@@ -19,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from specdraft.models.hub import SUMS, fetch
+from specdraft.models.hub import PAGE, SUMS, fetch, push
+from specdraft.models.portable import portable_json
 from specdraft.recipes.errors import HeadError, TargetError, in_a_line
 from specdraft.recipes.fields import Interval, coerce_fields, shown
 
@@ -56,13 +58,36 @@ class Saved(
         """Load one on the CPU, from a folder or by its Hub id, as `load_saved` does."""
         return load_saved(cls, source, revision, noun="drafter", maker="its entry of train/")
 
-    def save_pretrained(self, folder: str | Path, **options) -> str | None:
-        """Save config, weights and their checksums; options: PyTorchModelHubMixin's."""
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save config, weights and their checksums."""
+        folder = Path(folder)
+        page, had_page = folder / PAGE, (folder / PAGE).is_file()
         # They go while what they speak of is replaced.
-        (Path(folder) / SUMS).unlink(missing_ok=True)
-        address = super().save_pretrained(folder, **options)
-        write_sums(Path(folder), (CONFIG, WEIGHTS))
-        return address
+        (folder / SUMS).unlink(missing_ok=True)
+        super().save_pretrained(folder)
+        write_sums(folder, (CONFIG, WEIGHTS))
+        if not had_page:  # the mixin's knows nothing of the drafter: training writes one that does
+            page.unlink()
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = True,
+        branch: str | None = None,
+        commit_message: str = "Upload a drafter",
+    ) -> str:
+        """Push config and weights alone, names standing in the config for places of this machine;
+        return the commit's address. `specdraft push RUN OWNER/NAME` has card, tree and recipe, too.
+
+        Raises HubError when the Hub does not take it.
+        """
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            config = portable_json(Path(folder) / CONFIG)
+            files: dict[str, Path | bytes] = {CONFIG: config, WEIGHTS: Path(folder) / WEIGHTS}
+            files[SUMS] = sums(files).encode()
+            return push(files, repo_id, private, branch, commit_message)
 
 
 class SavedHead(Saved, tags=["draft-head"]):

@@ -57,7 +57,7 @@ def drafter_folder(run: Path, kind: str) -> Path:
 def _of_drafter(folder: Path) -> tuple[Path, Path] | None:
     """The recipe and the run of a drafter's folder in it; None of another folder."""
     run = folder.parent
-    if folder.name not in kinds_of(run):
+    if folder.name not in kinds_of(run) or kinds_of(folder):  # runs may be called so, too
         return None
     return next(((p / RECIPE, run) for p in (folder, run) if (p / RECIPE).is_file()), None)
 

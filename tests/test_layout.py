@@ -22,7 +22,7 @@ FLOORS = {
         "sections",
         ".",
     ],
-    "models": ["sar", "."],
+    "models": ["sar", "hub portable", "cards", "."],
     "data": ["world .", "store"],
     "eval": [
         "engine",

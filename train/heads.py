@@ -5,7 +5,6 @@ Falcon, EAGLE and Medusa heads read features of the target and differ in a `Kind
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -21,14 +20,12 @@ from specdraft.eval.costing.show import print_fit
 from specdraft.eval.drafters.registry import needs
 from specdraft.eval.drafters.trained import CARDS, KINDS, Trained
 from specdraft.eval.generation.answers import build_caches
-from specdraft.eval.measure.report import evaluate, tokens_per_step, write_report
-from specdraft.eval.measure.table import print_report
+from specdraft.eval.measure.report import evaluate, tokens_per_step
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.hub import check_login
 from specdraft.models.medusa import MedusaHeads
-from specdraft.models.publish import publish
 from specdraft.models.shapes import TargetShape, eagle3_config, head_config, medusa_config
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
@@ -36,6 +33,7 @@ from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO
 from specdraft.train.command import LoadTarget
+from specdraft.train.finish import finish
 from specdraft.train.fit.loop import fit
 from specdraft.train.fit.run import Evaluate, Objective
 from specdraft.train.objectives.ahead import TokensAhead
@@ -222,6 +220,4 @@ def measuring(
 def report(recipe: Recipe, target: Target, trained: Trained, prompts: list[Prompt]) -> None:
     """Measure the kept drafter beside the baselines, and push it where the recipe says."""
     outcome = evaluate(recipe, target, trained, prompts, recipe.eval.methods)
-    write_report(outcome, Path(recipe.output.dir))
-    print_report(outcome)
-    publish(recipe, CARDS[recipe.kind])
+    finish(recipe, CARDS[recipe.kind], outcome)

@@ -20,11 +20,9 @@ from specdraft.data.ranks import Ranks
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.drafters.trained import CARDS, Trained
 from specdraft.eval.generation.answers import build_token_cache
-from specdraft.eval.measure.report import evaluate, write_report
-from specdraft.eval.measure.table import print_report
+from specdraft.eval.measure.report import evaluate
 from specdraft.models.hub import check_login
 from specdraft.models.maxgram import MaxGramTable
-from specdraft.models.publish import publish
 from specdraft.models.shapes import target_shape
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
@@ -35,6 +33,7 @@ from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
 from specdraft.train.bigrams import CachedTokens, Corpus, StreamedTexts, count, save_table
 from specdraft.train.command import print_plan
+from specdraft.train.finish import finish
 from specdraft.train.fit.accelerator import load_target, make_accelerator
 from specdraft.train.plan import format_bytes, known_sizes
 
@@ -100,9 +99,7 @@ def report(recipe: Recipe, target: Target, table: MaxGramTable) -> None:
     Screen(soft_wrap=True).print(rows)
     prompts = load_prompts(recipe, target.tokenizer)
     outcome = evaluate(recipe, target, Trained(table=table), prompts, recipe.eval.methods)
-    write_report(outcome, Path(recipe.output.dir))
-    print_report(outcome)
-    publish(recipe, CARDS["table"])
+    finish(recipe, CARDS["table"], outcome)
 
 
 def show_plan(recipe: Recipe) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from specdraft.data import fingerprint
-from specdraft.models.card import Card
+from specdraft.models.cards.lines import Card
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.maxgram import MaxGramTable, load_table

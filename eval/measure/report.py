@@ -61,6 +61,8 @@ def evaluate(
         "recipe": recipe.to_dict(),
         "environment": where,
         "fit": fit,
+        "drafter": trained.weights(),
+        "chat": getattr(target.tokenizer, "chat_template", None) is not None,
         "runs": [row | _protocol(recipe, prompts, row) for row in done.rows()],
         "samples": _samples(done, featured(methods)),
     }

@@ -53,7 +53,8 @@ class Job:
         """What can be run by hand instead."""
         start = [sys.executable, str(ROOT / self.script)]
         if not self.table:
-            return [*start, self.recipe, *self.settings]
+            place = ["--out", str(self.folder)] if self.script == "eval/bench.py" else []
+            return [*start, self.recipe, *self.settings, *place]
         options = ["--recipe", self.recipe, "--out", str(self.path)]
         options += ["--seeds", ",".join(map(str, self.seeds))] if self.seeds else []
         return [*start, self.table, *self.settings, *options]

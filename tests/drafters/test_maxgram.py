@@ -448,7 +448,8 @@ def test_a_recipe_is_counted_measured_and_measured_again(tmp_path):
     methods = ["--methods", "plain,prompt_lookup,maxgram"]
     bench = run_here("eval/bench.py", "recipes/tiny_maxgram.yaml", *places, *small, *methods)
     assert bench.returncode == 0, bench.stderr
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    report = tmp_path / "run" / "bench" / "tiny_chat-b1-t0" / "report.json"
+    report = json.loads(report.read_text())
     rows = {row["method"]: row for row in report["runs"]}
     assert set(rows) == {"plain", "prompt_lookup", "maxgram"}
     for row in rows.values():

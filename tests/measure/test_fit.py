@@ -309,11 +309,12 @@ def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
     assert measured.returncode == 0, measured.stderr
     told = f"fitted, {fit.tried()[0].nodes} nodes to depth {fit.tried()[0].depth}"
     assert f"falcon_tree: {told}" in measured.stdout
-    report = json.loads((tmp_path / "report.json").read_text())
+    bench = tmp_path / "bench" / "tiny_chat-b1-t0"
+    report = json.loads((bench / "report.json").read_text())
     assert [run["tree"] for run in report["runs"]] == [None, told]
     assert report["fit"]["trials"] == plain(fit.trials)
     assert {one["nodes"] for one in report["fit"]["verify_ms"]} >= {1, 64}
-    page = (tmp_path / "report.html").read_text()
+    page = (bench / "report.html").read_text()
     assert page.count("nodes to depth") == 2
     assert 'data-plot="costs"' in page
 

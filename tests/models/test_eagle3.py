@@ -308,7 +308,7 @@ def test_a_run_goes_from_tokens_to_an_engine_and_back(tmp_path, features):
         assert done.returncode == 0, done.stdout + done.stderr
     ours, theirs = (
         json.loads((tmp_path / name / "report.json").read_text())["runs"][-1]
-        for name in ("run", "out")
+        for name in ("run", "out/bench/tiny_chat-b1-t0")
     )
     assert ours["method"] == theirs["method"] == "eagle3_tree"
     assert ours["tokens_per_step"] == theirs["tokens_per_step"]

@@ -18,8 +18,8 @@ from local_hub import DROP, LocalHub
 from random_models import random_eagle3
 
 from specdraft.eval.drafters.trained import CARDS
-from specdraft.models.card import PICTURE, head_facts
-from specdraft.models.curve import curve
+from specdraft.models.cards.card import PICTURE, head_facts
+from specdraft.models.cards.curve import curve
 from specdraft.models.hub import fetch, is_hub_id
 from specdraft.models.publish import contents, kind_there, portable
 from specdraft.models.serving import serve_eagle3
@@ -149,6 +149,70 @@ def test_a_card_says_what_a_head_reads_and_drafts_among():
 
 
 @pytest.mark.parametrize("kind", ENTRIES)
+def test_the_real_card_lies_beside_the_drafter(hub, runs, kind):
+    card = (runs / kind / kind / "README.md").read_text()
+    assert card == hub.commits[f"you/{kind}"]["main"][-1]["README.md"].decode()
+    assert "More Information Needed" not in card
+    assert "pip install specdraft" in card
+    assert "vllm serve models/tiny" in card
+    (figures,) = front_matter(card)["model-index"]
+    assert figures["name"] == f"you/{kind}"
+    measured = json.loads((runs / kind / "report.json").read_text())["runs"][-1]
+    (result,) = figures["results"]
+    told = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    assert told["tokens_per_step"] == round(measured["tokens_per_step"], 3)
+
+
+def test_a_benchmark_has_a_table_of_its_own_where_it_is_of_the_same_weights(head_run):
+    run, pushed = head_run
+    report = json.loads((run / "falcon" / "report.json").read_text())
+    rows = report["runs"]
+    hot = [row | {"temperature": 1.0, "outputs": 7} for row in rows]
+    others = [row | {"temperature": 1.0, "outputs": 9} for row in rows]
+    for name, more in (
+        ("hot", {"runs": rows + hot}),
+        ("other", {"runs": others, "drafter": ["0"]}),
+    ):
+        (run / "bench" / name).mkdir(parents=True)
+        (run / "bench" / name / "report.json").write_text(json.dumps(report | more))
+    card = pushed()["README.md"].decode()
+    assert card.count("| method |") == 3  # of the training; of the benchmark, by temperature
+    assert "7 answers to the bundled prompts, up to 12 new tokens, temperature 1, batch 1" in card
+    assert "9 answers" not in card
+
+
+def test_a_local_folder_is_no_data_set_wherever_the_push_is_made(head_run, monkeypatch):
+    """`you/chats` was a folder where training ran, and its report could tell."""
+    run, pushed = head_run
+    path = run / "falcon" / "report.json"
+    report = json.loads(path.read_text())
+    report["recipe"]["data"]["sources"] = ["chats"]
+    path.write_text(json.dumps(report))
+    files = pushed("data.sources=[you/chats]")
+    assert "datasets" not in front_matter(files["README.md"].decode())
+    assert yaml.safe_load(files["recipe.yaml"])["data"]["sources"] == ["chats"]
+
+
+MIXIN = """
+import sys
+from specdraft.models.falcon import FalconHead
+head = FalconHead.from_pretrained(sys.argv[1])
+head.config.target["name"] = "../private/my-model"
+head.push_to_hub("you/mixed")
+"""
+
+
+def test_the_librarys_own_push_publishes_no_more_than_ours(hub, nursery, runs, tmp_path):
+    (tmp_path / "push.py").write_text(MIXIN)
+    done = run(nursery, tmp_path / "push.py", runs / "falcon" / "falcon")
+    assert done.returncode == 0, done.stderr[-2000:]
+    files = hub.commits["you/mixed"]["main"][-1]
+    assert set(files) - {".gitattributes"} == {"config.json", "model.safetensors", "SHA256SUMS"}
+    assert json.loads(files["config.json"])["target"]["name"] == "my-model"
+    assert hub.private["you/mixed"]
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
 def test_nothing_that_is_pushed_names_a_place_of_this_machine(hub, runs, kind):
     for name, content in hub.commits[f"you/{kind}"]["main"][-1].items():
         assert str(runs).encode() not in content, name
@@ -218,9 +282,12 @@ def test_paths_of_target_and_data_become_names(head_run, tmp_path):
     report = json.loads((run / "report.json").read_text())
     for one in report["runs"]:
         one["prompt_set"] = f"mt_bench:{chats}"
+    sources = [str(chats), "owner/name", "hf://datasets/a/b/c.json", f"{tmp_path}/here/chats"]
+    report["recipe"]["target"]["model"], report["recipe"]["data"]["sources"] = str(model), sources
     (run / "report.json").write_text(json.dumps(report))
+    (run / "falcon" / "report.json").unlink()  # as in runs from before it lay there
     files = pushed(
-        f"target.model={model}", f"data.sources=[{chats}, owner/name, 'hf://datasets/a/b/c.json']",
+        f"target.model={model}", f"data.sources={json.dumps(sources)}",
         f"eval.prompts=mt_bench:{chats}", f"data.drafter_run={tmp_path}", "data.answers=target",
         "data.drafter=falcon_tree", f"target.chat_template={tmp_path / 'my.jinja'}",
     )  # fmt: skip
@@ -228,7 +295,9 @@ def test_paths_of_target_and_data_become_names(head_run, tmp_path):
         assert str(tmp_path).encode() not in (content if isinstance(content, bytes) else b""), name
     recipe = yaml.safe_load(files["recipe.yaml"])
     assert recipe["target"]["model"] == "my-model"
-    assert recipe["data"]["sources"] == ["chats.jsonl", "owner/name", "hf://datasets/a/b/c.json"]
+    assert recipe["data"]["sources"] == [
+        "chats.jsonl", "owner/name", "hf://datasets/a/b/c.json", "chats",
+    ]  # fmt: skip
     assert recipe["eval"]["prompts"] == "mt_bench:chats.jsonl"
     assert json.loads(files["config.json"])["target"]["name"] == "my-model"
     card = files["README.md"].decode()
@@ -405,7 +474,7 @@ def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, push, call
     assert failed.returncode == 2
     errors = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
-    assert errors[0].endswith(f"go on with: python models/push.py {runs / 'head'} {repo}")
+    assert errors[0].endswith(f"go on with: python models/push.py {runs / 'falcon'} {repo}")
     assert "Traceback" not in failed.stderr
     commits = hub.commits.get(repo, {"main": [{".gitattributes": b""}]})["main"]
     assert [set(files) for files in commits] == [{".gitattributes"}]

@@ -432,7 +432,9 @@ def test_a_run_leaves_measured_heads_that_are_measured_and_exported_again(tmp_pa
     options = ["--batch-sizes", "1,2", "--temperatures", "1"]
     bench = run_here("eval/bench.py", "recipes/tiny_medusa.yaml", *small, *options)
     assert bench.returncode == 0, bench.stderr[-2000:]
-    rows = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
+    rows = json.loads(
+        (tmp_path / "run" / "bench" / "tiny_chat-b1+2-t1" / "report.json").read_text()
+    )["runs"]
     assert all(row["identical"] + row["near_ties"] == 2 for row in rows)
     engine = ["--engine", "vllm", "--out", str(tmp_path / "served")]
     exported = run_here("eval/export.py", "recipes/tiny_medusa.yaml", *small, *engine)

@@ -352,7 +352,8 @@ def test_a_run_leaves_a_measured_student_that_can_be_measured_again(tmp_path):
     options = ["--methods", "plain,ssd", "--batch-sizes", "1,2", "--temperatures", "1"]
     bench = run_here("eval/bench.py", "recipes/tiny_distill.yaml", *small, *places, *options)
     assert bench.returncode == 0, bench.stderr[-2000:]
-    rows = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
+    measured = tmp_path / "run" / "bench" / "tiny_chat-b1+2-t1" / "report.json"
+    rows = json.loads(measured.read_text())["runs"]
     assert all(row["identical"] + row["near_ties"] == 2 for row in rows)
 
 
