@@ -72,7 +72,10 @@ def test_64_requests_at_once_twice_over_are_those_of_the_engine_alone(trained, e
     crowd = {"max_num_seqs": 64, "enable_prefix_caching": True, "enable_chunked_prefill": True}
     crowd |= {"max_num_batched_tokens": 256, "block_size": 32, "num_gpu_blocks_override": 30}
     asked = job(recipe, target, prompts, (0.0, 0.0), crowd)
-    asked["prompts"] = [ids for n in range(64) for ids in [asked["prompts"][n % len(prompts)]]]
+    shared = [id for ids in asked["prompts"][:4] for id in ids][:40]  # over a block of the cache
+    several = [asked["prompts"][n % len(prompts)] for n in range(64)]
+    asked["prompts"] = [shared * (n % 2) + ids for n, ids in enumerate(several)]
+    asked["engine"]["max_model_len"] += len(shared)
     plain, _ = engine.run(asked)
     asked["engine"] |= given
     result, _ = engine.run(asked)
@@ -131,8 +134,10 @@ def other_base(config: dict, tensors: dict) -> None:
 
 
 def transposed(config: dict, tensors: dict) -> None:
-    names = [f"layers.0.self_attn.{name}_proj.weight" for name in "qk"]
-    tensors[names[0]], tensors[names[1]] = (tensors[name].clone() for name in names[::-1])
+    query, key = (f"layers.0.self_attn.{name}_proj.weight" for name in "qk")
+    groups = len(tensors[query]) // len(tensors[key])
+    swapped = tensors[key].repeat(groups, 1), tensors[query][: len(tensors[key])].clone()
+    tensors[query], tensors[key] = swapped
 
 
 def scaled(config: dict, tensors: dict) -> None:
