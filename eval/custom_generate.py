@@ -35,7 +35,7 @@ from specdraft.eval.drafters.registry import Setup, make_drafter
 from specdraft.eval.drafters.trained import KINDS, Source, Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
-from specdraft.eval.engine.families import position_limit
+from specdraft.eval.families.support import position_limit
 from specdraft.eval.generation.generate_call import GenerateCall, read_call
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead

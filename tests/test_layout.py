@@ -25,6 +25,7 @@ FLOORS = {
     "models": ["sar", "hub portable", "cards", "."],
     "data": ["world .", "store"],
     "eval": [
+        "families",
         "engine",
         "drafters",
         "measure",

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, ranking, wants_samples
-from specdraft.eval.engine.families import position_limit
 from specdraft.eval.engine.packed import CAUSAL, PackedTarget, Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree, chain
+from specdraft.eval.families.support import position_limit
 from specdraft.models.target import Target
 
 

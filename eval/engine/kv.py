@@ -22,7 +22,9 @@ from specdraft.eval.engine.transfer import upload
 class KVPool:
     """Keys and values of R rows, [2, R, kv_heads, C, D] per entry of `layers`; `lengths[r]` valid.
 
-    devices: one per layer, where it runs. The layers of one device lie in one tensor.
+    devices: one per layer, where it runs. The layers of one device lie in one tensor. windows: how
+    many tokens each layer sees, the newest included; None: all. Where there is one, positions of
+    slots are kept, too.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class KVPool:
         capacity: int,
         head_dim: int,
         dtype: torch.dtype = torch.float32,
+        windows: Sequence[int | None] = (),
     ):
         shape = (2, rows, kv_heads, capacity, head_dim)
         # Zeros, not empty: a masked slot still multiplies its value, and 0 * NaN is NaN.
@@ -45,6 +48,11 @@ class KVPool:
         self.layers = [next(unbound[device]) for device in devices]
         self.capacity = capacity
         self.lengths = [0] * rows
+        self.pads = [0] * rows  # of these slots, those that hold no token
+        self.windows = windows or [None] * len(devices)
+        self.positions = None  # [R, C]
+        if any(self.windows):
+            self.positions = torch.zeros(rows, capacity, dtype=torch.long, device=devices[0])
         # Every row's keys and values, [1, kv_heads, C, D] each: making a view costs as much as
         # the work on it where a target is small.
         self._views = [
@@ -57,16 +65,15 @@ class KVPool:
         for cached, fresh in zip(self._views[layer][row], (key, value), strict=True):
             cached.narrow(2, start, fresh.shape[2]).copy_(fresh)
 
-    def read(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Views of the first `stop` keys and values of a row, each [1, kv_heads, stop, D]."""
+    def read(self, layer: int, row: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Views of keys and values of a row's slots first .. stop, each [1, kv_heads, .., D]."""
         keys, values = self._views[layer][row]
-        return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
+        return keys.narrow(2, first, stop - first), values.narrow(2, first, stop - first)
 
-    def read_rows(self, layer: int, row: int, size: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Views of the first `stop` slots of neighbouring rows, each [size, kv_heads, stop, D]."""
-        rows = slice(row, row + size)
+    def read_rows(self, layer: int, rows: slice, slots: slice) -> tuple[Tensor, Tensor]:
+        """Views of keys and values of neighbouring rows, each [rows, kv_heads, slots, D]."""
         keys, values = self.layers[layer]
-        return keys[rows, :, :stop], values[rows, :, :stop]
+        return keys[rows, :, slots], values[rows, :, slots]
 
     def keep(self, row: int, path: list[int]) -> None:
         """Commit an accepted path: slots length + path[j] move to length + j, in all layers.
@@ -78,6 +85,9 @@ class KVPool:
         if not path or path[-1] < len(path):  # a prefix of what was read
             return
         moved = next(j for j, node in enumerate(path) if node != j)
+        if self.positions is not None:
+            slots = upload([start + node for node in path[moved:]], self.positions.device)
+            self.positions[row, start + moved : start + len(path)] = self.positions[row, slots]
         for tensor in self.tensors:
             source = upload([start + node for node in path[moved:]], tensor.device)
             cache = tensor.select(2, row)  # [L, 2, kv_heads, C, D]

@@ -3,7 +3,7 @@
 EMS-SD, "unpad inputs": the rows' tokens are concatenated to [1, N]; linear layers see exactly the
 real tokens, and only attention needs to know which token belongs to which row. It learns that from
 a plan handed through the model's keyword arguments to an attention function registered with
-transformers, so any full-attention decoder-only model works unmodified.
+transformers, so a decoder-only model works unmodified if its attention goes through that interface.
 
 Row 0 with 5 cached tokens reads a root and two children, row 2 with 3 cached its root alone:
 
@@ -26,10 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from specdraft.eval.engine.families import check_forward, check_positions, check_supported, measure
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology, chain
+from specdraft.eval.families.probe import measure
+from specdraft.eval.families.support import check_forward, check_positions, check_supported
 from specdraft.models.feature_layers import Layers, wide_features
 from specdraft.models.placement import shared
 from specdraft.models.target import Target
@@ -47,9 +48,10 @@ class Segment(NamedTuple):
     row: int
     start: int
     count: int
-    # [count, start + count] added to attention scores. None: nothing to hide (one token) or, at
+    # [count, stop - first] added to attention scores. None: nothing to hide (one token) or, at
     # start 0, a causal chain.
     bias: Tensor | None
+    first: int = 0  # slots before it are out of sight
 
     @property
     def stop(self) -> int:
@@ -74,6 +76,7 @@ class Plan:
     def __init__(self, pool: KVPool, segments: Sequence[Segment], device: torch.device):
         self.pool, self.segments, self.device = pool, segments, device
         self._elsewhere: dict[torch.device, Plan] = {}
+        self._within: dict[int, Plan] = {}
         firsts = accumulate((segment.count for segment in segments), initial=0)
         self.placed = list(zip(firsts, segments, strict=False))
         self.alone = len(segments) == 1
@@ -100,6 +103,39 @@ class Plan:
             self._elsewhere[device] = Plan(self.pool, segments, device)
         return self._elsewhere[device]
 
+    def place(self, positions: Tensor) -> None:
+        """Note the positions [N] of what is written, for windows."""
+        rows, slots = self.mapping
+        self.pool.positions[rows, slots] = positions
+
+    def within(self, window: int | None) -> "Plan":
+        """The plan for layers whose tokens see `window` tokens, themselves included, made when the
+        first one asks; itself while all rows are shorter."""
+        if window is None or all(segment.stop <= window for segment in self.segments):
+            return self
+        if window not in self._within:
+            segments = [self._narrowed(segment, window) for segment in self.segments]
+            self._within[window] = Plan(self.pool, segments, self.device)
+        return self._within[window]
+
+    def _narrowed(self, segment: Segment, window: int) -> Segment:
+        """The segment without what lies `window` positions or more before each of its tokens."""
+        row, pool = segment.row, self.pool
+        # All that is read now comes after what is committed, whose slots, pads aside, are its
+        # positions.
+        oldest = min(pool.lengths[row] - pool.pads[row], segment.start)
+        first = max(oldest + 1 - window, 0)
+        positions = pool.positions[row, first : segment.stop]
+        distance = positions[segment.start - first :, None] - positions
+        bias = segment.bias
+        if bias is None:
+            bias = torch.zeros(distance.shape, dtype=pool.layers[0].dtype, device=self.device)
+            if segment.is_causal:
+                hide_later(bias)
+        else:
+            bias = bias[:, first:]
+        return segment._replace(first=first, bias=bias.masked_fill(distance >= window, -torch.inf))
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None):
         """Write keys and values to the pool and attend; query and result are [1, heads, N, D]."""
         self.write(layer, key, value)
@@ -125,7 +161,7 @@ class Plan:
         options = {"scale": scale, "enable_gqa": query.shape[1] != kv_heads}
         if self.alone:  # attended as it lies
             segment = self.placed[0][1]
-            keys, values = self.pool.read(layer, segment.row, segment.stop)
+            keys, values = self.pool.read(layer, segment.row, segment.first, segment.stop)
             return F.scaled_dot_product_attention(
                 query, keys, values, segment.bias, is_causal=segment.is_causal, **options
             )
@@ -146,10 +182,11 @@ class Group:
     def __init__(self, pool: KVPool, placed: Sequence[tuple[int, Segment]], device: torch.device):
         segments = [segment for _, segment in placed]
         self.pool, self.segments = pool, segments
-        self.first, self.row = placed[0][0], segments[0].row
+        self.place, self.row = placed[0][0], segments[0].row
         self.size = segments[-1].row + 1 - self.row
         self.count = max(segment.count for segment in segments)
-        self.longest = max(segment.stop for segment in segments)
+        self.first = min(segment.first for segment in segments)  # slots that are read
+        self.stop = max(segment.stop for segment in segments)
         self.total = sum(segment.count for segment in segments)
         self.mask, self.cells = segments[0].bias, None
         self.is_causal = len(segments) == 1 and segments[0].is_causal
@@ -160,27 +197,29 @@ class Group:
             self.cells = upload(cells, device)
 
     def _mask(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
-        """[S, 1, T, longest]; what no token asks for stays visible, so that nothing is NaN."""
-        shape = (self.size, 1, self.count, self.longest)
+        """[S, 1, T, slots]; what no token asks for stays visible, so that nothing is NaN."""
+        shape = (self.size, 1, self.count, self.stop - self.first)
         mask = torch.zeros(shape, dtype=self.pool.layers[0].dtype, device=device)
         for segment in segments:
             place = mask[segment.row - self.row, 0, : segment.count]
-            place[:, segment.stop :] = float("-inf")
+            first, stop = segment.first - self.first, segment.stop - self.first
+            place[:, :first] = place[:, stop:] = float("-inf")
             if segment.bias is not CAUSAL:
-                place[:, : segment.stop] = segment.bias
+                place[:, first:stop] = segment.bias
             elif segment.is_causal:
-                hide_later(place[:, : segment.stop])
+                hide_later(place[:, :stop])
         return mask
 
     def attend(self, layer: int, query: Tensor, output: Tensor, options: dict) -> None:
         """Attend for this group's part of query [1, heads, N, D], into the same part of output."""
-        part = slice(self.first, self.first + self.total)
+        part = slice(self.place, self.place + self.total)
         mine, heads = query[0, :, part], query.shape[1]  # [heads, total, D]
         shape = (heads, self.size, self.count, query.shape[-1])
         if self.cells is not None:
             spread = mine.new_zeros(heads, self.size * self.count, shape[-1])
             mine = spread.index_copy_(1, self.cells, mine)
-        keys, values = self.pool.read_rows(layer, self.row, self.size, self.longest)
+        rows, slots = slice(self.row, self.row + self.size), slice(self.first, self.stop)
+        keys, values = self.pool.read_rows(layer, rows, slots)
         attended = F.scaled_dot_product_attention(
             mine.reshape(shape).transpose(0, 1),
             keys,
@@ -236,7 +275,9 @@ class TreeBias:
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, plan=None, **_):
-    attended = plan.on(query.device).attend(module.layer_idx, query, key, value, scaling)
+    layer = module.layer_idx
+    plan = plan.within(plan.pool.windows[layer]).on(query.device)
+    attended = plan.attend(layer, query, key, value, scaling)
     return attended.transpose(1, 2), None
 
 
@@ -280,7 +321,10 @@ class PackedTarget:
         """Run packed ids [N] at absolute positions [N]; return features [N, H], wide with layers of
         the target."""
         self.inputs = len(ids)
-        return self._run(ids, positions, Plan(self.pool, segments, ids.device))
+        plan = Plan(self.pool, segments, ids.device)
+        if self.pool.positions is not None:
+            plan.place(positions)
+        return self._run(ids, positions, plan)
 
     def _run(self, ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "plan": plan}

@@ -50,6 +50,7 @@ class PaddedTarget(PackedTarget):
         """A new batch moves in: rows 0 .. rows - 1 stay together until the last one is done."""
         self.members = list(range(rows))
         self.pool.lengths = [0] * len(self.pool.lengths)
+        self.pool.pads = [0] * len(self.pool.pads)
         self.holes.zero_()
 
     def align(self) -> None:
@@ -58,6 +59,7 @@ class PaddedTarget(PackedTarget):
         longest = max(lengths[row] for row in self.members)
         for row in self.members if self.pad_kv else ():
             self.holes[row, lengths[row] : longest] = True
+            self.pool.pads[row] += longest - lengths[row]
             lengths[row] = longest
 
     def segment(self, row: int, topology: Topology) -> Segment:

@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 from decoding import PATHS, Foreseeing, decode, plain_tokens
+from random_families import GQA, MLP, random_model
 from random_models import HIDDEN, VOCAB, random_head
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
@@ -22,19 +22,6 @@ from specdraft.models.target import Target
 from specdraft.models.target_files import identity_of
 from specdraft.recipes.errors import TargetError
 
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-MLP = {"intermediate_size": 32}
-GQA = {**MLP, "num_key_value_heads": 2}
 ROPE = {"rope_theta": 10000.0}
 FAMILIES = {
     "llama": ("Llama", {**MLP, "num_key_value_heads": 4}),
@@ -71,20 +58,6 @@ FAMILIES = {
     "gpt2-upcast": ("GPT2", {"scale_attn_weights": False, "reorder_and_upcast_attn": True}),
     "phi": ("Phi", {**GQA, "partial_rotary_factor": 0.5}),
 }
-
-
-def random_model(family: str, seed: int = 0, **changes) -> PreTrainedModel:
-    """A tiny model of a family (a prefix of transformers' class names), with random weights."""
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes})
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # biases start at zero, norms at one: claims need neither
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            elif "lm_head" in name or "embed_out" in name:
-                parameter.mul_(6.0)  # far from near-ties
-    return model
 
 
 def random_family(name: str, **changes) -> Target:
@@ -200,8 +173,6 @@ def test_a_padding_token_that_is_embedded_as_zero_is_no_reason_to_refuse(padding
 
 
 REFUSALS = {
-    "a window of 8": partial(random_model, "Mistral", **GQA, sliding_window=8),
-    "sliding_attention": partial(random_model, "GptOss", **GQA),
     "attention sinks": partial(random_model, "GptOss", **GQA, layer_types=["full_attention"] * 3),
     "capped at 30.0": partial(random_model, "Gemma2", **GQA),
     "softcapping of attention": partial(

@@ -1,0 +1,127 @@
+"""A target's layers, looked at: shapes, windows, and options of their attention.
+
+A copy of the target reads two tokens with an attention function that only takes notes. Which
+earlier tokens a layer sees is asked of the mask that the model makes for it: transformers hands the
+rule to whoever makes masks for an attention function, and ours, far into a text, looks how far back
+it goes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from specdraft.eval.families.support import refusal, refusing
+from specdraft.models.target import Target
+
+PROBE = "specdraft_probe"
+# What layers hand to their attention beside queries, keys and values that changes nothing here; a
+# window is read off the mask.
+HARMLESS = {
+    "cache_position",
+    "dropout",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "use_cache",
+}
+MEANING = {
+    "attention_mask": "a mask of its own",
+    "s_aux": "attention sinks",
+    "softcap": "softcapping of attention scores",
+}
+FAR = 1 << 20  # a position at which masks are asked what is still seen
+ALL, OTHER = 0, -1  # what stands for a window where all is seen; where it is no window
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of a target's KV cache, and how much of it each layer sees."""
+
+    devices: tuple[torch.device, ...]  # that each layer runs on
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]  # tokens that each layer sees, the newest included; None: all
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one layer handed to its attention: shapes [1, heads, T, D], options that were set."""
+
+    layer: int | None
+    device: torch.device
+    key: torch.Size
+    value: torch.Size
+    window: int
+    options: tuple[str, ...]
+
+
+def measure(target: Target, view: nn.Module) -> Geometry:
+    """Run two tokens through a copy of the target and read the geometry off its attention calls.
+
+    Sets the view's attention function. Raises TargetError where layers differ, have no attention,
+    or hand over options that the packed attention does not know.
+    """
+    calls: list[Call] = []
+    AttentionInterface.register(PROBE, _attention)
+    AttentionMaskInterface.register(PROBE, _mask)
+    view.config._attn_implementation = PROBE
+    ids = torch.tensor([[0, 1]], device=target.device)
+    with torch.inference_mode(), refusing(target, "its layers cannot be looked at"):
+        # A bound method, for accelerate would hand a list on as a copy.
+        view.base_model(input_ids=ids, use_cache=False, probe=calls.append)
+    if not calls:
+        raise refusal(target, "its layers pass no keyword arguments on to their attention")
+    options = sorted({name for call in calls for name in call.options})
+    if any(call.window == OTHER for call in calls):
+        options.append("attention_mask")
+    if options:
+        found = ", ".join(MEANING.get(name, f"the attention option {name!r}") for name in options)
+        raise refusal(target, f"its attention uses {found}, which is not supported")
+    if [call.layer for call in calls] != list(range(len(calls))):
+        raise refusal(target, "its layers do not each call attention once, in order")
+    shapes = {(call.key[1], call.key[3], call.value[1], call.value[3]) for call in calls}
+    kv_heads, key_dim, *value = next(iter(shapes))
+    if len(shapes) > 1 or value != [kv_heads, key_dim]:
+        found = "; ".join(f"{k} x {d} and {v} x {e}" for k, d, v, e in sorted(shapes))
+        raise refusal(target, f"keys and values must be alike in all layers, found {found}")
+    windows = tuple(call.window or None for call in calls)
+    return Geometry(tuple(call.device for call in calls), kv_heads, key_dim, windows)
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, probe=None, **options):
+    if probe is not None:
+        window = ALL
+        if attention_mask is not None:
+            ours = attention_mask.dtype == torch.long
+            window = int(attention_mask.flatten()[0]) if ours else OTHER
+        used = tuple(n for n, value in options.items() if n not in HARMLESS and value is not None)
+        layer = getattr(module, "layer_idx", None)
+        probe(Call(layer, key.device, key.shape, value.shape, window, used))
+    # [1, T, heads, D], as an attention's output; its values are never looked at.
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _mask(q_length: int, kv_length: int, mask_function: Callable, device="cpu", **_) -> Tensor:
+    """What stands for a mask [1, 1, T, T]: its window, everywhere."""
+    # At two places, for chunks would look like windows at one.
+    seen = {_seen(mask_function, position, device) for position in (FAR - 1, FAR)}
+    window = seen.pop() if len(seen) == 1 else OTHER
+    return torch.full((1, 1, q_length, kv_length), window, device=device)
+
+
+def _seen(mask_function: Callable, position: int, device: torch.device | str) -> int:
+    """How many tokens up to its own one at a position sees; ALL, or OTHER."""
+    places = torch.arange(position + 2, device=device)
+    first = places.new_zeros(())
+    visible = mask_function(first, first, first + position, places).expand(len(places))
+    count = int(visible.sum())
+    if visible[-1] or not visible[position + 1 - count : -1].all():
+        return OTHER
+    return ALL if count > position else count
