@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from specdraft.models.families.finish import PLAIN, Finish, finish_of
 from specdraft.models.target_files import model_folder, read_tensors
 from specdraft.recipes.errors import TargetError, in_a_line
 
@@ -30,10 +31,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class TargetEmbeddings:
-    """The matrices of a target's input embedding and of its lm_head, [V, H] each."""
+    """The matrices of a target's input embedding and of its lm_head, [V, H] each, and what comes
+    after it."""
 
     embedding: Tensor
     lm_head_weight: Tensor
+    finish: Finish = PLAIN
 
     @classmethod
     def load(
@@ -60,7 +63,8 @@ class TargetEmbeddings:
                 what = f"{list(tensor.shape)}, and its config.json says {list(matrix.shape)}"
                 what = what if tensor.shape != matrix.shape else "no finite numbers"
                 raise TargetError(f"{name}: {min(alias)} in {folder} is {what}")
-        return cls(*(tensor.to(device=device, dtype=DTYPES[dtype]) for tensor in found))
+        found = (tensor.to(device=device, dtype=DTYPES[dtype]) for tensor in found)
+        return cls(*found, finish_of(empty))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embedding: ids [..] to vectors [.., H]."""
@@ -92,7 +96,7 @@ class DraftVocabulary:
         features = features.to(self._target.dtype)
         if self.ids is None:
             return self._target.logits(features)
-        return nn.functional.linear(features, self.lm_head)
+        return self._target.finish(nn.functional.linear(features, self.lm_head))
 
     def tokens(self, places: Tensor) -> Tensor:
         """Return the ids at places [..]."""

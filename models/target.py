@@ -1,7 +1,8 @@
 """The frozen target: a causal language model whose tokens we want sooner.
 
 Shapes: B rows, T time, H hidden, V vocabulary. A feature `f_i` is the last hidden state AFTER the
-final norm, exactly what lm_head consumes: `p(. | t_<=i) = softmax(lm_head(f_i))`.
+final norm, exactly what lm_head consumes: `p(. | t_<=i) = softmax(finish(lm_head(f_i)))`; in most
+families there is nothing to finish (families/finish.py).
 """
 
 import copy
@@ -24,6 +25,7 @@ from specdraft.models.embeddings import (
     check_no_bias,
     model_without_weights,
 )
+from specdraft.models.families.finish import finish_of
 from specdraft.models.feature_layers import Layers, check_layers, wide_features
 from specdraft.models.placement import is_kept_elsewhere, loading_options, runs_on, shared
 from specdraft.models.target_files import (
@@ -69,6 +71,7 @@ class Target:
         self.config = model.config
         self.embedding = model.get_input_embeddings()
         self.lm_head = model.get_output_embeddings()
+        self.finish = finish_of(model)  # what comes after lm_head
         self._identity: dict | None = None
         # Weights come and go with a module's forward: two threads must not be in the same module.
         self._lock = threading.Lock() if is_kept_elsewhere(model) else nullcontext()
@@ -218,7 +221,8 @@ class Target:
         """The target without its layers, sharing its tensors. Raises TargetError where lm_head has
         a bias."""
         check_no_bias(self.lm_head, self.name)
-        return TargetEmbeddings(self.embedding_weight.detach(), self.lm_head_weight.detach())
+        matrices = self.embedding_weight.detach(), self.lm_head_weight.detach()
+        return TargetEmbeddings(*matrices, self.finish)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -238,9 +242,9 @@ class Target:
             return wide_features(self.model.base_model, layers, self.device, **inputs)
 
     def logits(self, features: Tensor) -> Tensor:
-        """lm_head: features [.., H] to logits [.., V]."""
+        """lm_head, and what comes after it: features [.., H] to logits [.., V]."""
         with self._lock:
-            return self.lm_head(features).to(self.device)
+            return self.finish(self.lm_head(features).to(self.device))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embedding: ids [..] to vectors [.., H]."""
@@ -273,7 +277,7 @@ class Target:
 
     @torch.inference_mode()
     def _check_lm_head(self) -> None:
-        """Refuse models whose logits are not lm_head(feature): scaled or capped ones, mostly."""
+        """Refuse models whose logits are not those of their features."""
         if self.lm_head is None or getattr(self.config, "is_encoder_decoder", False):
             raise TargetError(f"{self.name}: only decoder-only models with lm_head work")
         # Some embeddings are zero, of padding mostly, and zero equals zero at any scale.
@@ -289,9 +293,11 @@ class Target:
             )
         # A soft cap hardly moves small logits, so it has to be known by its name.
         capped = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
-        if capped or not error <= 1e-2 * largest:
+        unknown_cap = capped and self.finish.cap != capped
+        if unknown_cap or not error <= 1e-2 * largest:
+            found = f"capped at {capped}" if unknown_cap else "changed"
             raise TargetError(
                 f"{self.name} ({self.config.model_type}): its logits are not lm_head(last hidden "
-                f"state) but {f'capped at {capped}' if capped else 'scaled or shifted'}, so its "
-                "features cannot be drafted; families like Llama, Qwen, OPT and GPT-2 can"
+                f"state), as it is, scaled or capped, but {found} in another way, so its features "
+                "cannot be drafted; families like Llama, Qwen and Gemma can"
             )

@@ -15,7 +15,6 @@ state, H hidden, M inputs of a row, D distributions of a round, V tokens drafted
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -257,7 +256,7 @@ class HeadDrafter:
         sequence, rope = torch.cat([*fused])[None], self._rope_at(positions)
         plan = Plan(self.pool, segments, sequence.device)
         if self.head.config.reads == "own":
-            hidden = self.head.decode(sequence, rope, partial(plan.attend, scale=None))[0]
+            hidden = self.head.decode(sequence, rope, plan.attend)[0]
             return torch.stack([part[-self.k :] for part in hidden.split(counts)])
         queries = self.head.reading.queries(blocks)  # [.., Q, H]
         ends = [0, *accumulate(counts)][1:]
@@ -267,7 +266,7 @@ class HeadDrafter:
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             plan.write(layer, key, value)
-            return asking.read(layer, query, key.shape[1], None)
+            return asking.read(layer, query)
 
         flat = queries.reshape(1, -1, queries.shape[-1])
         hidden = self.head.decode(flat, at, attend, (sequence, rope))

@@ -87,7 +87,9 @@ class MedusaDrafter:
         with Stopwatch() as watch:
             hidden = self.heads.hidden(features.float(), self.depth)  # [D, R, H]
             hidden, own = hidden.to(self.target.dtype), self.lm_heads is not None
-            scores = hidden @ self.lm_heads.mT if own else self.target.logits(hidden)
+            scores = (
+                self.target.finish(hidden @ self.lm_heads.mT) if own else self.target.logits(hidden)
+            )
         self.seconds += watch.seconds
         return scores.transpose(0, 1)
 

@@ -22,7 +22,6 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -31,6 +30,7 @@ from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology, chain
 from specdraft.eval.families.probe import measure
 from specdraft.eval.families.support import check_forward, check_positions, check_supported
+from specdraft.models.families.scores import PLAIN, Scores, attention
 from specdraft.models.feature_layers import Layers, wide_features
 from specdraft.models.placement import shared
 from specdraft.models.target import Target
@@ -136,10 +136,12 @@ class Plan:
             bias = bias[:, first:]
         return segment._replace(first=first, bias=bias.masked_fill(distance >= window, -torch.inf))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None):
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN
+    ) -> Tensor:
         """Write keys and values to the pool and attend; query and result are [1, heads, N, D]."""
         self.write(layer, key, value)
-        return self.read(layer, query, key.shape[1], scale)
+        return self.read(layer, query, scores)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values [1, kv_heads, N, D] to their rows and slots."""
@@ -152,22 +154,19 @@ class Plan:
             # Indices with a slice between them come first: [N, kv_heads, D] is what is written.
             self.pool.layers[layer][kind, rows, :, slots] = fresh[0].transpose(0, 1)
 
-    def read(self, layer: int, query: Tensor, kv_heads: int, scale: float | None) -> Tensor:
+    def read(self, layer: int, query: Tensor, scores: Scores = PLAIN) -> Tensor:
         """Attend to what is written; query and result are [1, heads, N, D].
 
         The queries may be fewer than the tokens that a plan wrote: another plan's, whose segments
         end where those of the first do.
         """
-        options = {"scale": scale, "enable_gqa": query.shape[1] != kv_heads}
         if self.alone:  # attended as it lies
             segment = self.placed[0][1]
             keys, values = self.pool.read(layer, segment.row, segment.first, segment.stop)
-            return F.scaled_dot_product_attention(
-                query, keys, values, segment.bias, is_causal=segment.is_causal, **options
-            )
+            return attention(query, keys, values, segment.bias, segment.is_causal, scores)
         output = torch.empty_like(query)
         for group in self.groups:
-            group.attend(layer, query, output, options)
+            group.attend(layer, query, output, scores)
         return output
 
 
@@ -210,7 +209,7 @@ class Group:
                 hide_later(place[:, :stop])
         return mask
 
-    def attend(self, layer: int, query: Tensor, output: Tensor, options: dict) -> None:
+    def attend(self, layer: int, query: Tensor, output: Tensor, scores: Scores) -> None:
         """Attend for this group's part of query [1, heads, N, D], into the same part of output."""
         part = slice(self.place, self.place + self.total)
         mine, heads = query[0, :, part], query.shape[1]  # [heads, total, D]
@@ -220,14 +219,8 @@ class Group:
             mine = spread.index_copy_(1, self.cells, mine)
         rows, slots = slice(self.row, self.row + self.size), slice(self.first, self.stop)
         keys, values = self.pool.read_rows(layer, rows, slots)
-        attended = F.scaled_dot_product_attention(
-            mine.reshape(shape).transpose(0, 1),
-            keys,
-            values,
-            self.mask,
-            is_causal=self.is_causal,
-            **options,
-        )
+        queries = mine.reshape(shape).transpose(0, 1)
+        attended = attention(queries, keys, values, self.mask, self.is_causal, scores)
         attended = attended.transpose(0, 1).flatten(1, 2)
         if self.cells is not None:
             attended = attended.index_select(1, self.cells)
@@ -274,10 +267,11 @@ class TreeBias:
         return self.full[:, self.capacity - start :]
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, plan=None, **_):
+def _attention(module, query, key, value, attention_mask, scaling=None, plan=None, **options):
     layer = module.layer_idx
     plan = plan.within(plan.pool.windows[layer]).on(query.device)
-    attended = plan.attend(layer, query, key, value, scaling)
+    scores = Scores(scaling, options.get("softcap"), options.get("s_aux"))
+    attended = plan.attend(layer, query, key, value, scores)
     return attended.transpose(1, 2), None
 
 

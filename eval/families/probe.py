@@ -18,7 +18,7 @@ from specdraft.models.target import Target
 
 PROBE = "specdraft_probe"
 # What layers hand to their attention beside queries, keys and values that changes nothing here; a
-# window is read off the mask.
+# window is read off the mask, and sinks and caps are passed on.
 HARMLESS = {
     "cache_position",
     "dropout",
@@ -28,14 +28,12 @@ HARMLESS = {
     "past_key_values",
     "position_ids",
     "return_dict",
+    "s_aux",
     "sliding_window",
+    "softcap",
     "use_cache",
 }
-MEANING = {
-    "attention_mask": "a mask of its own",
-    "s_aux": "attention sinks",
-    "softcap": "softcapping of attention scores",
-}
+MEANING = {"attention_mask": "a mask of its own"}
 FAR = 1 << 20  # a position at which masks are asked what is still seen
 ALL, OTHER = 0, -1  # what stands for a window where all is seen; where it is no window
 

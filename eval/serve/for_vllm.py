@@ -25,6 +25,7 @@ from specdraft.eval.drafters.registry import Setup, make_drafter
 from specdraft.eval.drafters.trained import KINDS, Trained
 from specdraft.eval.serve.rows import RowStep, ServedRows
 from specdraft.models.falcon import FalconHead
+from specdraft.models.families.finish import PLAIN
 from specdraft.models.target_files import folder_here, identity_of, load_tokenizer
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.fields import nearest, shown
@@ -49,6 +50,8 @@ CHAINS: dict[str, tuple[str, str] | None] = {
 
 class ServedModel:
     """What drafters ask of a target, answered by the model that vLLM serves."""
+
+    finish = PLAIN  # vLLM's own part; where only some tokens are drafted, q goes without it
 
     def __init__(self, model: nn.Module, config: "VllmConfig"):
         served = config.model_config

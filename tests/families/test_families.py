@@ -173,19 +173,6 @@ def test_a_padding_token_that_is_embedded_as_zero_is_no_reason_to_refuse(padding
 
 
 REFUSALS = {
-    "attention sinks": partial(random_model, "GptOss", **GQA, layer_types=["full_attention"] * 3),
-    "capped at 30.0": partial(random_model, "Gemma2", **GQA),
-    "softcapping of attention": partial(
-        random_model,
-        "Gemma2",
-        **GQA,
-        final_logit_softcapping=None,
-        layer_types=["full_attention"] * 3,
-    ),
-    r"\(cohere\).*scaled or shifted": partial(random_model, "Cohere", **GQA, logit_scale=0.0625),
-    r"\(granite\).*scaled or shifted": partial(
-        random_model, "Granite", **GQA, logits_scaling=4.0, initializer_range=1e-4
-    ),
     r"\(bloom\).*ALiBi": partial(random_model, "Bloom", n_head=4, n_layer=2),
     r"\(rwkv\).*recurrent state": partial(random_model, "Rwkv", attention_hidden_size=HIDDEN),
     r"\(mamba\).*linear_attention": partial(random_model, "Mamba", state_size=4),

@@ -72,11 +72,11 @@ class TokensAhead:
         self, batch: TextBatch, hidden: Tensor, lm_head: Tensor, rows: Tensor, before: Tensor
     ) -> ObjectiveSums:
         """The loss of one head; `before` is the position before the token that it drafts."""
-        target = ()
+        target, finish = (), self.target.finish
         if "forward_kl" in self.mixture.weights():
-            target = (batch.features[rows, before], self.target.lm_head_weight)
+            target = (batch.features[rows, before], self.target.lm_head_weight, finish)
         tokens = batch.tokens[rows, before + 1]
-        return objective_sums(hidden, lm_head, tokens, self.mixture, *target)
+        return objective_sums(hidden, lm_head, tokens, self.mixture, *target, finish=finish)
 
     def report(self, sums: Sums) -> dict[str, float | list]:
         """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""

@@ -2,6 +2,8 @@
 
     L = sum over passes r and positions n of l(lm_head h_rn, lm_head' f_n, t_n)
 
+(each lm_head with what its model does after it, models/families/finish.py).
+
 l is a `Formula`, with its slope in the logits in closed form. Chunk by chunk over the positions
 that slope is carried to the hidden states h and to lm_head at once, so neither [N, V] logits nor a
 graph through them is ever kept. What a formula makes of the target's logits serves all passes.
@@ -15,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from specdraft.models.families.finish import PLAIN, Finish
 
 
 class Formula(Protocol):
@@ -39,30 +43,33 @@ def chunked_loss(
     hidden: Tensor,  # [R, N, H]
     lm_head: Tensor,  # [V, H]
     tokens: Tensor,  # [N]
-    target: tuple[Tensor, Tensor] | None,  # features [N, H'] and lm_head [V, H']
+    target: tuple[Tensor, Tensor, Finish] | None,  # features [N, H'], lm_head [V, H'], its finish
     formula: Formula,
     *,
     size: int,
     dtype: torch.dtype,
     weigh: Weigh | None = None,
     by_pass: Sequence[float] | None = None,  # R
+    finish: Finish = PLAIN,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return a loss and its parts, summed over passes and positions, and where the argmax is right
     [R, N]. The loss is differentiable in hidden states and lm_head.
 
-    size: positions of a chunk. dtype: of the products with lm_head; sums are float32 or wider.
+    finish: what comes after lm_head. size: positions of a chunk. dtype: of the products with
+    lm_head; sums are float32 or wider.
     weigh: what positions count in the loss, its parts are as they were; for a frozen lm_head,
     whose slope would be summed before the weights are known. by_pass: the same of whole passes.
     """
     assert weigh is None or not lm_head.requires_grad
     inputs, by_pass = (hidden, lm_head, tokens, target), by_pass or [1.0] * len(hidden)
-    total, parts, right = _ChunkedLoss.apply(*inputs, formula, max(1, size), dtype, weigh, by_pass)
+    options = (formula, max(1, size), dtype, weigh, by_pass, finish)
+    total, parts, right = _ChunkedLoss.apply(*inputs, *options)
     return total, dict(zip(formula.weights(), parts.unbind(), strict=True)), right
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, lm_head, tokens, target, formula, size, dtype, weigh, by_pass):
+    def forward(ctx, hidden, lm_head, tokens, target, formula, size, dtype, weigh, by_pass, finish):
         wide, weights = torch.promote_types(hidden.dtype, torch.float32), formula.weights()
         slopes = [
             torch.zeros_like(tensor, dtype=wide) if needed else None
@@ -75,13 +82,14 @@ class _ChunkedLoss(torch.autograd.Function):
             for start in range(0, len(tokens), size):
                 chunk, known = slice(start, start + size), None
                 if target is not None:
-                    features, head = target
-                    known = formula.of_target((features[chunk].to(head.dtype) @ head.T).to(wide))
+                    features, head, ending = target
+                    logits = (features[chunk].to(head.dtype) @ head.T).to(wide)
+                    known = formula.of_target(ending(logits))
                 for r, states in enumerate(hidden[:, chunk].to(dtype)):
-                    logits = (states @ matrix.T).to(wide)
+                    logits = finish((states @ matrix.T).to(wide))
                     values, slope, right[r, chunk] = formula(logits, known, tokens[chunk])
                     parts[:, r, chunk] = torch.stack(values)
-                    slope, weight = slope.to(dtype), by_pass[r]
+                    slope, weight = finish.back(slope, logits).to(dtype), by_pass[r]
                     if slopes[0] is not None:
                         slopes[0][r, chunk] = (slope @ matrix).to(wide) * weight
                     if slopes[1] is not None:
@@ -105,4 +113,4 @@ class _ChunkedLoss(torch.autograd.Function):
             None if slope is None else (grad_total * slope).to(dtype)
             for slope, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return *slopes, *[None] * 7
+        return *slopes, *[None] * 8

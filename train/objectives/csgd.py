@@ -100,6 +100,7 @@ class CoupledGlancing:
             batch.features[rows, positions + k, : self.hidden_size],
             tokens,
             self.vocabulary.lm_head,
+            self.target.finish,
             feature_scale=self.feature_scale,
             feature_weight=loss.feature_weight,
             distill_weight=loss.distill_weight,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from specdraft.models.embeddings import TargetEmbeddings
+from specdraft.models.families.finish import Finish, finish_of
 from specdraft.models.student import Student
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
@@ -31,6 +32,7 @@ class Distillation:
 
     def __init__(self, recipe: Recipe, student: Student, target: Target | TargetEmbeddings):
         self.mixture, self.target = Mixture.of(recipe.distill), target
+        self.finish = finish_of(student.model)
         self.compares = recipe.distill.divergences
         self.on_policy = OnPolicy(recipe, student) if recipe.distill.on_policy else None
 
@@ -47,7 +49,9 @@ class Distillation:
         target = self._target(batch, positions) if self.compares else ()
 
         def loss(hidden: Tensor, lm_head: Tensor):
-            return objective_sums(hidden, lm_head, tokens, self.mixture, *target)
+            return objective_sums(
+                hidden, lm_head, tokens, self.mixture, *target, finish=self.finish
+            )
 
         sums = model(batch.tokens[:, :-1], positions, loss)
         written = torch.tensor((batch.written, len(batch.lengths)), device=counted.device)
@@ -60,12 +64,12 @@ class Distillation:
             "rows": written[1],
         }
 
-    def _target(self, batch: TextBatch, positions: tuple) -> tuple[Tensor, Tensor]:
-        """The target's features [N, H] at the positions, and its lm_head [V, H]."""
+    def _target(self, batch: TextBatch, positions: tuple) -> tuple[Tensor, Tensor, Finish]:
+        """The target's features [N, H] at the positions, its lm_head [V, H] and finish."""
         features = batch.features
         if features is None:
             features = self.target.features(batch.tokens)  # padding is seen by no one
-        return features[positions], self.target.lm_head_weight
+        return features[positions], self.target.lm_head_weight, self.target.finish
 
     def report(self, sums: Sums) -> dict[str, float | list]:
         """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""

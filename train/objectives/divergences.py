@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from specdraft.models.families.finish import PLAIN, Finish
 from specdraft.recipes.schema import DistillSection
 from specdraft.train.objectives.chunked import chunked_loss
 
@@ -91,6 +92,9 @@ def objective_sums(
     mixture: Mixture,
     target_features: Tensor | None = None,  # [N, H]
     target_lm_head: Tensor | None = None,  # [V, H]
+    target_finish: Finish = PLAIN,  # what comes after it
+    *,
+    finish: Finish = PLAIN,  # the student's
     elements: int | None = None,
 ) -> ObjectiveSums:
     """Return a mixture of objectives summed over positions, differentiable in the first two.
@@ -100,16 +104,20 @@ def objective_sums(
     kind, dtype = hidden.device.type, lm_head.dtype
     if elements is None:  # a CPU's caches want small chunks, a GPU large ones
         elements = 1 << 19 if kind == "cpu" else 1 << 24
+    target = None
+    if target_features is not None:
+        target = target_features, target_lm_head, target_finish
     if torch.is_autocast_enabled(kind):  # the product with lm_head follows it
         dtype = torch.get_autocast_dtype(kind)
     total, parts, agreed = chunked_loss(
         hidden[None],
         lm_head,
         tokens,
-        None if target_features is None else (target_features, target_lm_head),
+        target,
         mixture,
         size=elements // len(lm_head),
         dtype=dtype,
+        finish=finish,
     )
     return ObjectiveSums(total, parts, agreed.sum().to(total.dtype))
 

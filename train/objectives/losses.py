@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
+from specdraft.models.families.finish import PLAIN, Finish
 from specdraft.train.objectives.chunked import Weigh, chunked_loss
 from specdraft.train.objectives.divergences import lk
 
@@ -38,6 +39,7 @@ def head_loss(
     features: Tensor,  # [N, H]
     tokens: Tensor,  # [N], or with `partial` -1 where lm_head has no row of the token
     lm_head: Tensor,  # [V, H]
+    finish: Finish = PLAIN,  # what comes after it
     *,
     feature_scale: float,
     feature_weight: float,
@@ -64,11 +66,12 @@ def head_loss(
         predicted,
         lm_head,
         tokens,
-        (features, lm_head),
+        (features, lm_head, finish),
         DistilledTokens(soft_weight, lk_weight, partial),
         size=chunk_size(lm_head, passes, elements),
         dtype=lm_head.dtype,  # the product as the target does it
         weigh=weigh,
+        finish=finish,
     )
     return LossSums(
         total=feature_weight * feature + distill_weight * distill / passes,

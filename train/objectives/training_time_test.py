@@ -64,7 +64,7 @@ class TrainingTimeTest:
                 answers[:, rows, positions],
                 lm_head,
                 tokens,
-                (features, frozen),
+                (features, frozen, self.target.finish),
                 self.formula,
                 size=chunk_size(frozen, len(answers)),
                 dtype=frozen.dtype,  # the product as the target does it

@@ -1,0 +1,58 @@
+"""Attention as families do it whose scores are more than scaled products.
+
+    o = sum_j a_j v_j    a = softmax over j of (c tanh(s q.k_j / c) + mask_j), and a sink
+
+A cap c (Gemma 2) bounds scores. A sink (gpt-oss) is one more score per head, learned, that takes
+part in the softmax and brings no value. Where there is neither, it is torch's own attention.
+
+Shapes: S rows, T queries of each, C keys, D head dimension.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Scores(NamedTuple):
+    """How a layer makes scores of products."""
+
+    scale: float | None = None  # None: 1 / sqrt(D)
+    cap: float | None = None
+    sinks: Tensor | None = None  # [heads]
+
+
+PLAIN = Scores()
+
+
+def attention(
+    query: Tensor,  # [S, heads, T, D]
+    keys: Tensor,  # [S, kv_heads, C, D]
+    values: Tensor,  # [S, kv_heads, C, D]
+    mask: Tensor | None,  # [T, C] or [S, 1, T, C], added to scores
+    is_causal: bool,
+    scores: Scores,
+) -> Tensor:
+    """Attend, [S, heads, T, D]."""
+    grouped = query.shape[1] != keys.shape[1]
+    if scores.cap is None and scores.sinks is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, mask, is_causal=is_causal, scale=scores.scale, enable_gqa=grouped
+        )
+    if is_causal:
+        count = query.shape[2]
+        mask = query.new_full((count, count), -torch.inf).triu_(1)
+    # Heads that share keys stand side by side: [S, kv_heads, heads / kv_heads * T, D].
+    shared = query.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+    scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    raw = (shared @ keys.mT * scale).view(*query.shape[:3], -1)  # [S, heads, T, C]
+    if scores.cap is not None:
+        raw = torch.tanh(raw / scores.cap) * scores.cap
+    if mask is not None:
+        raw = raw + mask
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(raw.dtype).view(1, -1, 1, 1).expand(*raw.shape[:3], 1)
+        raw = torch.cat((raw, sinks), -1)
+    weights = raw.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : keys.shape[2]]
+    return (weights.reshape(*shared.shape[:3], -1) @ values).view(*query.shape[:3], -1)

@@ -1,0 +1,101 @@
+"""Sinks, caps, scales and rotary bases of layers decode as the family's own `generate`."""
+
+import pytest
+import torch
+from decoding import decode, plain_tokens, prompts
+from random_families import GQA, check_family, random_model
+
+from specdraft.eval.engine import packed
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
+from specdraft.models.embeddings import TargetEmbeddings
+from specdraft.models.families.finish import PLAIN, Finish, finish_of
+from specdraft.models.families.scores import Scores, attention
+from specdraft.models.target import Target
+
+# An embedding that is scaled and tied says the last token again.
+UNTIED = {**GQA, "tie_word_embeddings": False}
+GEMMA = {**UNTIED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 9}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GRANITE = {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.7}
+FAMILIES = {
+    "gemma": ("Gemma", {**UNTIED, "head_dim": 8}, PLAIN),  # scaled embeddings
+    "gemma2": ("Gemma2", {**GEMMA, **CAPS}, Finish(1.0, 5.0)),  # and norms around
+    "gpt_oss": ("GptOss", {**UNTIED, **MOE, "head_dim": 8, "sliding_window": 9}, PLAIN),
+    "cohere": ("Cohere", {**UNTIED, "logit_scale": 0.5}, Finish(0.5)),
+    "cohere2": ("Cohere2", {**UNTIED, "logit_scale": 0.5, "sliding_window": 9}, Finish(0.5)),
+    "granite": ("Granite", {**UNTIED, **GRANITE}, Finish(0.25)),
+    "hyperclovax": ("HyperCLOVAX", {**UNTIED, "logits_scaling": 4.0}, Finish(4.0)),
+    "olmo2": ("Olmo2", UNTIED, PLAIN),  # norms of queries and keys, after layers
+    "glm": ("Glm", {**UNTIED, "head_dim": 8, "partial_rotary_factor": 0.5}, PLAIN),
+}
+
+
+def scored(name: str) -> Target:
+    family, settings, _ = FAMILIES[name]
+    model = random_model(family, **settings)
+    for name_, parameter in model.named_parameters():
+        if "sinks" in name_:
+            torch.nn.init.normal_(parameter, 1.0)
+    return Target(model, None, name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_decodes_as_its_model_generates(name):
+    check_family(scored(name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_comes_after_lm_head_is_found_with_and_without_weights(name, tmp_path):
+    target, expected = scored(name), FAMILIES[name][2]
+    assert target.finish == pytest.approx(expected)
+    target.model.save_pretrained(tmp_path)
+    for embeddings in (target.embeddings(), TargetEmbeddings.load(str(tmp_path))):
+        assert embeddings.finish == target.finish
+    assert finish_of(target.model.to(torch.bfloat16)) == target.finish
+
+
+@pytest.mark.parametrize(("name", "forgotten"), [("gpt_oss", "sinks"), ("gemma2", "cap")])
+def test_sinks_and_caps_that_are_forgotten_would_be_noticed(name, forgotten, monkeypatch):
+    target = scored(name)
+    decoder = Decoder(target, None, 1, 100)
+    requests = [Request(prompt, 14) for prompt in prompts()[3:]]
+    expected = [plain_tokens(target, request.prompt, 14) for request in requests]
+    assert decode(decoder, requests) == expected
+
+    def careless(*inputs):
+        return attention(*inputs[:-1], inputs[-1]._replace(**{forgotten: None}))
+
+    monkeypatch.setattr(packed, "attention", careless)
+    assert decode(decoder, requests) != expected
+
+
+def test_without_what_comes_after_lm_head_samples_differ():
+    target = scored("gemma2")
+    requests = [Request(prompt, 14, 1.3, seed=5) for prompt in prompts()]
+    expected = decode(Decoder(target, None, 1, 100), requests)
+    target.finish = PLAIN
+    assert decode(Decoder(target, None, 1, 100), requests) != expected
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_of_ours_is_torchs_where_nothing_is_special(kv_heads):
+    query, keys = torch.randn(3, 4, 5, 8), torch.randn(3, kv_heads, 9, 8)
+    values, mask = torch.randn_like(keys), torch.zeros(3, 1, 5, 9)
+    mask[:, :, 2, 4:] = -torch.inf
+    nothing = torch.full((4,), -torch.inf)  # a sink that takes nothing
+    expected = attention(query, keys, values, mask, False, Scores(0.3))
+    found = attention(query, keys, values, mask, False, Scores(0.3, sinks=nothing))
+    torch.testing.assert_close(found, expected)
+    square = query, keys[:, :, :5], values[:, :, :5], None, True
+    found = attention(*square, Scores(cap=1e4))
+    torch.testing.assert_close(found, attention(*square, Scores()), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("finish", [Finish(0.3), Finish(1.0, 2.0), Finish(0.5, 3.0)])
+def test_a_slope_goes_back_through_what_comes_after_lm_head(finish):
+    raw = torch.randn(4, 7, requires_grad=True)
+    logits, slope = finish(raw), torch.randn(4, 7)
+    logits.backward(slope)
+    torch.testing.assert_close(finish.back(slope, logits), raw.grad)
