@@ -131,6 +131,7 @@ ELSEWHERE = {
     "V/bin/pip": "vLLM's environment: gigabytes",
     "python eval/parity.py": "it runs vLLM; tests/serve does where there is one",
     "python models/push.py": "the Hub; tests/models/test_hub.py pushes to one of its own",
+    "python eval/compare.py": "two runs; tests/measure/test_compare.py has some",
     "python eval/table.py": "a report; tests/measure/test_field_table.py has one",
     "python eval/paper.py": "half an hour; tests/papers runs small tables",
     "accelerate launch data/cache.py recipes/tiny.yaml data.answers=target data.server":

@@ -47,10 +47,13 @@ COLUMNS = {  # key in report.json: (heading, digits)
 PHASES = {"draft": "draft_ms", "verify": "verify_ms", "rest": "overhead_ms"}
 
 
-def write_page(report: dict, folder: Path) -> Path:
-    """Write report.html into a folder, whole or not at all; with matplotlib, a PNG of each plot."""
+def write_page(report: dict, folder: Path, plots: Sequence[Plot] = ()) -> Path:
+    """Write report.html into a folder, whole or not at all; with matplotlib, a PNG of each plot.
+
+    plots: of all settings together, before those that the page draws itself.
+    """
     sections = [_section(runs, report["runs"]) for runs in _settings(report["runs"])]
-    across = _batch_curves(report["runs"])
+    across = [*plots, *_batch_curves(report["runs"])]
     page = folder / "report.html"
     write_atomic(page, render(report, sections, across).encode())
     if importlib.util.find_spec("matplotlib"):
@@ -75,6 +78,7 @@ def render(report: dict, sections: list[dict], across: list[Plot]) -> str:
         target=recipe.get("target", {}).get("model", ""),
         environment={k: v for k, v in report.get("environment", {}).items() if v is not None},
         best=_best(report["runs"]),
+        advice=report.get("advice"),
         columns=COLUMNS,
         sections=sections,
         across=across,

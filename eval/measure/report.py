@@ -21,6 +21,7 @@ from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import Measurement, measure
 from specdraft.eval.measure.metrics import Costs, counts
 from specdraft.eval.measure.page import write_page
+from specdraft.eval.measure.page_plots import Plot
 from specdraft.eval.measure.questions import expand_turns
 from specdraft.eval.measure.rounds import Remember, forget
 from specdraft.eval.measure.show import sample
@@ -128,11 +129,12 @@ def tokens_per_step(
     return counts(done.outcomes[method], Costs(0.0, None))["tokens_per_step"]
 
 
-def write_report(report: dict, folder: Path) -> Path:
-    """Write report.json into a folder, whole or not at all, and report.html of it beside it."""
+def write_report(report: dict, folder: Path, plots: Sequence[Plot] = ()) -> Path:
+    """Write report.json into a folder, whole or not at all, and report.html of it beside it, which
+    shows some plots more."""
     path = folder / "report.json"
     write_json(report, path)
-    write_page(report, folder)
+    write_page(report, folder, plots)
     return path
 
 

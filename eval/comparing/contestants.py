@@ -1,0 +1,146 @@
+"""Who takes part in a comparison: finished drafters of one target, each as its run drafts with it.
+
+A drafter is named by its folder in a run, the run (which stands for all that it has), a recipe, or,
+for a head, a Hub id, which is read with the recipe of the first run among them. It drafts by the
+best method that its recipe measures, with the tree and the settings that were fitted to it.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from specdraft.eval.drafters.registry import drafted_tree, featured, load_trained, needs, problems
+from specdraft.eval.drafters.trained import Trained
+from specdraft.models.hub import is_hub_id
+from specdraft.models.target import Target
+from specdraft.recipes.errors import HeadError, RecipeError, in_a_line
+from specdraft.recipes.find import kinds_of
+from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import Recipe
+
+LOG = "log.jsonl"
+SAME = ("model", "revision", "dtype", "chat_template")  # of one target
+# What an answer depends on, and its time: all decode by the first one's.
+COMMON = (
+    *("prompts", "limit", "max_new_tokens", "temperature", "top_k", "top_p", "acceptance"),
+    *("batch_size", "repeats", "spread", "seed", "threads", "prompt_tokens", "validation"),
+)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A finished drafter: with what it drafts, and what it cost."""
+
+    name: str
+    recipe: Recipe
+    trained: Trained
+    method: str
+    minutes: float | None  # of its training, over all continuations; None: nobody wrote them down
+
+    def networks(self) -> list[nn.Module]:
+        """What was trained of it, or counted."""
+        table = [self.trained.table] if "table" in needs(self.method) else []
+        return [*self.trained.networks(needs(self.method)), *table]
+
+    def facts(self) -> dict:
+        """Its parameters (of a table: entries), their bytes, and the minutes of its training."""
+        every = ([*one.parameters()] or [*one.buffers()] for one in self.networks())
+        tensors = [tensor for some in every for tensor in some]
+        return {
+            "name": self.name,
+            "drafts_by": self.method,
+            "parameters": sum(tensor.numel() for tensor in tensors),
+            "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            "training_minutes": self.minutes,
+        }
+
+
+def read_recipes(names: Sequence[str], overrides: Sequence[str]) -> dict[str, Recipe]:
+    """Return the recipe of each, with the settings of the first for all that is not a drafter's.
+
+    Raises: RecipeError for two of one name, for one of another target (which is named), and for a
+    Hub id without a run to read it with.
+    """
+    names = [one for name in names for one in _drafters_of(name)]
+    if len(set(names)) < len(names):
+        raise RecipeError("one of them is named twice; name each once")
+    ids = [name for name in names if _is_elsewhere(name)]
+    recipes = {n: load_recipe(n, overrides, check=problems) for n in names if n not in ids}
+    if not recipes:
+        raise RecipeError(f"{ids[0]}: a run or a recipe of its target has to be named, too")
+    base_name, base = next(iter(recipes.items()))
+    for name in ids:
+        recipes[name] = load_recipe(base_name, [*overrides, f"head={name}"], check=problems)
+    for name, recipe in recipes.items():
+        for key in SAME:
+            told, first = getattr(recipe.target, key), getattr(base.target, key)
+            if told != first:
+                raise RecipeError(
+                    f"{name} is of another target: target.{key} = {told}, and {first} of "
+                    f"{base_name}; compare drafters of one target"
+                )
+    common = {key: getattr(base.eval, key) for key in COMMON}
+    return {n: replace(recipes[n], eval=replace(recipes[n].eval, **common)) for n in names}
+
+
+def _drafters_of(name: str) -> list[str]:
+    """The folders of a run that has drafters of several kinds; else the name itself."""
+    kinds = kinds_of(Path(name))
+    return [str(Path(name) / kind) for kind in kinds] if len(kinds) > 1 else [name]
+
+
+def _is_elsewhere(name: str) -> bool:
+    return not Path(name).exists() and is_hub_id(name)
+
+
+def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant], dict[str, str]]:
+    """Load each drafter; return them, and of those that are not finished why they are left out.
+
+    Raises: TargetError for a drafter of another target, RecipeError where none is finished.
+    """
+    entered, left_out = [], {}
+    for given, recipe in recipes.items():
+        method = featured(recipe.eval.methods)
+        alone = replace(recipe, eval=replace(recipe.eval, methods=(method,)))
+        try:
+            trained = load_trained(alone, target)
+            drafted_tree(alone, trained)  # a missing one is told here
+        except (HeadError, RecipeError) as error:
+            left_out[given] = in_a_line(error)
+            continue
+        log = list(_train_records(given, recipe)) if needs(method) != ("table",) else []
+        steps, done = recipe.train.steps, log[-1]["step"] if log else None
+        if done and steps and done < steps and recipe.train.max_minutes is None:
+            left_out[given] = f"training stands at step {done} of {steps}; let it finish"
+            continue
+        minutes = log[-1].get("minutes") if log else None
+        name = _short(given, recipes)
+        entered.append(Contestant(name, alone, trained, method, minutes))
+    if not entered:
+        told = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+        raise RecipeError(f"none of them is finished: {told}")
+    return entered, left_out
+
+
+def _short(name: str, every: dict[str, Recipe]) -> str:
+    """The last part of a name, where no other ends with it."""
+    last = Path(name).stem
+    return name if sum(Path(other).stem == last for other in every) > 1 else last
+
+
+def _train_records(given: str, recipe: Recipe) -> Iterator[dict]:
+    """What the log of a drafter's training has recorded. It lies in the drafter's own folder where
+    another kind was trained in its run after it, else in the run's."""
+    run = Path(recipe.output.dir)
+    files = (folder / LOG for folder in (Path(given), run / recipe.kind, run))
+    file = next((file for file in files if file.is_file()), None)
+    for line in file.read_text(encoding="utf-8").splitlines() if file else ():
+        try:
+            record = json.loads(line)
+            if record["kind"] == "train":
+                yield record
+        except (ValueError, KeyError, TypeError):  # the line that a killed run was writing
+            continue

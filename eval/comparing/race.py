@@ -1,0 +1,106 @@
+"""Drafters of one target beside each other: decoded in turns, with what each cost to train.
+
+Each drafts as its own run does; prompts, lengths, temperature and rows are the same for all, and so
+are the answers. The advice is a sentence that the figures say themselves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from specdraft.data.prompts import Prompt
+from specdraft.eval.comparing.contestants import Contestant
+from specdraft.eval.measure.environment import cpu_threads, environment
+from specdraft.eval.measure.failure import FaultTolerant
+from specdraft.eval.measure.measurement import REFERENCE, Measurement
+from specdraft.eval.measure.methods import make_method
+from specdraft.eval.measure.outcome import Outcome
+from specdraft.eval.measure.questions import expand_turns, make_requests
+from specdraft.eval.measure.report import SCHEMA
+from specdraft.eval.measure.rounds import capacity_for, take_turns
+from specdraft.models.target import Target
+
+NEAR = 0.95  # of the fastest one's speed: near enough for an advice to tell of
+
+
+def race(
+    entered: Sequence[Contestant],
+    target: Target,
+    prompts: Sequence[Prompt],
+    left_out: dict[str, str],
+    progress: bool = True,
+) -> dict:
+    """Decode all prompts by all; return a report as of a benchmark, whose methods are drafters.
+
+    `contestants` says what each is and cost, `advice` what follows.
+    """
+    first = entered[0].recipe
+    with cpu_threads(first.eval.threads):
+        prompts = expand_turns(first, target, prompts)
+        requests = make_requests(first.eval, prompts)
+        room = capacity_for(first.eval, requests)
+        makers = {REFERENCE: partial(make_method, REFERENCE, first, target, entered[0].trained)}
+        makers |= {
+            one.name: partial(make_method, one.method, one.recipe, target, one.trained)
+            for one in entered
+        }
+        runners = {name: FaultTolerant(partial(make, room)) for name, make in makers.items()}
+        outcomes = take_turns(runners, requests, first.eval, progress)
+        where = environment(target)
+    rows, contestants = [], []
+    for one in entered:
+        parts = {REFERENCE: outcomes[REFERENCE], one.method: outcomes[one.name]}
+        plain, row = Measurement(one.recipe, target, one.trained, prompts, parts).rows()
+        rows += [plain] if not rows else []
+        rows.append(row | {"method": one.name})
+        facts = {"drafted_per_second": _drafted_per_second(outcomes[one.name])}
+        contestants.append(one.facts() | facts)
+    recipe = replace(first, name=f"compare_{first.target.model.replace('/', '_')}")
+    return {
+        "schema": SCHEMA,
+        "recipe": recipe.to_dict(),
+        "environment": where,
+        "fit": None,
+        "runs": rows,
+        "samples": [],
+        "headline": max(rows[1:], key=lambda row: row.get("speedup") or 0.0)["method"],
+        "contestants": contestants,
+        "left_out": left_out,
+        "advice": advice(rows, contestants),
+    }
+
+
+def _drafted_per_second(parts: Sequence[Outcome]) -> float | None:
+    """Drafted nodes over the time in a drafter's own models; None where none was measured."""
+    seconds = sum(part.drafter_seconds for part in parts)
+    steps = (step for part in parts for done in part.completions for step in done.steps)
+    return sum(step.drafted for step in steps) / seconds if seconds else None
+
+
+def advice(rows: Sequence[dict], contestants: Sequence[dict]) -> str:
+    """Say in a sentence which of them to take, by their speeds and what they cost to train."""
+    speed = {row["method"]: row["speedup"] for row in rows[1:] if row.get("speedup")}
+    if not speed:
+        return "None of them decoded all prompts: see what failed."
+    cost = {one["name"]: one["training_minutes"] for one in contestants}
+    best = max(speed, key=speed.get)
+    if speed[best] <= 1:
+        return (
+            f"None of these is faster than plain decoding here ({best} comes nearest, at "
+            f"{speed[best]:.2f} x): decode plainly, or measure at other rows or on another machine."
+        )
+    told = f"Take {best}: {speed[best]:.2f} x plain decoding{_trained(cost[best])}"
+    near = [name for name in speed if name != best and speed[name] >= NEAR * speed[best]]
+    cheaper = [n for n in near if cost[best] and cost[n] is not None and cost[n] < cost[best]]
+    if cheaper:
+        other = min(cheaper, key=cost.get)
+        return (
+            f"{told}; {other} has {speed[other] / speed[best]:.0%} of that{_trained(cost[other])}."
+        )
+    if near:
+        return f"{told}; {', '.join(near)} within {1 - NEAR:.0%} of that cost no less."
+    return f"{told}; no other comes within {1 - NEAR:.0%} of that."
+
+
+def _trained(minutes: float | None) -> str:
+    return "" if minutes is None else f" after {minutes:.1f} minutes of training"

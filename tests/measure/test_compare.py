@@ -1,0 +1,207 @@
+"""Drafters beside each other: each drafts as its run does, and the advice is what figures say."""
+
+import io
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from commands import run_here
+from rich.console import Console
+
+from specdraft.data.prompts import load_prompts
+from specdraft.eval.comparing.contestants import enter, read_recipes
+from specdraft.eval.comparing.race import advice, race
+from specdraft.eval.comparing.show import frontier, outrun_by_none, print_comparison
+from specdraft.eval.measure.report import evaluate, write_report
+from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.medusa import MedusaConfig, MedusaHeads
+from specdraft.models.target import Target
+from specdraft.recipes.errors import RecipeError, TargetError
+from specdraft.recipes.load import dump, load_recipe
+
+SMALL = ["eval.limit=3", "eval.max_new_tokens=12", "eval.threads=1"]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Target.load("tiny")
+
+
+def falcon(tiny, seed: int, **identity) -> FalconHead:
+    torch.manual_seed(seed)
+    shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}
+    whose = {"target": tiny.identity() | identity}
+    return FalconHead(FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape, **whose))
+
+
+def finished(folder, name: str, drafter, log=(), *overrides: str):
+    """A run's folder as training leaves it, of a drafter that has learnt nothing."""
+    run = folder / name
+    kind = "medusa" if isinstance(drafter, MedusaHeads) else "head"
+    bundled = "tiny_medusa" if kind == "medusa" else "tiny"
+    trees = {"medusa": "eval.tree=tiny_medusa_k4", "head": "eval.tree=tiny_k2"}
+    recipe = load_recipe(
+        bundled, [f"output.dir={run}", trees[kind], "head.block_size=2", *overrides]
+    )
+    dump(replace(recipe, name=name), run / "recipe.yaml")
+    if drafter is not None:
+        drafter.save_pretrained(run / kind)
+    if log:
+        lines = ({"kind": "train", "step": step, "minutes": minutes} for step, minutes in log)
+        (run / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return str(run)
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    torch.manual_seed(2)
+    config = MedusaConfig(128, tiny.vocab_size, heads=4, target=tiny.identity())
+    steps = load_recipe("tiny").train.steps
+    return [
+        finished(folder, "one", falcon(tiny, 0), [(10, 0.1), (steps, 3.0)]),
+        finished(folder, "other", falcon(tiny, 1), [(steps, 1.5)]),
+        finished(folder, "medusa", MedusaHeads.of(config, tiny.lm_head_weight)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def report(runs, tiny):
+    recipes = read_recipes(runs, SMALL)
+    entered, left_out = enter(recipes, tiny)
+    prompts = load_prompts(recipes[runs[0]], tiny.tokenizer)
+    return race(entered, tiny, prompts, left_out, progress=False)
+
+
+def test_every_drafter_gives_plain_decodings_answers_and_its_own_runs_figures(runs, tiny, report):
+    assert [run["method"] for run in report["runs"]] == ["plain", "one", "other", "medusa"]
+    drafts_by = [one["drafts_by"] for one in report["contestants"]]
+    assert drafts_by == ["falcon_tree", "falcon_tree", "medusa_tree"]
+    for name, run, method in zip(runs, report["runs"][1:], drafts_by, strict=True):
+        recipe = load_recipe(name, SMALL)
+        (alone,), _ = enter({name: recipe}, tiny)
+        prompts = load_prompts(recipe, tiny.tokenizer)
+        _, own = evaluate(recipe, tiny, alone.trained, prompts, ["plain", method], False)["runs"]
+        for key in ("tokens", "steps", "tokens_per_step", "drafted_per_step", "tree"):
+            assert run[key] == own[key]
+        assert run["outputs"] == run["identical"] + run["near_ties"] == 3
+
+
+def test_what_a_drafter_costs_is_counted(tiny, report):
+    one, other, medusa = report["contestants"]
+    head = falcon(tiny, 0)
+    assert one["parameters"] == sum(tensor.numel() for tensor in head.parameters())
+    assert one["bytes"] == 4 * one["parameters"]
+    assert [one["training_minutes"], other["training_minutes"]] == [3.0, 1.5]
+    assert medusa["training_minutes"] is None
+    assert one["drafted_per_second"] > 0
+
+
+def test_the_settings_of_decoding_are_the_first_ones(runs):
+    first, second = read_recipes([runs[0], runs[2]], ["eval.max_new_tokens=7"]).values()
+    assert (first.eval.max_new_tokens, second.eval.max_new_tokens) == (7, 7)
+    assert (first.eval.tree, second.eval.tree) == ("tiny_k2", "tiny_medusa_k4")
+
+
+def test_a_run_stands_for_all_that_it_has(tiny, tmp_path):
+    run = tmp_path / "run"
+    falcon(tiny, 0).save_pretrained(run / "falcon")
+    falcon(tiny, 1).save_pretrained(run / "eagle")  # of any form: its folder is what counts
+    recipe = load_recipe("tiny", [f"output.dir={run}", "eval.tree=tiny_k2", "head.block_size=2"])
+    for kind, minutes in {"falcon": 2.0, "eagle": None}.items():
+        dump(recipe, run / kind / "recipe.yaml")
+        if minutes:
+            line = {"kind": "train", "step": recipe.train.steps, "minutes": minutes}
+            (run / kind / "log.jsonl").write_text(json.dumps(line))
+    recipes = read_recipes([str(run)], SMALL)
+    assert [*recipes] == [str(run / "falcon"), str(run / "eagle")]
+    entered, _ = enter(recipes, tiny)
+    assert [one.name for one in entered] == ["falcon", "eagle"]
+    assert entered[0].minutes == 2.0
+
+
+def test_an_unfinished_run_is_told_and_left_out(runs, tiny, tmp_path):
+    nothing = finished(tmp_path, "nothing", None)
+    midway = finished(tmp_path, "midway", falcon(tiny, 3), [(5, 0.1)])
+    treeless = finished(tmp_path, "treeless", falcon(tiny, 3), (), "eval.tree=auto")
+    names = [runs[0], nothing, midway, treeless]
+    entered, left_out = enter(read_recipes(names, SMALL), tiny)
+    assert [one.name for one in entered] == ["one"]
+    assert [*left_out] == [nothing, midway, treeless]
+    assert "stands at step 5 of" in left_out[midway]
+    with pytest.raises(RecipeError, match=r"none of them is finished: .*nothing.*; .*midway"):
+        enter(read_recipes(names[1:3], SMALL), tiny)
+
+
+def test_another_target_is_named_and_refused(runs, tiny, tmp_path):
+    half = finished(tmp_path, "half", falcon(tiny, 0), (), "target.dtype=bfloat16")
+    with pytest.raises(RecipeError, match=r"half is of another target: target.dtype = bfloat16"):
+        read_recipes([runs[0], half], SMALL)
+    stranger = finished(tmp_path, "stranger", falcon(tiny, 0, weights="0" * 64))
+    with pytest.raises(TargetError):
+        enter(read_recipes([runs[0], stranger], SMALL), tiny)
+
+
+def test_names_that_cannot_be_compared_are_refused(runs):
+    with pytest.raises(RecipeError, match="named twice"):
+        read_recipes([runs[0], runs[0]], [])
+    with pytest.raises(RecipeError, match="you/a-head: a run or a recipe of its target"):
+        read_recipes(["you/a-head"], [])
+    recipes = read_recipes([runs[0], "you/a-head"], [])
+    assert recipes["you/a-head"].head.model == "you/a-head"
+
+
+def figures(**speeds: float) -> list[dict]:
+    return [{"method": name, "speedup": speed} for name, speed in {"plain": 1.0, **speeds}.items()]
+
+
+def costs(**minutes: float | None) -> list[dict]:
+    return [{"name": name, "training_minutes": spent} for name, spent in minutes.items()]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "minutes", "told"),
+    [
+        ({"a": 2.0, "b": 1.2}, {"a": 3.0, "b": 1.0}, "Take a: 2.00 x .* 3.0 minutes .*; no other"),
+        ({"a": 2.0, "b": 1.95}, {"a": 3.0, "b": 1.0}, "Take a: .*; b has 98% of that after 1.0"),
+        ({"a": 2.0, "b": 1.95}, {"a": 1.0, "b": 3.0}, "b within 5% of that cost no less"),
+        (
+            {"a": 0.9, "b": 0.8},
+            {"a": 1.0, "b": 3.0},
+            r"None of these is faster .*\(a comes nearest",
+        ),
+        ({"a": None}, {"a": 1.0}, "None of them decoded all prompts"),
+    ],
+)
+def test_the_advice_follows_from_the_figures(speeds, minutes, told):
+    assert re.search(told, advice(figures(**speeds), costs(**minutes)))
+
+
+def test_the_frontier_joins_those_that_no_cheaper_one_outruns():
+    points = {"slow": (1.0, 1.1), "dear": (9.0, 2.0), "fast": (3.0, 2.5), "same": (1.0, 1.0)}
+    assert outrun_by_none(points) == ["slow", "fast"]
+
+
+def test_it_fits_80_columns_and_is_written_whole(report, tmp_path):
+    with_one_out = report | {"left_out": {"runs/gone": "no head"}}
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_comparison(with_one_out, console)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "left out: runs/gone: no head" in text
+    plot = frontier(report)
+    assert {shape.text for shape in plot.shapes if hasattr(shape, "text")} >= {"one", "other"}
+    write_report(report, tmp_path, [plot])
+    page = (tmp_path / "report.html").read_text()
+    assert 'data-plot="frontier"' in page
+    assert "data-advice" in page
+    assert json.loads((tmp_path / "report.json").read_text())["advice"] == report["advice"]
+
+
+def test_the_command_compares(runs, tmp_path):
+    done = run_here("eval/compare.py", *runs[:2], *SMALL, "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "report.json" in done.stdout
+    assert run_here("eval/compare.py", "eval.limit=3").returncode == 2
