@@ -18,6 +18,7 @@ from typing import Any
 
 from specdraft.data.sources import Row, Source
 from specdraft.recipes.errors import DataError
+from specdraft.recipes.fields import shortened
 from specdraft.recipes.schema import DataSection
 
 BROKEN_SHARE, USELESS_SHARE = 0.01, 0.10
@@ -140,9 +141,8 @@ def parse(value: Any, format: str) -> tuple[list[dict[str, str]], str | None]:
         raise BrokenRowError(f"is {type(value).__name__}, not an object")
     for key in _KEYS[format]:
         if value.get(key) is None:
-            raise BrokenRowError(
-                f"has no {key!r} (format {format}; keys: {', '.join(value) or 'none'})"
-            )
+            keys = shortened(", ".join(value), 300) or "none"
+            raise BrokenRowError(f"has no {key!r} (format {format}; keys: {keys})")
     if format == "text":
         if not _string(value["text"], "text").strip():
             raise UselessRowError("empty text")
@@ -226,7 +226,7 @@ def read_turns(items: Any) -> list[tuple[str, str]]:
             raise BrokenRowError(f"turn {number} is {type(item).__name__}, not an object")
         name = item.get("from", item.get("role"))
         if not isinstance(name, str) or name.lower() not in _ROLE_OF:
-            raise BrokenRowError(f"turn {number} has the unknown role {name!r}")
+            raise BrokenRowError(f"turn {number} has the unknown role {shortened(repr(name), 80)}")
         content = _string(item.get("value", item.get("content")), f"turn {number}")
         turns.append((_ROLE_OF[name.lower()], content))
     return turns

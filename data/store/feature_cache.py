@@ -87,17 +87,23 @@ class FeatureCache:
         """
         directory = Path(directory)
         manifest = storage.read_manifest(directory / storage.MANIFEST)
-        check_settings(directory, manifest, expect or {})
-        if not manifest["complete"]:
+        with storage.of_one_shape(directory):
+            check_settings(directory, manifest, expect or {})
+            complete, cache = manifest["complete"], cls(directory, manifest)
+            entries = [*manifest["shards"].values()]
+            if complete and cache._places.keys() != {*range(len(cache))}:
+                raise LookupError("rows that no shard has")
+            found = complete and atomic.first_damage(directory, entries, verify)
+        if not complete:
             raise CacheError(
-                f"the feature cache at {directory} is not finished ({len(manifest['shards'])} "
-                "shards so far); go on with: accelerate launch data/cache.py RECIPE"
+                f"the feature cache at {directory} is not finished ({len(entries)} shards "
+                "so far); go on with: accelerate launch data/cache.py RECIPE"
             )
-        if found := atomic.first_damage(directory, manifest["shards"].values(), verify):
+        if found:
             raise CacheError(
                 f"the shard {' '.join(found)}; delete that file and run again: only it is made anew"
             )
-        return cls(directory, manifest)
+        return cache
 
     @property
     def scales(self) -> dict[str, float]:
@@ -337,12 +343,13 @@ def _shards_on_disk(directory: Path, settings: dict[str, Any], plan: Plan) -> di
     found = {}
     for path in sorted(directory.glob("manifest*.json")):
         manifest = storage.read_manifest(path)
-        check_settings(directory, manifest, settings)
-        for number, entry in manifest["shards"].items():
-            missing = not (directory / entry["file"]).exists()
-            torn = not manifest["complete"] and atomic.damage(directory, entry, checksum=False)
-            if entry["rows"] == plan.get(number) and not missing and not torn:
-                found[number] = entry
+        with storage.of_one_shape(directory):
+            check_settings(directory, manifest, settings)
+            for number, entry in manifest["shards"].items():
+                missing = not (directory / entry["file"]).exists()
+                torn = not manifest["complete"] and atomic.damage(directory, entry, checksum=False)
+                if entry["rows"] == plan.get(number) and not missing and not torn:
+                    found[number] = entry
     return found
 
 

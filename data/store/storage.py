@@ -21,7 +21,8 @@ Shapes: T tokens of a row, N of a shard, M of them with a stored feature, H hidd
 """
 
 import hashlib
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ import torch
 from torch import Tensor
 
 from specdraft.data.atomic import write_atomic
+from specdraft.data.sealed import read_sealed, write_sealed
 from specdraft.data.store.tokens import TokenCache
 from specdraft.models.feature_layers import Layers
-from specdraft.recipes.errors import CacheError
+from specdraft.recipes.errors import CacheError, in_a_line
 from specdraft.recipes.schema import DataSection
 
 MANIFEST = "manifest.json"
@@ -183,13 +185,13 @@ def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> dict[
 
 def write_manifest(directory: Path, manifest: dict[str, Any], name: str = MANIFEST) -> None:
     """Replace a manifest in one move."""
-    write_atomic(directory / name, json.dumps(manifest).encode())
+    write_sealed(directory / name, manifest)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read a manifest. Raises CacheError when it is missing or no JSON."""
+    """Read a manifest. Raises CacheError when it is missing or damaged."""
     try:
-        return json.loads(path.read_bytes())
+        return read_sealed(path)
     except FileNotFoundError:
         raise CacheError(
             f"no feature cache at {path.parent}; build it with: "
@@ -198,4 +200,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CacheError(
             f"{path} is damaged ({error}); delete {path.parent} and run again"
+        ) from error
+
+
+@contextmanager
+def of_one_shape(directory: Path) -> Iterator[None]:
+    """Raise CacheError where a manifest lacks, or has of another kind, what is asked of it."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CacheError(
+            f"{directory / MANIFEST} is damaged ({in_a_line(error, kind=True)}); delete "
+            f"{directory} and run again"
         ) from error

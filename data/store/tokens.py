@@ -29,6 +29,7 @@ from specdraft.data.chat import Reject, split_holdout
 from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.regenerate import Generate, Rewriter
+from specdraft.data.sealed import read_sealed, write_sealed
 from specdraft.data.sources import Source
 from specdraft.data.template import Example, Renderer, check_rendered
 from specdraft.recipes.errors import CacheError, DataError
@@ -64,23 +65,25 @@ class TokenCache:
                 "RECIPE"
             )
         try:
-            meta = json.loads((directory / "meta.json").read_text())
+            meta = read_sealed(directory / "meta.json")
             files = meta.get("files", [])  # earlier versions list none
             if found := atomic.first_damage(directory, files):
                 raise CacheError(f"{' '.join(found)}; delete {directory} and run again")
             dataset = datasets.load_from_disk(str(directory))
+            rows = meta["stats"]["rows"]
+            cache = cls(directory, dataset, meta)
         except CacheError:
             raise
         except Exception as error:
             raise CacheError(
                 f"the token cache at {directory} is damaged ({error}); delete it and run again"
             ) from error
-        if len(dataset) != meta["stats"]["rows"]:
+        if len(dataset) != rows:
             raise CacheError(
                 f"the token cache at {directory} holds {len(dataset)} rows and its meta.json says "
-                f"{meta['stats']['rows']}; delete it and run again"
+                f"{rows}; delete it and run again"
             )
-        return cls(directory, dataset, meta)
+        return cache
 
     @property
     def stats(self) -> dict[str, int | float]:
@@ -280,5 +283,5 @@ def _finish(partial: Path, directory: Path, meta: dict[str, Any], rejects: list[
     """Write the books, then rename the folder: from then on it is atomic."""
     lines = (json.dumps(dataclasses.asdict(reject), ensure_ascii=False) for reject in rejects)
     (partial / "rejects.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
-    atomic.write_atomic(partial / "meta.json", json.dumps(meta).encode())
+    write_sealed(partial / "meta.json", meta)
     partial.rename(directory)

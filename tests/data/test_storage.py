@@ -355,3 +355,17 @@ def test_another_storage_is_another_cache(make):
 def test_what_cannot_be_stored_is_refused(make, data):
     with pytest.raises(RecipeError, match=next(iter(data))):
         make(**data)
+
+
+@pytest.mark.parametrize("key", ["settings", "lengths", "kept", "shards"])
+def test_a_manifest_that_was_changed_or_is_of_another_shape_is_refused(make, key):
+    cache = build(make())
+    path = cache.directory / storage.MANIFEST
+    content = json.loads(path.read_text())
+    for value in (7, None, [], "x", {"0": 3}):
+        path.write_text(json.dumps(content | {key: value}))
+        with pytest.raises(CacheError, match="its checksum is another"):
+            FeatureCache.open(cache.directory)
+        path.write_text(json.dumps(content | {key: value, "sha256": None}))  # by an older version
+        with pytest.raises(CacheError, match=r"manifest.json is damaged"):
+            FeatureCache.open(cache.directory)

@@ -15,6 +15,7 @@ from commands import ROOT, run_here
 from random_models import random_head, random_target
 from transformers import AutoTokenizer
 
+from specdraft.data.sealed import read_sealed
 from specdraft.data.store import storage
 from specdraft.eval.checkup import drafters as drafter_checkup
 from specdraft.eval.checkup.served import check_served
@@ -170,7 +171,7 @@ def supervise_everything(folder: Path) -> None:
     kind = rows.features["loss_mask"]
     rows = rows.remove_columns("loss_mask").add_column("loss_mask", masks, feature=kind)
     rows.save_to_disk(str(folder / "rows"))
-    meta = json.loads((cache / "meta.json").read_text())
+    meta = read_sealed(cache / "meta.json")
     del meta["files"]  # as if it had been made so, not damaged since
     (folder / "rows" / "meta.json").write_text(json.dumps(meta))
     shutil.rmtree(cache)
@@ -179,7 +180,7 @@ def supervise_everything(folder: Path) -> None:
 
 def cut_the_rows(folder: Path) -> None:
     (path,) = folder.glob("cache/tokens-*/meta.json")
-    meta = json.loads(path.read_text())
+    meta = read_sealed(path)
     meta["stats"]["rows"] += 1
     path.write_text(json.dumps(meta))
 
