@@ -1,7 +1,7 @@
 """Speculative decoding inside transformers: `model.generate(.., custom_generate=Speculative(..))`.
 
-    from specdraft.eval.custom_generate import Speculative, falcon
-    fast = Speculative(falcon("runs/tiny/falcon"))
+    from specdraft.eval.custom_generate import load
+    fast = load("runs/tiny")
     model.generate(**inputs, custom_generate=fast, max_new_tokens=128)
 
 The tokens are those of `generate` without it; sampled ones are those of our plain decoding with
@@ -41,6 +41,7 @@ from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.medusa import MedusaHeads
+from specdraft.models.published import find_drafter
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import from_dict
@@ -79,6 +80,27 @@ def method(
         return make_drafter(name, Setup(recipe, target, loaded[target], rows, capacity))
 
     return make
+
+
+def load(
+    source: Source,
+    revision: str | None = None,
+    tree: str = AUTO,
+    streamer: BaseStreamer | None = None,
+) -> "Speculative":
+    """Return a decoding method for `generate` that drafts with a trained drafter of any kind.
+
+    source: its folder, its Hub id (and revision), or the folder of a run that has one. tree: of a
+    head, in place of the one beside its weights. Raises HeadError where there is none, or several.
+
+        model.generate(**inputs, custom_generate=load("you/head"), max_new_tokens=128)
+    """
+    kind, place = find_drafter(source, revision)
+    makers = {"student": ssd, "table": maxgram}
+    if kind in makers:
+        return Speculative(makers[kind](place, revision), streamer)
+    drafting = medusa if kind == "medusa" else falcon
+    return Speculative(drafting(place, tree, revision), streamer)
 
 
 def falcon(

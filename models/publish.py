@@ -16,9 +16,16 @@ from specdraft.models.cards.curve import curve
 from specdraft.models.cards.lines import Card, generate_file, tree_name
 from specdraft.models.hub import PAGE, SUMS, push
 from specdraft.models.portable import portable, portable_json
+from specdraft.models.published import kind_there
 from specdraft.models.saved import CONFIG, check_sums, sums
 from specdraft.recipes.errors import HeadError, HubError
-from specdraft.recipes.find import KINDS, OLD_HEAD, drafter_folder, kinds_of
+from specdraft.recipes.find import (
+    KINDS,
+    drafter_folder,
+    kind_of,
+    kinds_of,
+    read_config,
+)
 from specdraft.recipes.fitted_tree import FIT, read_fit
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO, TREE, load_tree_paths, tree_block_size
@@ -71,7 +78,7 @@ def publish(recipe: Recipe, card: Card) -> str | None:
 def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
     """Return what goes into the repository, by its place there; nothing that names a place of this
     machine. Raises HeadError where the drafter is not whole, or a link to one."""
-    folder = drafter_folder(Path(recipe.output.dir), card.kind)
+    folder = _folder(recipe, card)
     if not (folder / CONFIG).is_file() or not any(folder.glob("*.safetensors")):
         noun = card.noun.partition(" ")[2]
         raise HeadError(f"no trained {noun} at {folder}; train one first")
@@ -92,7 +99,7 @@ def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
 def pages(recipe: Recipe, card: Card) -> dict[str, bytes]:
     """Return the card of the drafter of `output.dir`, and the picture in it."""
     run = Path(recipe.output.dir)
-    folder, own = drafter_folder(run, card.kind), _own_tree(recipe, card)
+    folder, own = _folder(recipe, card), _own_tree(recipe, card)
     picture = curve(next((p for p in (folder / LOG, run / LOG) if p.is_file()), run / LOG))
     reports = measured(run, folder)
     text = model_card(
@@ -124,7 +131,7 @@ def _own_tree(recipe: Recipe, card: Card) -> Path | None:
     """The file of a tree that is no bundled one; None where there is none to know of."""
     if not card.drafts_trees or tree_name(recipe) != AUTO:
         return None
-    folder = drafter_folder(Path(recipe.output.dir), card.kind)
+    folder = _folder(recipe, card)
     own = folder / TREE if recipe.eval.tree == AUTO else Path(recipe.eval.tree)
     if not own.is_file():
         raise HeadError(f"eval.tree = {AUTO}: no {TREE} in {folder}; {FIT}")
@@ -153,7 +160,7 @@ def _tree(file: Path) -> bytes:
 
 def manifest(files: Mapping[str, Path | bytes], recipe: Recipe, card: Card) -> str:
     """Say what a push publishes, file by file, and what it leaves in the drafter's folder."""
-    hub, folder = recipe.hub, drafter_folder(Path(recipe.output.dir), card.kind)
+    hub, folder = recipe.hub, _folder(recipe, card)
     lines = [f"to {hub.repo_id} ({'private' if hub.private else 'PUBLIC'}):"]
     for name, content in files.items():
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -190,16 +197,17 @@ def with_names(recipe: Recipe, report: dict | None) -> Recipe:
     )
 
 
-def kind_there(run: Path) -> str:
-    """Return the kind of the one drafter that a run has. Raises HeadError for none, or several."""
-    found = kinds_of(run)
-    if len(found) != 1:
-        what = f"several drafters in {run}, {', '.join(found)}; name one: {run}/{found[0]}"
-        raise HeadError(what if found else f"no drafter in {run} ({', '.join(KINDS)}); train one")
-    if found != [OLD_HEAD]:
-        return found[0]
-    config = json.loads((run / OLD_HEAD / CONFIG).read_text())
-    if config.get("architecture") == "eagle3":
-        return "eagle3"
-    eagle = config["block_size"] == 1 and config["fusion"] in ("linear", "biased")
-    return "eagle" if eagle else "falcon"
+def kind_named(name: str, recipe: Recipe) -> str:
+    """Return the kind of drafter that is meant by a name by which its recipe was found."""
+    if not (Path(name) / CONFIG).is_file():
+        return kind_there(Path(recipe.output.dir))
+    return Path(name).name if Path(name).name in KINDS else kind_of(read_config(Path(name)))
+
+
+def _folder(recipe: Recipe, card: Card) -> Path:
+    """Where a drafter of a recipe lies: where its section says, or in the recipe's run."""
+    own = {"medusa": recipe.medusa.model, "table": recipe.maxgram.table, "student": None}
+    if recipe.student.training == "none":
+        own["student"] = recipe.student.model
+    named = own.get(card.kind, recipe.head.model)
+    return Path(named) if named else drafter_folder(Path(recipe.output.dir), card.kind)

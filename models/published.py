@@ -18,12 +18,20 @@ from torch import Tensor
 
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head, load_eagle3
 from specdraft.models.falcon import FalconConfig, FalconHead, load_falcon
-from specdraft.models.hub import fetch
+from specdraft.models.hub import fetch, is_hub_id
 from specdraft.models.saved import CONFIG
 from specdraft.models.serving import eagle3_tensors, eagle_tensors
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, in_a_line
 from specdraft.recipes.fields import shown
+from specdraft.recipes.find import (
+    KINDS,
+    OLD_HEAD,
+    drafter_folder,
+    kind_of,
+    kinds_of,
+    read_config,
+)
 
 EAGLE_NAMES = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 EAGLE3_NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
@@ -36,6 +44,33 @@ UNREAD = {
     "quantization_config": None,
 }
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+def find_drafter(source: str | Path, revision: str | None = None) -> tuple[str, str | Path]:
+    """Return the kind of a drafter, as recipes/find.py calls it, and its folder or Hub id.
+
+    source: of the drafter, or the folder of a run that has one. Raises HeadError where there is
+    none, or several, HubError when the Hub does not give it.
+    """
+    folder = fetch(source, revision)
+    if not (folder / CONFIG).is_file():
+        kind = kind_there(folder)
+        return kind, drafter_folder(folder, kind)
+    kind = kind_of(read_config(folder))
+    if kind == "student" and "fc.weight" in Weights(folder, {}).places:
+        kind = "eagle"  # in the layout of an engine, whose config is that of a model
+    return kind, source if is_hub_id(source) else folder
+
+
+def kind_there(run: Path) -> str:
+    """Return the kind of the one drafter that a run has. Raises HeadError for none, or several."""
+    found = kinds_of(run)
+    if not found:
+        raise HeadError(f"no drafter in {run} ({', '.join(KINDS)}); train one")
+    if len(found) > 1:
+        named = f"name one: {run / found[0]}"
+        raise HeadError(f"several drafters in {run}, {', '.join(found)}; {named}")
+    return kind_of(read_config(run / OLD_HEAD)) if found == [OLD_HEAD] else found[0]
 
 
 def load_head(

@@ -7,13 +7,11 @@ What training does by itself with hub.repo_id=you/falcon-tiny; after a failure, 
 """
 
 import argparse
-from pathlib import Path
 
 from specdraft.eval.drafters.trained import CARDS
 from specdraft.models.hub import check_login
-from specdraft.models.publish import contents, kind_there, manifest, publish
+from specdraft.models.publish import contents, kind_named, manifest, publish
 from specdraft.recipes.errors import entry
-from specdraft.recipes.find import kinds_of
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import tell
 
@@ -28,8 +26,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="say what would go there and stop")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.run, [f"hub.repo_id={options.repo_id}", *options.overrides])
-    run, named = Path(recipe.output.dir), Path(options.run).name
-    card = CARDS[named if named in kinds_of(run) and named in CARDS else kind_there(run)]
+    card = CARDS[kind_named(options.run, recipe)]
     if options.dry_run:
         tell(manifest(contents(recipe, card), recipe, card))
         return

@@ -20,7 +20,9 @@ def recipe_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "recipe", help=f"a YAML file, a bundled one's name, e.g. {example}, or a run's folder"
+        "recipe",
+        help=f"a YAML file, a bundled one's name, e.g. {example}, or the folder of a run or of a "
+        "drafter, or a drafter's Hub id",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser

@@ -8,25 +8,32 @@ In each lie the drafter, its tree, the recipe that made it and what it was measu
 them lies what the last training left: checkpoints, log, report.
 """
 
+import json
 import os
+import re
 from pathlib import Path
 
-from specdraft.recipes.errors import RecipeError
+from huggingface_hub import hf_hub_download
+
+from specdraft.recipes.errors import RecipeError, in_a_line
 from specdraft.recipes.fields import nearest, shortened
 
 BUNDLED = Path(__file__).parent
 RECIPE = "recipe.yaml"  # in the folder of a run, and of a drafter in it
+CONFIG = "config.json"  # of a drafter
+FILES = (".yaml", ".yml", ".json", ".py")  # endings that no repository's name has
 HEADS = ("falcon", "eagle", "eagle3")
 KINDS = (*HEADS, "medusa", "student", "table")
 OLD_HEAD = "head"  # the folder of any kind of head, in runs from before heads had kinds
+OF_A_RUN = (*KINDS, OLD_HEAD)
 
 
 def find_recipe(name: str | Path) -> tuple[Path, dict]:
-    """The file of a recipe: itself, a bundled one's name, or what lies in the folder of a run or of
-    a drafter in it; and the sections in which the folder that was named stands for the recipe's.
+    """The file of a recipe, and what its sections are told by the place where it was found.
 
-    Raises RecipeError, with what there is, where nothing of these is found, or where a run has
-    drafters of several kinds.
+    name: its file, a bundled one's name, the folder of a run, of a drafter in it, or of a drafter
+    that was copied or pushed with its recipe, or the Hub id of one. Raises RecipeError, with what
+    there is, where nothing of these is found, or where a run has drafters of several kinds.
     """
     path = Path(name)
     # Of os.path, for these answer also where no such name can be.
@@ -34,18 +41,77 @@ def find_recipe(name: str | Path) -> tuple[Path, dict]:
         return path, {}
     if os.path.isdir(path):
         path = path if path.name else path.resolve()  # of "."
+        if (path / RECIPE).is_file() and (path / CONFIG).is_file() and path.name not in OF_A_RUN:
+            return path / RECIPE, _drafting_with(path, path)
         recipe, run = _of_drafter(path) or _of_run(path)
         return recipe, {"output": {"dir": str(run)}}
     if str(name) == path.name and os.path.isfile(bundled := BUNDLED / f"{name}.yaml"):
         return bundled, {}
+    if _can_be_of_the_hub(str(name)):
+        folder = _fetched(str(name))
+        return folder / RECIPE, _drafting_with(str(name), folder)
     raise RecipeError(f"no recipe at {shortened(str(path), 200)}; {_neighbours(path)}")
+
+
+def kind_of(config: dict) -> str:
+    """The kind of a drafter by its config.json; of a model of transformers a student."""
+    if "architectures" in config:
+        return "student"
+    if config.get("architecture") == "eagle3":
+        return "eagle3"
+    if "block_size" in config:
+        alone = config["block_size"] == 1 and config.get("fusion") in ("linear", "biased")
+        return "eagle" if alone else "falcon"
+    return "medusa" if "heads" in config else "table"
+
+
+def _drafting_with(source: str | Path, folder: Path) -> dict:
+    """What a recipe's sections say where its drafter is not of a run of this machine."""
+    kind, source = kind_of(read_config(folder)), str(source)
+    if kind == "student":
+        own = dict.fromkeys(("keep_layers", "layers", "hidden", "heads", "kv_heads"))
+        own |= {"intermediate": None, "embeddings": "copied", "training": "none"}
+        return {"student": own | {"model": source}}
+    section, key = {"medusa": ("medusa", "model"), "table": ("maxgram", "table")}.get(
+        kind, ("head", "model")
+    )
+    return {section: {key: source}}
+
+
+def read_config(folder: Path) -> dict:
+    """What a drafter's config.json says. Raises RecipeError where it is none."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise RecipeError(f"{folder / CONFIG} is no JSON object; take a copy that is whole")
+    return config
+
+
+def _can_be_of_the_hub(name: str) -> bool:
+    """Whether a name can be owner/name of the Hub: no file of a folder that is here."""
+    named = re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name) and not name.startswith(".")
+    return bool(named) and not name.endswith(FILES) and not os.path.isdir(Path(name).parent)
+
+
+def _fetched(name: str) -> Path:
+    """The folder of the Hub's cache with a repository's recipe and config."""
+    try:
+        for file in (CONFIG, RECIPE):
+            path = hf_hub_download(name, file)
+    except Exception as error:
+        raise RecipeError(
+            f"{name} is no recipe or folder here, and the Hub did not give its {file} "
+            f"({in_a_line(error)}); {_neighbours(Path(name))}"
+        ) from error
+    return Path(path).parent
 
 
 def kinds_of(run: Path) -> list[str]:
     """The kinds of drafters in a run's folder, those that are not yet trained included."""
-    files = ("config.json", RECIPE)
-    kinds = (*KINDS, OLD_HEAD)
-    return [kind for kind in kinds if any(os.path.isfile(run / kind / file) for file in files)]
+    files = (CONFIG, RECIPE)
+    return [kind for kind in OF_A_RUN if any(os.path.isfile(run / kind / file) for file in files)]
 
 
 def drafter_folder(run: Path, kind: str) -> Path:

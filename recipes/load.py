@@ -47,7 +47,8 @@ def load_recipe(
     path, named = find_recipe(path)
     tree, problems = read_mapping(path), []
     for section, values in named.items():
-        tree[section] = values
+        there = tree.get(section)
+        tree[section] = {**(there if isinstance(there, dict) else {}), **values}
     for override in overrides or []:
         try:
             _override(tree, override)

@@ -1,5 +1,8 @@
 """One command for all of it: `specdraft train tiny`, `specdraft bench runs/tiny`, ..
 
+A recipe is named by its file, a bundled one by its name; the folder of a run or of a drafter, and a
+drafter's Hub id, stand for the recipe that made it.
+
 Each command is a script of the repository under another name, and takes what that script takes.
 Over several processes the scripts themselves are launched:
 `accelerate launch -m specdraft.train.falcon RECIPE`.

@@ -25,6 +25,11 @@ def check(kind: Kind, recipe: Recipe) -> None:
     """Raise RecipeError for a recipe without Medusa heads, or that measures something else."""
     if not recipe.medusa.given:
         raise RecipeError(f"{recipe.name}: no Medusa heads; set medusa.heads, e.g. 4")
+    if recipe.medusa.model is not None:
+        raise RecipeError(
+            f"medusa.model = {recipe.medusa.model}: they are trained already; measure them: python "
+            "eval/bench.py, or set it to null"
+        )
     if recipe.train.checkpointing:
         raise RecipeError(
             "train.checkpointing = True: Medusa heads have no decoder layers; set it to false"

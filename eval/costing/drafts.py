@@ -59,8 +59,8 @@ def trained_drafter(recipe: Recipe, target: Target) -> Trained:
     nothing where there is none. Raises HeadError, TargetError for one that is not whole.
     """
     run, kind = Path(recipe.output.dir), recipe.kind
-    as_it_is = recipe.student.given and recipe.student.training == "none"
-    if not (as_it_is or (drafter_folder(run, kind) / CONFIG).is_file()):
+    elsewhere = recipe.student.training == "none" or recipe.head.model or recipe.medusa.model
+    if not (elsewhere or (drafter_folder(run, kind) / CONFIG).is_file()):
         return Trained()
     part = "head" if kind in HEADS else kind
     return Trained(**{part: KINDS[part].load(recipe, target, run)})

@@ -135,7 +135,9 @@ KINDS: dict[str, Kind] = {
     ),
     "medusa": Kind(
         "Medusa heads; train them first: train/medusa.py",
-        load=lambda recipe, target, run: load_medusa(run / "medusa", target.identity()),
+        load=lambda recipe, target, run: load_medusa(
+            recipe.medusa.model or run / "medusa", target.identity()
+        ),
         fetch=lambda name, revision, target: load_medusa(name, target.identity(), revision),
         problems=_without_medusa,
     ),

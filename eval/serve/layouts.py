@@ -21,13 +21,14 @@ def served_head(recipe: Recipe, engine: str) -> Served:
     name, folder = (section.model, section.revision), model_folder(section.model, section.revision)
     whose, dtype = identity_of(*name, folder), DTYPES[section.dtype]
     if recipe.medusa.given:
-        heads = load_medusa(out / "medusa", whose)
+        heads = load_medusa(recipe.medusa.model or out / "medusa", whose)
         shared = None
         if heads.lm_heads is None:
             shared = TargetEmbeddings.load(*name, section.dtype).lm_head_weight
         return serve_medusa(heads, engine, shared, dtype)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     settings = (engine, context_length(config), dtype)
+    source = recipe.head.model or drafter_folder(out, recipe.head.kind)
     if recipe.head.fusion == "layers":
-        return serve_eagle3(load_eagle3(drafter_folder(out, "eagle3"), whose), *settings)
-    return serve_eagle(load_falcon(drafter_folder(out, recipe.head.kind), whose), *settings)
+        return serve_eagle3(load_eagle3(source, whose), *settings)
+    return serve_eagle(load_falcon(source, whose), *settings)

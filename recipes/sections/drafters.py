@@ -65,6 +65,7 @@ class MedusaSection(Section):
     layers: Few = 1  # residual blocks of a head
     lm_heads: Literal["own", "shared"] = "own"  # own: trained, from the target's; shared: frozen
     soft_weight: Fraction = 0.0  # share of KL(p || q) in the loss, the rest is cross-entropy
+    model: str | None = None  # trained ones to measure in place of the run's: a folder or a Hub id
 
     @property
     def given(self) -> bool:

@@ -21,7 +21,8 @@ from specdraft.eval.drafters.trained import CARDS
 from specdraft.models.cards.card import PICTURE, head_facts
 from specdraft.models.cards.curve import curve
 from specdraft.models.hub import fetch, is_hub_id
-from specdraft.models.publish import contents, kind_there, portable
+from specdraft.models.publish import contents, portable
+from specdraft.models.published import kind_there
 from specdraft.models.serving import serve_eagle3
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import HeadError, HubError
@@ -427,6 +428,22 @@ def test_what_was_pushed_loads_back_by_its_name_and_by_the_lines_of_its_card(
     refusal = done.stdout.strip().splitlines()[-1]
     assert "this head was trained for tiny" in refusal
     assert "not for another-model" in refusal
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_a_command_takes_a_name_of_the_hub_or_a_copied_folder(hub, nursery, runs, tmp_path, kind):
+    few = ["eval.limit=1", "eval.max_new_tokens=4", f"output.dir={tmp_path / 'out'}"]
+    copied = shutil.copytree(runs / kind / kind, tmp_path / "mine")
+    for name in (f"you/{kind}", copied):
+        done = run(nursery, "eval/bench.py", name, *few)
+        assert done.returncode == 0, done.stderr[-2000:]
+    if kind == "falcon":
+        again = run(nursery, "train/cli.py", "train", f"you/{kind}")
+        assert again.returncode == 2
+        assert "it is trained already" in again.stderr
+        gone = run(nursery, "train/cli.py", "bench", "you/gone")
+        assert gone.returncode == 2
+        assert "you/gone is no recipe or folder here, and the Hub did not give its" in gone.stderr
 
 
 PUBLISHED = """
