@@ -27,7 +27,7 @@ FLOORS = {
     "eval": [
         "families",
         "engine",
-        "drafters",
+        "drafters page",
         "measure",
         "generation papers checkup comparing costing serve",
         ".",

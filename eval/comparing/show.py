@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdraft.eval.measure.failure import failure_reasons
-from specdraft.eval.measure.page_plots import (
+from specdraft.eval.page.plots import (
     FAINT,
     GRID,
     INK,

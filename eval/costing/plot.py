@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from specdraft.data.atomic import write_atomic
 from specdraft.eval.costing.show import error_of
 from specdraft.eval.engine.cost import CostModel, Curve
-from specdraft.eval.measure.page_plots import COLOURS
+from specdraft.eval.page.plots import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,11 +20,11 @@ from specdraft.eval.engine.cost import load_costs
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import Measurement, measure
 from specdraft.eval.measure.metrics import Costs, counts
-from specdraft.eval.measure.page import write_page
-from specdraft.eval.measure.page_plots import Plot
 from specdraft.eval.measure.questions import expand_turns
 from specdraft.eval.measure.rounds import Remember, forget
 from specdraft.eval.measure.show import sample
+from specdraft.eval.page.page import write_page
+from specdraft.eval.page.plots import Plot
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.fields import plain

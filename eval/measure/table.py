@@ -6,8 +6,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from specdraft.eval.measure.failure import failure_counts, failure_reasons
 from specdraft.eval.measure.show import print_sample
+from specdraft.eval.page.trouble import failure_counts, failure_reasons
 from specdraft.recipes.terminal import Screen
 
 WIDEST = 400  # columns of a printed table

@@ -13,9 +13,9 @@ import torch
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.measure.page import COLUMNS, PHASES, draft_lines, write_page
-from specdraft.eval.measure.page_plots import node_tree
 from specdraft.eval.measure.report import evaluate, write_report
+from specdraft.eval.page.page import COLUMNS, PHASES, draft_lines, write_page
+from specdraft.eval.page.plots import node_tree
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.load import load_recipe

@@ -19,8 +19,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from specdraft.data.atomic import write_atomic
-from specdraft.eval.measure.failure import failure_counts, failure_reasons
-from specdraft.eval.measure.page_plots import (
+from specdraft.eval.page.plots import (
     Plot,
     bars,
     curves,
@@ -30,6 +29,7 @@ from specdraft.eval.measure.page_plots import (
     to_svg,
     write_png,
 )
+from specdraft.eval.page.trouble import failure_counts, failure_reasons
 
 Run = dict[str, Any]
 COLUMNS = {  # key in report.json: (heading, digits)
