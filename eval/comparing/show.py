@@ -4,7 +4,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from specdraft.eval.measure.failure import failure_reasons
+from specdraft.eval.measure.table import identical_outputs
+from specdraft.eval.page.colours import method_colours
 from specdraft.eval.page.plots import (
     FAINT,
     GRID,
@@ -14,9 +15,8 @@ from specdraft.eval.page.plots import (
     Label,
     Line,
     Plot,
-    method_colours,
 )
-from specdraft.eval.measure.table import identical_outputs
+from specdraft.eval.page.trouble import failure_reasons
 from specdraft.recipes.terminal import Screen
 
 HEADINGS = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from specdraft.data.atomic import write_atomic
 from specdraft.eval.costing.show import error_of
 from specdraft.eval.engine.cost import CostModel, Curve
-from specdraft.eval.page.plots import COLOURS
+from specdraft.eval.page.colours import SERIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +55,7 @@ def _by_nodes(axes: Axes, verify: Sequence[dict], costs: CostModel) -> None:
     own = [point for point in verify if point["rows"] == least]
     most = max(point["nodes"] for point in own)
     lengths = sorted({point["cached"] for point in own})
-    for cached, colour in zip(lengths, COLOURS, strict=False):
+    for cached, colour in zip(lengths, SERIES, strict=False):
         there = [point for point in own if point["cached"] == cached]
         _dots(axes, [point["nodes"] for point in there], there, colour)
         line = [costs.verify_ms(least, nodes, cached) for nodes in range(1, most + 1)]
@@ -70,7 +70,7 @@ def _by_rows(axes: Axes, verify: Sequence[dict], costs: CostModel) -> None:
     own = [point for point in verify if point["cached"] == cached]
     most = max(point["rows"] for point in own)
     counts = sorted({point["nodes"] for point in own if point["rows"] == most})
-    for nodes, colour in zip(counts, COLOURS, strict=False):
+    for nodes, colour in zip(counts, SERIES, strict=False):
         there = [point for point in own if point["nodes"] == nodes]
         _dots(axes, [point["rows"] for point in there], there, colour)
         line = [costs.verify_ms(rows, nodes, cached) for rows in range(1, most + 1)]
@@ -89,7 +89,7 @@ def _off(curve: Curve) -> str:
 def _of_drafts(axes: Axes, draft: Sequence[dict], costs: CostModel) -> None:
     """Measured against fitted: on the line, they are one."""
     ordered = sorted(draft, key=lambda point: point["rows"])
-    for (rows, part), colour in zip(groupby(ordered, lambda p: p["rows"]), COLOURS, strict=False):
+    for (rows, part), colour in zip(groupby(ordered, lambda p: p["rows"]), SERIES, strict=False):
         there = list(part)
         said = [costs.draft_ms(p["paths"], p["levels"], p["rows"]) for p in there]
         _dots(axes, said, there, colour, f"{rows} row{'s' * (rows > 1)}")

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from itertools import accumulate, islice
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from specdraft.eval.measure.rounds import Remember, forget
 from specdraft.eval.measure.show import sample
 from specdraft.eval.page.page import write_page
 from specdraft.eval.page.plots import Plot
+from specdraft.eval.page.training import training_curve
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.fields import plain
@@ -57,15 +59,19 @@ def evaluate(
         prompts = expand_turns(recipe, target, prompts)
         done = measure(recipe, target, trained, prompts, methods, progress, remember, tolerant=True)
         where = environment(target)
+    ours, run = featured(methods), Path(recipe.output.dir)
     return {
         "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "recipe": recipe.to_dict(),
         "environment": where,
+        "training": [] if recipe.head.model else training_curve(run),
         "fit": fit,
         "drafter": trained.weights(),
         "chat": getattr(target.tokenizer, "chat_template", None) is not None,
+        "headline": ours,
         "runs": [row | _protocol(recipe, prompts, row) for row in done.rows()],
-        "samples": _samples(done, featured(methods)),
+        "samples": _samples(done, ours),
     }
 
 

@@ -10,8 +10,8 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from itertools import cycle, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from specdraft.data.atomic import write_atomic
+from specdraft.eval.page.colours import SERIES, method_colours
 from specdraft.eval.page.plots import (
     Plot,
     bars,
     curves,
-    method_colours,
     node_tree,
     stacks,
     to_svg,
@@ -32,19 +32,19 @@ from specdraft.eval.page.plots import (
 from specdraft.eval.page.trouble import failure_counts, failure_reasons
 
 Run = dict[str, Any]
-COLUMNS = {  # key in report.json: (heading, digits)
+COLUMNS = {  # key in report.json: (heading, digits); what matters most stands on a phone, too
+    "speedup": ("x plain", 2),
     "tokens_per_step": ("tokens /step", 2),
     "acceptance_rate": ("acceptance rate", 2),
     "drafted_per_step": ("nodes /step", 1),
     "tokens_per_second": ("tokens/s", 0),
-    "speedup": ("x plain", 2),
     "speedup_over_generate": ("x generate", 2),
     "macro_speedup": ("x plain, by question", 2),
     "draft_ms_per_step": ("draft ms", 2),
     "verify_ms_per_step": ("verify ms", 2),
     "overhead_ms_per_step": ("rest ms", 2),
 }
-PHASES = {"draft": "draft_ms", "verify": "verify_ms", "rest": "overhead_ms"}
+TIMES = {"draft": "draft_ms", "verify": "verify_ms", "rest": "overhead_ms"}
 
 
 def write_page(report: dict, folder: Path, plots: Sequence[Plot] = ()) -> Path:
@@ -58,7 +58,8 @@ def write_page(report: dict, folder: Path, plots: Sequence[Plot] = ()) -> Path:
     write_atomic(page, render(report, sections, across).encode())
     if importlib.util.find_spec("matplotlib"):
         costs = [plot for plot in (cost_plot(report.get("fit")),) if plot]
-        for plot in (*across, *costs, *(plot for section in sections for plot in section["plots"])):
+        shown = [plot for section in sections for plot in section["plots"]]
+        for plot in (*shown, *across, *training_plots(report), *costs):
             write_png(plot, folder)
     return page
 
@@ -74,11 +75,14 @@ def render(report: dict, sections: list[dict], across: list[Plot]) -> str:
     template = Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
     recipe = report.get("recipe", {})
     return environment.from_string(template).render(
-        name=recipe.get("name", "report"),
+        name=_run_name(recipe),
+        date=report.get("date", "")[:10],
         target=recipe.get("target", {}).get("model", ""),
         environment={k: v for k, v in report.get("environment", {}).items() if v is not None},
-        best=_best(report["runs"]),
         advice=report.get("advice"),
+        headline=_headline(report),
+        fastest=_fastest(report),
+        training=training_plots(report),
         columns=COLUMNS,
         sections=sections,
         across=across,
@@ -95,9 +99,27 @@ def _settings(runs: Sequence[Run]) -> list[list[Run]]:
     return [list(group) for _, group in groupby(sorted(runs, key=setting), setting)]
 
 
-def _best(runs: Sequence[Run]) -> Run | None:
-    """The fastest run over plain decoding."""
-    return max((r for r in runs if r.get("speedup")), key=lambda r: r["speedup"], default=None)
+def _run_name(recipe: dict) -> str:
+    """What a report is titled by: the folder of its run."""
+    folder = recipe.get("output", {}).get("dir") or recipe.get("name") or "report"
+    return Path(folder).name
+
+
+def _headline(report: dict) -> Run | None:
+    """The run that stands for what was trained, in the first setting, fast or not; the fastest
+    where none does."""
+    compared = [run for run in report["runs"] if run.get("speedup")]
+    ours = [run for run in compared if run["method"] == report.get("headline")]
+    return ours[0] if ours else max(compared, key=itemgetter("speedup"), default=None)
+
+
+def _fastest(report: dict) -> Run | None:
+    """A run that is faster than the headline's, in its setting."""
+    if not (ours := _headline(report)):
+        return None
+    beside = next(runs for runs in _settings(report["runs"]) if ours in runs)
+    best = max(beside, key=lambda run: run.get("speedup") or 0)
+    return best if best["speedup"] > ours["speedup"] else None
 
 
 def _section(runs: list[Run], every: Sequence[Run]) -> dict:
@@ -124,7 +146,7 @@ def _plots(runs: list[Run], colours: dict[str, str]) -> list[Plot]:
     spreads = {method: (min(values), max(values)) for method, values in repeats.items()}
     depths = {method: dict(enumerate(values, start=1)) for method, values in rates.items()}
     times = {
-        run["method"]: {name: run[f"{key}_per_step"] for name, key in PHASES.items()}
+        run["method"]: {name: run[f"{key}_per_step"] for name, key in TIMES.items()}
         for run in runs
         if run.get("verify_ms_per_step")
     }
@@ -142,7 +164,7 @@ def _plots(runs: list[Run], colours: dict[str, str]) -> list[Plot]:
     for method, nodes in _by_method(runs, "acceptance_by_node").items():
         if any(node["path"][-1] > 0 for node in nodes):  # a chain is its curve by depth
             title = f"Tree of {method}: how often a node is accepted"
-            plots.append(node_tree(_slug(f"tree-{method}-{tag}"), title, nodes))
+            plots.append(node_tree(_slug(f"tree-{method}-{tag}"), title, nodes, colours[method]))
     return plots
 
 
@@ -161,14 +183,42 @@ def _batch_curves(runs: Sequence[Run]) -> list[Plot]:
     plots = []
     for (prompts, temperature), group in groupby(sorted(runs, key=setting), setting):
         series: dict[str, dict[int, float]] = {}
+        spreads: dict[tuple[str, int], Sequence[float]] = {}
         for run in group:
             if run.get("speedup"):
                 series.setdefault(run["method"], {})[run["batch_size"]] = run["speedup"]
+                spreads[run["method"], run["batch_size"]] = run.get("speedup_repeats", ())
         if len({size for points in series.values() for size in points}) > 1:
             tag = _slug(f"{prompts}-t{temperature:g}")
             title = f"Speedup by batch size, {prompts}, temperature {temperature:g}"
-            plots.append(curves(f"batch-{tag}", title, series, colours, "batch size"))
+            plots.append(
+                curves(f"batch-{tag}", title, series, colours, "batch size", spreads=spreads)
+            )
     return plots
+
+
+def training_plots(report: dict) -> list[Plot]:
+    """What was learnt, over the steps of training: loss, accuracy, tokens per step."""
+    points = report.get("training") or []
+
+    def over_steps(key: str) -> dict[int, Any]:
+        return {one["step"]: one[key] for one in points if key in one}
+
+    shares, speeds = over_steps("accuracy"), over_steps("tokens_per_step")
+    guessed = {
+        f"token {n + 1}": {step: some[n] for step, some in shares.items()}
+        for n in range(min(map(len, shares.values()), default=0))
+    }
+    wanted = [
+        ("loss", "Training: loss", {"loss": over_steps("loss")}, None),
+        ("accuracy", "Training: share of tokens guessed", guessed, 1.0),
+        ("tokens", "Training: tokens per step", {"validation prompts": speeds}, None),
+    ]
+    return [
+        curves(f"training-{name}", title, series, _in_turn(series), "step", highest)
+        for name, title, series, highest in wanted
+        if max(map(len, series.values()), default=0) > 1
+    ]
 
 
 def cost_plot(fit: dict | None) -> Plot | None:
@@ -178,7 +228,12 @@ def cost_plot(fit: dict | None) -> Plot | None:
     kinds = ("measured", "curve")
     series = {kind: {one["nodes"]: one[kind] for one in fit["verify_ms"]} for kind in kinds}
     title = "Milliseconds of verifying, by nodes"
-    return curves("costs", title, series, method_colours(kinds), "nodes")
+    return curves("costs", title, series, _in_turn(kinds), "nodes")
+
+
+def _in_turn(names: Iterable[str]) -> dict[str, str]:
+    """Colours of what is no method."""
+    return dict(zip(names, cycle(SERIES), strict=False))
 
 
 def draft_lines(draft: dict) -> list[dict]:

@@ -5,20 +5,22 @@ its mark as text, as in report.json but rounded.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import cycle
 from pathlib import Path
+from types import MappingProxyType
 
 from specdraft.eval.engine.tree import Topology
+from specdraft.eval.page.colours import mixed
 
 WIDTH = 360
 FONT, LETTER = 11, 6.2  # size of text, and the width of an average letter of it
-INK, FAINT, GRID = "#1f2933", "#66727f", "#d9dee3"
-# Okabe and Ito's palette: told apart with every kind of colour vision.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c6d31")
-PHASES = {"draft": "#e69f00", "verify": "#0072b2", "rest": "#a9b4be"}
+INK, FAINT, GRID, MARK = "#1f2933", "#66727f", "#d9dee3", "#b0b9c1"  # on paper
+ON_THE_PAGE = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--rule)", MARK: "var(--mark)"}
+PHASES = {"draft": "#d0a23c", "verify": "#5d7f9e", "rest": "#a3aeb8"}
+SELDOM = "#93a1af"  # a node of a tree that is hardly ever accepted
+MOST_TICKS = 10  # with a number, of an axis
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def bars(
     scale = (WIDTH - left - 42) / max(ends)
     if baseline:
         x = left + baseline * scale
-        plot.add(Line([(x, 0), (x, 24 * len(values))], "#b8c0c8"))
+        plot.add(Line([(x, 0), (x, 24 * len(values))], MARK))
     for number, (method, value) in enumerate(values.items()):
         y, end = 24 * number, left + value * scale
         plot.add(Label(left - 6, y + 16, method, "end"))
@@ -125,24 +127,34 @@ def curves(
     colours: Mapping[str, str],
     axis: str,
     highest: float | None = None,
+    spreads: Mapping[tuple[str, int], Sequence[float]] = MappingProxyType({}),
 ) -> Plot:
-    """One line per method over a few whole numbers, which stand at equal distances."""
+    """One line per method over whole numbers, which stand at equal distances.
+
+    spreads: repeats of a point, (method, number), which give it a whisker.
+    """
     plot = Plot(name, title)
     ticks = sorted({x for points in series.values() for x in points})
-    unit, most = _grid(max(max(points.values()) for points in series.values()), highest)
+    values = [value for points in series.values() for value in points.values()]
+    unit, most = _grid(max(values + [max(some) for some in spreads.values() if some]), highest)
     left, bottom, wide, high = 34, 182, WIDTH - 50, 170
     place = {x: left + wide * (n + 0.5) / len(ticks) for n, x in enumerate(ticks)}
     for n in range(round(most / unit) + 1):
         y = bottom - high * n * unit / most
         plot.add(Line([(left, y), (left + wide, y)], GRID))
         plot.add(Label(left - 5, y + 4, f"{unit * n:g}", "end", FAINT, 10))
-    plot.add(*(Label(place[x], bottom + 15, str(x), "middle", FAINT, 10) for x in ticks))
+    numbered = ticks[:: -(-len(ticks) // MOST_TICKS)]
+    plot.add(*(Label(place[x], bottom + 15, str(x), "middle", FAINT, 10) for x in numbered))
+    radius = 3.5 if len(ticks) == len(numbered) else 1.8
     plot.add(Label(left + wide / 2, bottom + 30, axis, "middle", FAINT, 10))
     for method, points in series.items():
         at = [(place[x], bottom - high * y / most) for x, y in sorted(points.items())]
         plot.add(Line(at, colours[method], 2))
         for (x, y), (value, share) in zip(at, sorted(points.items()), strict=True):
-            plot.add(Dot(x, y, 3.5, colours[method], f"{method}, {axis} {value}: {share}"))
+            if repeats := spreads.get((method, value)):
+                ends = [(x, bottom - high * limit / most) for limit in (min(repeats), max(repeats))]
+                plot.add(Line(ends, colours[method], 1.2))
+            plot.add(Dot(x, y, radius, colours[method], f"{method}, {axis} {value}: {share}"))
     _legend(plot, {method: colours[method] for method in series}, bottom + 40)
     return plot
 
@@ -155,8 +167,9 @@ def _grid(value: float, highest: float | None) -> tuple[float, float]:
     return unit, unit * math.ceil(most / unit - 1e-9)
 
 
-def node_tree(name: str, title: str, nodes: Sequence[Mapping]) -> Plot:
-    """A decoding tree from left to right; colour and width of a node: how often it is accepted.
+def node_tree(name: str, title: str, nodes: Sequence[Mapping], colour: str) -> Plot:
+    """A decoding tree from left to right: the more colour, and the wider, the more often a node is
+    accepted.
 
     nodes: {"path", "drafted", "accepted"} with parents first, as `acceptance_by_node` has them.
     """
@@ -167,13 +180,14 @@ def node_tree(name: str, title: str, nodes: Sequence[Mapping]) -> Plot:
     at = [(10 + depth * step, 24 + row * y) for depth, y in zip(tree.depths, rows, strict=True)]
     for number, (path, node) in reversed(list(enumerate(zip(paths, nodes, strict=True), start=1))):
         share = node["accepted"] / node["drafted"]
+        heat = mixed(SELDOM, colour, share**0.5)
         (x, y), (from_x, from_y) = at[number], at[tree.parents[number]]
         middle = from_x + 0.35 * step
         line = [(from_x, from_y), (middle, y), (x, y)] if y != from_y else [(from_x, y), (x, y)]
-        plot.add(Line(line, _heat(share), 0.8 + 7 * share))
+        plot.add(Line(line, heat, 0.8 + 7 * share))
         ranks = ".".join(map(str, path))
         tip = f"ranks {ranks}: accepted {node['accepted']} of {node['drafted']}"
-        plot.add(Dot(x, y, 2.5 + 3 * share, _heat(share), tip))
+        plot.add(Dot(x, y, 2.5 + 3 * share, heat, tip))
         plot.add(Label(x, y - 8, _percent(share), "middle", size=9.5))
     plot.add(Dot(*at[0], 4, INK, "the last committed token"))
     plot.height = 24 + row * max(rows) + 12
@@ -189,18 +203,6 @@ def _rows(tree: Topology) -> list[int]:
         leaves += not tree.children[node]
         stack += reversed(tree.children[node])
     return rows
-
-
-def method_colours(methods: Iterable[str]) -> dict[str, str]:
-    """The same colour for a method, however often it is named, in every plot of a report."""
-    return dict(zip(dict.fromkeys(methods), cycle(COLOURS), strict=False))
-
-
-def _heat(share: float) -> str:
-    """From pale to dark blue."""
-    pale, dark = (190, 205, 219), (0, 70, 130)
-    mixed = (round(a + (b - a) * share**0.5) for a, b in zip(pale, dark, strict=True))
-    return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
 def _percent(share: float) -> str:
@@ -234,19 +236,20 @@ def to_svg(plot: Plot) -> str:
 
 
 def _svg(shape: Shape) -> str:
+    paint = ON_THE_PAGE.get(shape.colour, shape.colour)
     match shape:
-        case Box(x, y, width, height, colour, tip):
+        case Box(x, y, width, height, _, tip):
             place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-            return f'<rect {place} fill="{colour}">{_tip(tip)}</rect>'
-        case Line(points, colour, width):
+            return f'<rect {place} fill="{paint}">{_tip(tip)}</rect>'
+        case Line(points, _, width):
             at = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            style = f'fill="none" stroke="{colour}" stroke-width="{width:.1f}"'
+            style = f'fill="none" stroke="{paint}" stroke-width="{width:.1f}"'
             return f'<polyline points="{at}" {style} stroke-linejoin="round"/>'
-        case Dot(x, y, radius, colour, tip):
+        case Dot(x, y, radius, _, tip):
             place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"'
-            return f'<circle {place} fill="{colour}">{_tip(tip)}</circle>'
-        case Label(x, y, text, anchor, colour, size):
-            style = f'text-anchor="{anchor}" fill="{colour}" font-size="{size}"'
+            return f'<circle {place} fill="{paint}">{_tip(tip)}</circle>'
+        case Label(x, y, text, anchor, _, size):
+            style = f'text-anchor="{anchor}" fill="{paint}" font-size="{size}"'
             return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
 
 
@@ -281,7 +284,8 @@ def _paint(axes, shape: Shape) -> None:
         case Box(x, y, width, height, colour):
             axes.add_patch(Rectangle((x, y), width, height, color=colour, linewidth=0))
         case Line(points, colour, width):
-            axes.plot(*zip(*points, strict=True), color=colour, linewidth=width)
+            at = zip(*points, strict=True)
+            axes.plot(*at, color=colour, linewidth=width, solid_capstyle="butt")
         case Dot(x, y, radius, colour):
             axes.add_patch(Circle((x, y), radius, color=colour, linewidth=0, zorder=3))
         case Label(x, y, text, anchor, colour, size):

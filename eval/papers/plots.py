@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
-from itertools import accumulate
+from itertools import accumulate, cycle
 from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdraft.data.atomic import write_atomic
 from specdraft.eval.measure.ewif import Proposer, ewif, of_assignment
+from specdraft.eval.page.colours import method_colours
 from specdraft.recipes.errors import DataError
 
 if TYPE_CHECKING:
@@ -57,11 +58,15 @@ def acceptance_by_position(runs: Sequence[dict]) -> Figure:
         raise DataError("no run of this report has drafted anything: nothing to plot")
     drawn = figure()
     given, reached = drawn.subplots(1, 2, sharey=True)
+    colours = method_colours(run["method"] for run in drafting)
+    strokes = {method: cycle(("-", "--", ":", "-.")) for method in colours}  # of its settings
     for run in drafting:
-        rates = run["acceptance_by_depth"]
+        rates, method = run["acceptance_by_depth"], run["method"]
+        style = {"color": colours[method], "linestyle": next(strokes[method])}
+        style |= {"marker": "o", "markersize": 3}
         depths = range(1, len(rates) + 1)
-        given.plot(depths, rates, marker="o", markersize=3, label=_label(run, drafting))
-        reached.plot(depths, list(accumulate(rates, mul)), marker="o", markersize=3)
+        given.plot(depths, rates, label=_label(run, drafting), **style)
+        reached.plot(depths, list(accumulate(rates, mul)), **style)
     given.set(title="accepted, where the token before was", ylabel="probability", ylim=(0, 1.02))
     reached.set(title="accepted, and all before it")
     for axes in (given, reached):

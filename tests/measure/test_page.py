@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -12,14 +13,18 @@ import pytest
 import torch
 
 from specdraft.data.prompts import load_prompts
+from specdraft.eval.drafters.registry import METHODS
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.report import evaluate, write_report
-from specdraft.eval.page.page import COLUMNS, PHASES, draft_lines, write_page
+from specdraft.eval.page.colours import COLOURS, method_colours
+from specdraft.eval.page.page import COLUMNS, TIMES, draft_lines, write_page
 from specdraft.eval.page.plots import node_tree
+from specdraft.eval.page.training import LOG, POINTS, training_curve
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.load import load_recipe
 
+LATER = ("date", "headline", "training")
 NEWER = ("verified_per_step", "acceptance_by_node", "failed", "fallbacks", "failures")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 HOSTILE = (
@@ -118,7 +123,7 @@ def check_numbers(page: Page, report: dict) -> None:
         for plot, key in (("speedup", "speedup"), ("tokens", "tokens_per_step")):
             texts = labels(plot)
             assert texts[texts.index(run["method"]) + 1] == f"{run[key]:.2f}"
-        phases = [run[f"{key}_per_step"] for key in PHASES.values()]
+        phases = [run[f"{key}_per_step"] for key in TIMES.values()]
         if None not in phases:
             texts = labels("time")
             assert texts[texts.index(run["method"]) + 1] == f"{sum(phases):.2f}"
@@ -173,6 +178,8 @@ def test_the_page_in_a_browser_shows_the_numbers_of_the_json(report, tmp_path):
 @needs_browser
 def test_a_report_from_before_some_figures_were_measured_is_shown(report, tmp_path):
     older = copy.deepcopy(report)
+    for key in LATER:
+        del older[key]
     for run in older["runs"]:
         for key in NEWER:
             del run[key]
@@ -183,7 +190,8 @@ def test_a_report_from_before_some_figures_were_measured_is_shown(report, tmp_pa
 @needs_browser
 def test_what_models_and_prompts_say_stays_text(report, tmp_path):
     hostile = copy.deepcopy(report)
-    hostile["recipe"]["name"] = hostile["recipe"]["target"]["model"] = HOSTILE
+    hostile["recipe"]["target"]["model"] = hostile["date"] = hostile["headline"] = HOSTILE
+    hostile["recipe"]["output"]["dir"] = f"runs/{HOSTILE.replace('/', '')}"
     hostile["environment"]["cpu"] = HOSTILE
     for run in hostile["runs"]:
         run["prompt_set"] = HOSTILE
@@ -204,7 +212,7 @@ def test_what_models_and_prompts_say_stays_text(report, tmp_path):
         assert not any("onerror" in element["attributes"] for element in page.elements)
         (body,) = page.all("body")
         assert "data-owned" not in body["attributes"]
-        assert page.all("h1")[0]["text"] == HOSTILE
+        assert page.all("h1")[0]["text"] == HOSTILE.replace("/", "")
         check_replay(page, hostile)
         labels = {text["text"] for text in page.all("text")}
         assert {run["method"] for run in hostile["runs"]} <= labels
@@ -215,7 +223,12 @@ def test_what_models_and_prompts_say_stays_text(report, tmp_path):
 @needs_browser
 def test_the_page_fits_a_phone(report, tmp_path):
     write_report(report, tmp_path)
-    measure = "new Set([...f.contentDocument.querySelectorAll('.card')].map(c => c.clientWidth))"
+    # As wide as a card is; and how far right what matters most ends, unscrolled.
+    measure = (
+        "[...f.contentDocument.querySelectorAll('.card')].map(c => c.clientWidth), "
+        "...[...f.contentDocument.querySelectorAll('[data-key=speedup], [data-key=identical], "
+        "[data-headline] div')].map(c => Math.ceil(c.getBoundingClientRect().right))"
+    )
     (tmp_path / "phone.html").write_text(
         "<!doctype html><iframe id=f src=report.html style='width:390px;height:800px;border:0'>"
         "</iframe><script>f.onload = () => { document.title = [f.contentDocument.documentElement"
@@ -262,6 +275,82 @@ def test_draft_lines_put_every_node_below_its_parent():
 def test_no_two_nodes_of_a_tree_share_a_place():
     paths = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 1], [1, 0, 0]]
     nodes = [{"path": path, "drafted": 4, "accepted": 4 - len(path)} for path in paths]
-    dots = [shape for shape in node_tree("n", "t", nodes).shapes if hasattr(shape, "radius")]
+    tree = node_tree("n", "t", nodes, "#1f77c4")
+    dots = [shape for shape in tree.shapes if hasattr(shape, "radius")]
     assert len({(round(dot.x), round(dot.y)) for dot in dots}) == len(paths) + 1
     assert all(dot.x < 360 for dot in dots)
+
+
+def test_the_headline_is_of_what_was_trained_even_where_it_is_slower(report, tmp_path):
+    for speedup, faster in ((0.5, 1), (2.5, 0)):
+        other = copy.deepcopy(report)
+        for run in other["runs"]:
+            run["speedup"] = speedup if run["method"] == "falcon_tree" else 1.25
+        page = Page(write_page(other, tmp_path).read_text())
+        (headline,) = page.all("div", data_headline="falcon_tree")
+        assert page.all("b", headline)[0]["text"] == f"{speedup:.2f} x"
+        assert sum(p["text"].startswith("Faster here: ") for p in page.all("p")) == faster
+
+
+def test_a_report_says_when_and_of_which_run(report, tmp_path):
+    named = copy.deepcopy(report)
+    named["recipe"]["output"]["dir"] = "runs/evening"
+    text = write_page(named | {"date": "2031-05-04T03:02:01+00:00"}, tmp_path).read_text()
+    page = Page(text)
+    assert page.all("title")[0]["text"] == "evening: specdraft report"
+    assert page.all("p")[0]["text"].startswith("2031-05-04 · target tiny · device cpu")
+    assert report["date"][:2] == "20"
+
+
+def test_the_training_curve_is_the_mean_of_neighbours(report, tmp_path):
+    lines = [
+        {"kind": "train", "step": n, "loss": float(n), "accuracy": [n / 200, 0.5]}
+        for n in range(1, 2 * POINTS + 1)
+    ]
+    lines += [{"kind": "eval", "step": n, "tokens_per_step": n / 10} for n in (7, 2 * POINTS)]
+    torn = "\n".join(map(json.dumps, lines)) + '\n{"kind": "tr'
+    (tmp_path / LOG).write_text(torn)
+    curve = training_curve(tmp_path)
+    assert curve[0] == {"step": 2, "loss": 1.5, "accuracy": [0.0075, 0.5]}
+    assert curve[3] == {"step": 7, "tokens_per_step": 0.7}
+    assert curve[-1]["tokens_per_step"] == 8.0
+    assert len(curve) == POINTS + 1
+    page = parse(write_page(report | {"training": curve}, tmp_path).read_text())
+    assert {"loss, step 2: 1.5", "token 2, step 80: 0.5"} <= page.tips
+    assert "validation prompts, step 7: 0.7" in page.tips
+    assert training_curve(tmp_path / "nowhere") == []
+
+
+def test_a_method_has_one_colour_in_every_plot(report, tmp_path):
+    page = Page(write_page(report, tmp_path).read_text())
+    marks = [e for e in page.elements if e["tag"] in ("rect", "circle")]
+    for run in report["runs"]:
+        method = run["method"]
+        own = [m for m in marks if m["text"].startswith((f"{method}: ", f"{method}, depth"))]
+        assert {mark["attributes"]["fill"] for mark in own} == {COLOURS[method]}
+    assert method_colours(["ssd", "plain"])["plain"] == method_colours(["plain"])["plain"]
+    assert COLOURS.keys() == METHODS.keys()
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    ways = method_colours(["maxgram", "maxgram:padded", "maxgram:pad_kv", "new", "newer"])
+    assert len(set(ways.values())) == 5
+
+
+@pytest.mark.parametrize("paper", ["#ffffff", "#1b222a"])
+def test_colours_are_seen_on_light_and_dark(paper):
+    def luminance(colour: str) -> float:  # WCAG 2.1
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        parts = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    for method, colour in COLOURS.items():
+        dark, light = sorted((luminance(colour), luminance(paper)))
+        assert (light + 0.05) / (dark + 0.05) > 2.2, method
+
+
+def test_every_colour_of_the_page_changes_in_the_dark(report, tmp_path):
+    style = Page(write_page(report, tmp_path).read_text()).all("style")[0]["text"]
+    light, dark = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    names = [re.findall(r"(--[a-z]+):", part) for part in (light, dark)]
+    assert sorted(names[0]) == sorted(names[1])
+    rest = style.replace(light, "").replace(dark, "")
+    assert re.findall(r"#[0-9a-f]{3,6}\b", rest) == ["#0003"]  # a shadow

@@ -12,9 +12,8 @@ from typing import Self
 from tqdm import tqdm
 
 from specdraft.data.atomic import write_atomic
+from specdraft.eval.page.training import LOG
 from specdraft.train.fit.trackers import Trackers
-
-LOG = "log.jsonl"
 
 
 class Journal:
