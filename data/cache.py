@@ -14,7 +14,7 @@ from rich.table import Table
 
 from specdraft.data.store.feature_cache import FeatureCache, Features
 from specdraft.data.store.tokens import TokenCache
-from specdraft.data.template import preview
+from specdraft.data.template import MARKS, preview
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_caches
 from specdraft.models.target import Target
@@ -56,7 +56,7 @@ def main() -> None:
 def show(
     tokens: TokenCache, features: Features, target: Target, rows: int, console: Screen
 ) -> None:
-    """Print the counts, the places of the caches, and rows with their supervised tokens green."""
+    """Print the counts, the places of the caches, and rows with their supervised tokens marked."""
     table = Table.grid(padding=(0, 2))
     for name, value in tokens.stats.items():
         table.add_row(name, f"{value:,}")
@@ -69,6 +69,8 @@ def show(
     else:
         table.add_row("features", "none kept (data.features=online)")
     console.print(table)
+    if rows:
+        console.print(f"\nlearnt is what stands between {MARKS[0]} and {MARKS[1]}:")
     for index in range(min(rows, len(tokens))):
         row = tokens[index]
         ids, mask = row["input_ids"].tolist(), row["loss_mask"].tolist()

@@ -29,6 +29,7 @@ from specdraft.data.chat import Conversation, Reject
 from specdraft.recipes.errors import DataError, in_a_line
 from specdraft.recipes.schema import DataSection
 
+MARKS = "«", "»"  # around what is learnt, where it is shown
 Messages = list[dict[str, str]]
 Span = tuple[int, int]  # characters [start, end)
 
@@ -208,11 +209,12 @@ def check_rendered(rendered: int, rejects: list[Reject]) -> None:
 
 
 def preview(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:
-    """Return the tokens as text: supervised ones green, the others dim."""
+    """Return the tokens as text: supervised ones green between two marks, the others dim."""
     text = Text()
     for supervised, run in groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1])):
         tokens = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
-        text.append(tokens, "bold green" if supervised else "dim")
+        shown = f"{MARKS[0]}{tokens}{MARKS[1]}" if supervised else tokens
+        text.append(shown, "bold green" if supervised else "dim")
     return text
 
 

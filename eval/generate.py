@@ -4,8 +4,9 @@
         [--context TOKENS] [section.key=value ..]
 
 With --prompt one answer; else a chat: questions from the terminal, or line by line from a pipe.
-/new forgets the conversation, /method NAME decodes by another method, /quit or Ctrl-D ends, and
-Ctrl-C stops an answer. Uses what was trained in `output.dir`; sampling follows eval.temperature,
+A block that is pasted is one question. /new forgets the conversation, /method NAME decodes by
+another method, of which /method lists those that this run can do, /quit or Ctrl-D ends, and Ctrl-C
+stops an answer. Uses what was trained in `output.dir`; sampling follows eval.temperature,
 top_k, top_p and seed.
 """
 
@@ -24,7 +25,7 @@ from specdraft.recipes.interrupt import Terminated
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import Screen
 
-COMMANDS = "/new, /method NAME, /quit"
+COMMANDS = "/new, /method [NAME], /quit"
 
 
 @entry
@@ -59,8 +60,10 @@ def chat(talk: Chat, console: Screen) -> None:
                 talk.forget()
                 notice(console, "a new conversation", "dim")
             elif command == "/method":
-                talk.use(argument.strip())
-                notice(console, f"decoding by {talk.name}", "dim")
+                if name := argument.strip():
+                    talk.use(name)
+                beside = "" if name else f"; this run can do {', '.join(talk.usable())}"
+                notice(console, f"decoding by {talk.name}{beside}", "dim")
             elif said.startswith("/"):
                 notice(console, f"{command}: unknown; there are {COMMANDS}", "red")
             elif said:
@@ -70,12 +73,14 @@ def chat(talk: Chat, console: Screen) -> None:
 
 
 def questions(console: Screen) -> Iterator[str]:
-    """What the user says, line by line."""
+    """What the user says, line by line; what is pasted at a terminal, as a whole."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
         return
     with suppress(ImportError):
-        import readline  # noqa: F401  (which makes `input` an editor with a history)
+        import readline  # which makes `input` an editor with a history
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
     while True:
         try:
             said = input("> ")
@@ -111,8 +116,8 @@ def answer(talk: Chat, question: str, console: Screen) -> None:
 
 
 def notice(console: Screen, text: str, style: str) -> None:
-    """Print what is no answer, on as many columns as it takes."""
-    console.print(text, style=style, soft_wrap=True)
+    """Print what is no answer; only a terminal has columns to wrap it at."""
+    console.print(text, style=style, soft_wrap=not console.is_terminal)
 
 
 if __name__ == "__main__":

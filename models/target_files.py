@@ -123,7 +123,7 @@ def load_causal_lm(folder: Path, **options: Any) -> PreTrainedModel:
     TargetError for that, for layers that a config leaves out, and for weights that are no numbers.
     """
     try:
-        with _without_its_report():
+        with _quietly():
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -146,14 +146,19 @@ def load_causal_lm(folder: Path, **options: Any) -> PreTrainedModel:
 
 
 @contextmanager
-def _without_its_report() -> Iterator[None]:
-    """Hold back transformers' table of what it made of each tensor: it prints any name as it is."""
-    verbosity = logging.get_verbosity()
+def _quietly() -> Iterator[None]:
+    """Hold back transformers' bar, and its table of what it made of each tensor: it prints any name
+    as it is."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    if bars:
+        logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _left_out(model: nn.Module, unexpected: Iterable[str]) -> list[str]:

@@ -61,7 +61,7 @@ def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda
 
 
 def show_plan(recipe: Recipe, processes: int | None = None) -> None:
-    """Print the resolved recipe and what a run of it would do and cost."""
+    """Print what a run of a recipe would do and cost, and the recipe."""
     state = PartialState()
     processes = processes or state.num_processes
     speed = measured_flops(state.device, getattr(torch, recipe.target.dtype))
@@ -70,10 +70,11 @@ def show_plan(recipe: Recipe, processes: int | None = None) -> None:
 
 
 def print_plan(recipe: Recipe, rows: Iterable[tuple[str, str]]) -> None:
-    """Print the resolved recipe, and rows of what a run of it does."""
+    """Print rows of what a run of a recipe does, and the recipe with all its defaults."""
     table = Table.grid(padding=(0, 2))
     for row in rows:
         table.add_row(*row)
     console = Screen(soft_wrap=True)
-    console.print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), highlight=False)
     console.print(table)
+    console.print("\nThe recipe, with its defaults:\n")
+    console.print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), highlight=False)

@@ -10,11 +10,12 @@ from specdraft.models.portable import portable
 from specdraft.models.publish import REPORT, pages, publish
 from specdraft.recipes.find import drafter_folder
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.terminal import tell
 
 
 def finish(recipe: Recipe, card: Card, report: dict) -> None:
     """Leave a training's report in `output.dir`, and beside its drafter the report and the card;
-    push the drafter where the recipe says."""
+    push the drafter where the recipe says, and tell what lies where."""
     run = Path(recipe.output.dir)
     folder = drafter_folder(run, card.kind)
     write_report(report, run)
@@ -24,3 +25,7 @@ def finish(recipe: Recipe, card: Card, report: dict) -> None:
         for name, content in pages(recipe, card).items():
             write_atomic(folder / name, content)
     publish(recipe, card)
+    drafter = folder if folder.is_dir() else run
+    tell(f"trained  {drafter}")
+    tell(f"report   {run / 'report.html'}")
+    tell(f"next     specdraft chat {drafter}")

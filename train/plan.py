@@ -4,7 +4,7 @@ Nothing is downloaded but configs, and no weights are made: a head is counted on
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ from specdraft.train.draft_cost import compared
 from specdraft.train.fit.schedules import total_steps
 from specdraft.train.student_plan import StudentPlan
 
+LARGE_CACHE = 50e9  # bytes, from which on ways to store less are named
 GPU_FLOPS = 125e12  # an A100 in bfloat16 at 40% of its peak, for plans made elsewhere
 
 
@@ -153,6 +154,7 @@ def plan_lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tup
         *lines,
         ("data", data),
         ("feature cache", _cache_line(plan, recipe, ranks, flops)),
+        *_less_disk(plan, recipe),
         ("steps", _steps_line(plan, recipe, ranks)),
         ("memory", f"about {format_bytes(plan.memory_per_gpu)} per process while training"),
         ("checkpoints", f"{format_bytes(plan.checkpoint_bytes)} at {train.keep} kept"),
@@ -208,6 +210,20 @@ def _cache_line(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> str:
     if not torch.cuda.is_available():
         cache += f", {format_seconds(there)} on {ranks} x A100"
     return cache
+
+
+def _less_disk(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
+    """What a feature cache that is large could do with."""
+    data = recipe.data
+    unused = data.features == "online" or (plan.student and not plan.student.features)
+    if unused or (plan.cache_bytes or 0) < LARGE_CACHE:
+        return []
+    ways = ["data.features=online: none, the target runs in training"]
+    smaller = Storage.of(replace(data, feature_dtype="int8"))
+    size = feature_bytes(plan.tokens, plan.tokens, plan.target.hidden_size, smaller)
+    if size < plan.cache_bytes:
+        ways.insert(0, f"data.feature_dtype=int8: {plan.at_most}{format_bytes(size)}")
+    return [("on less disk", "; ".join(ways))]
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, width: int = 1024) -> float:

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -262,9 +263,22 @@ def _write_arrow(examples: Iterable[Example], partial: Path) -> list[int]:
             writer.write(row)
         writer.finalize()
     if lengths:
-        datasets.Dataset.from_file(str(raw / "rows.arrow")).save_to_disk(str(partial))
+        with _without_bars():
+            datasets.Dataset.from_file(str(raw / "rows.arrow")).save_to_disk(str(partial))
     shutil.rmtree(raw)
     return lengths
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hold back the bars of datasets: what is written here was counted by ours."""
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def _stats(

@@ -5,17 +5,19 @@ all texts so far and goes on. What outgrows the context is forgotten from the be
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 
 from specdraft.data.prompts import chat_prompt
 from specdraft.data.template import Messages
-from specdraft.eval.drafters.registry import load_trained
+from specdraft.eval.drafters.registry import METHODS, load_trained
 from specdraft.eval.engine.request import Request, Update
 from specdraft.eval.measure.methods import Engine, make_method
 from specdraft.eval.measure.outcome import DecodingMethod
 from specdraft.eval.measure.questions import make_request
 from specdraft.models.target import Target
-from specdraft.recipes.errors import DataError, RecipeError
+from specdraft.recipes.errors import DataError, RecipeError, UserError
 from specdraft.recipes.schema import Recipe
 
 CONTEXT = 4096  # tokens of a conversation at most, where the target has so many positions
@@ -50,6 +52,17 @@ class Chat:
         trained = load_trained(recipe, self.target)
         self.method = make_method(name, recipe, self.target, trained, self.context)
         self.recipe, self.name = recipe, name
+
+    def usable(self) -> list[str]:
+        """The methods for which this run has all that they draft with."""
+        recipe = replace(self.recipe, eval=replace(self.recipe.eval, batch_size=1))
+        found, load = [], cache(partial(load_trained, recipe, self.target))
+        for method in METHODS.values():
+            alike = next(name for name, row in METHODS.items() if row.needs == method.needs)
+            with suppress(UserError):
+                make_method(method.name, recipe, self.target, load((alike,)), self.context)
+                found.append(method.name)
+        return found
 
     def forget(self) -> None:
         """Begin a new conversation."""

@@ -1,6 +1,6 @@
 """The runs of a report side by side, on a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -11,6 +11,13 @@ from specdraft.eval.page.trouble import failure_counts, failure_reasons
 from specdraft.recipes.terminal import Screen
 
 WIDEST = 400  # columns of a printed table
+# What a narrow terminal goes without, in turn: report.html has it.
+SPARED = (
+    {"draft_ms_per_step", "verify_ms_per_step", "overhead_ms_per_step"},
+    {"drafted_per_step"},
+    {"speedup_over_generate"},
+    {"acceptance_rate"},
+)
 COLUMNS = {  # heading: key of a run, digits
     "tokens\n/step": ("tokens_per_step", 2),
     "accept\nrate": ("acceptance_rate", 2),
@@ -28,17 +35,14 @@ def print_report(report: dict, console: Screen | None = None) -> None:
     """Show the runs of a report side by side, and its sample answers."""
     runs, console = report["runs"], console or Screen()
     troubled = [run for run in runs if run["failures"]]
-    table = Table(title=_title(runs[0]), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    for heading in (*COLUMNS, "iden-\ntical", *(["trouble"] if troubled else [])):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for run in runs:
-        cells = (_figure(run, key, digits) for key, digits in COLUMNS.values())
-        trouble = [failure_counts(run)] if troubled else []
-        table.add_row(run["method"], *cells, identical_outputs(run), *trouble)
-    # A column that does not fit would be left out: on a narrow terminal, lines wrap instead.
-    needed = console.measure(table, options=console.options.update_width(WIDEST))
-    console.width = max(console.width, needed.maximum)
+    console.print(_title(runs[0]), highlight=False)
+    for count in range(len(SPARED) + 1):
+        table = _table(runs, set().union(*SPARED[:count]), bool(troubled))
+        needed = console.measure(table, options=console.options.update_width(WIDEST)).maximum
+        if needed <= console.width:
+            break
+    # A column that does not fit even so would be left out: then lines wrap instead.
+    console.width = max(console.width, needed)
     console.print(table)
     for run in runs:
         if tree := run.get("tree"):
@@ -51,6 +55,20 @@ def print_report(report: dict, console: Screen | None = None) -> None:
         console.print(Text(f"{run['method']}: {failure_reasons(run)}", "red"))
     for answer in report["samples"]:
         print_sample(answer, console)
+
+
+def _table(runs: Sequence[dict], spared: Collection[str], troubled: bool) -> Table:
+    """A row per run, without some columns; the last one says what went wrong, if anything did."""
+    columns = {name: column for name, column in COLUMNS.items() if column[0] not in spared}
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for heading in (*columns, "iden-\ntical", *["trouble"] * troubled):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in runs:
+        cells = (_figure(run, key, digits) for key, digits in columns.values())
+        trouble = [failure_counts(run)] * troubled
+        table.add_row(run["method"], *cells, identical_outputs(run), *trouble)
+    return table
 
 
 def _title(run: dict) -> str:

@@ -13,7 +13,7 @@ COLOURS = {
     "falcon_tree": "#1f77c4", "falcon_chain": "#54a5e0", "falcon_dynamic": "#6f7fe0",
     "falcon_maxgram": "#2b93a6",
     "eagle_tree": "#d55e00", "eagle_chain": "#ee9350", "eagle_dynamic": "#b9694a",
-    "eagle3_tree": "#b54f99", "eagle3_chain": "#d889bf",
+    "eagle3_tree": "#b54f99", "eagle3_chain": "#d889bf", "eagle3_dynamic": "#a26fb8",
     "medusa_tree": "#0c9468", "medusa_chain": "#55b591",
     "ssd": "#8663d0", "ssd_dynamic": "#a68ce0", "tsd": "#169aa8", "gsd": "#cc4b82",
     "rsd_c": "#5c9a36", "rsd_s": "#86ae4c", "specinfer": "#d0782a", "spectr": "#a4714a",

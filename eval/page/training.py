@@ -12,7 +12,7 @@ def training_curve(run: Path) -> list[dict]:
     """Of a run's training, in order: step, loss, accuracy by depth, and tokens_per_step where the
     validation prompts were decoded; nothing where there is no log."""
     lines = [*_lines(run / LOG)]
-    logged = [line for line in lines if line["kind"] == "train"]
+    logged = [line for line in lines if line["kind"] == "train" and "loss" in line]
     size = -(-len(logged) // POINTS)
     groups = [logged[n : n + size] for n in range(0, len(logged), size or 1)]
     curve = {group[-1]["step"]: _mean(group) for group in groups}
@@ -33,7 +33,7 @@ def _lines(log: Path) -> Iterator[dict]:
 
 def _mean(lines: list[dict]) -> dict:
     """The mean loss, and the mean accuracy of each depth."""
-    depths = zip(*(line["accuracy"] for line in lines), strict=False)
+    depths = zip(*(line.get("accuracy", []) for line in lines), strict=False)
     return {
         "loss": sum(line["loss"] for line in lines) / len(lines),
         "accuracy": [sum(some) / len(some) for some in depths],

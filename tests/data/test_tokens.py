@@ -1,6 +1,7 @@
 """The token cache holds what may be learnt, names itself by its inputs, and is whole or absent."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from specdraft.data.store import tokens as tokens_module
 from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.data.template import Template
+from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.schema import Recipe
@@ -63,6 +65,17 @@ def test_it_is_an_arrow_dataset_that_others_can_read(tmp_path):
     cache = build_tokens(recipe(tmp_path, source), st.small_tokenizer())
     dataset = datasets.load_from_disk(str(cache.directory))
     assert dataset[1]["input_ids"] == cache[1]["input_ids"].tolist()
+
+
+def test_no_bar_but_our_own_is_drawn(tmp_path, capfd):
+    Target.load("tiny")
+    source = write(tmp_path / "a.jsonl", chats(3))
+    build_tokens(recipe(tmp_path, source), st.small_tokenizer())
+    drawn = capfd.readouterr()
+    assert drawn.out == ""
+    bars = [line for line in re.split(r"[\r\n]+", drawn.err) if line]
+    assert bars
+    assert [line for line in bars if not line.startswith("tokens: ")] == []
 
 
 def test_a_second_build_only_opens_it(tmp_path, monkeypatch):

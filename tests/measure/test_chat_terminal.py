@@ -15,6 +15,8 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request, Step, Update
 from specdraft.eval.generation.chat import Chat
 from specdraft.eval.generation.live import Answer, show
+from specdraft.models.falcon import FalconHead
+from specdraft.models.shapes import TargetShape, head_config
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import load_recipe
@@ -107,15 +109,15 @@ def test_an_answer_stopped_before_its_first_token_takes_its_question_along(talk)
 def piped(monkeypatch, *said: str, options: tuple[str, ...] = ()) -> list[str]:
     """The lines that a chat prints whose questions come from a pipe."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said)))
-    command = ["eval/generate.py", "recipes/tiny.yaml", "--method", "prompt_lookup", *options]
-    done = run_here(*command, *SMALL)
+    command = ["eval/generate.py", "recipes/tiny.yaml", "--method", "prompt_lookup"]
+    done = run_here(*command, *SMALL, *options)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 def test_a_pipe_is_answered_line_by_line(tiny, monkeypatch):
     greeting, *lines = piped(monkeypatch, FIRST, "", "/new", SECOND, "/quit", "never read")
-    assert greeting == "tiny, prompt_lookup. /new, /method NAME, /quit"
+    assert greeting == "tiny, prompt_lookup. /new, /method [NAME], /quit"
     answers = [line for line in lines if not line.endswith("tokens/s")]
     assert len(lines) - len(answers) == 2
     expected = f"{plain(tiny, FIRST)}\na new conversation\n{plain(tiny, SECOND)}"
@@ -130,10 +132,36 @@ def test_mistakes_are_told_and_the_chat_goes_on(tiny, monkeypatch):
     assert "nothing" in text
     assert "prompt_lookup" in lines[1]  # among the known ones
     assert "no trained head at nowhere" in text
-    assert "/methods: unknown; there are /new, /method NAME, /quit" in text
+    assert "/methods: unknown; there are /new, /method [NAME], /quit" in text
     assert "54 fit into a context of 70" in text
     assert plain(tiny, FIRST) in text
     assert lines[-1].split(", ")[0].endswith("1.00 a step")
+
+
+def test_method_alone_lists_what_this_run_can_do(tiny, monkeypatch, tmp_path):
+    blocks = ("head.block_size=2", "eval.tree=tiny_k2")
+    shape = TargetShape.of(tiny.config)
+    config = head_config(load_recipe("recipes/tiny.yaml", blocks), shape, identity=tiny.identity())
+    FalconHead(config).save_pretrained(tmp_path / "head")
+    for folder, more in (
+        ("nowhere", ""),
+        (str(tmp_path), ", falcon_chain, falcon_tree, falcon_dynamic"),
+    ):
+        *_, told = piped(monkeypatch, "/method", options=(f"output.dir={folder}", *blocks))
+        able = f"plain, generate, hf_prompt_lookup, prompt_lookup{more}"
+        assert told == f"decoding by prompt_lookup; this run can do {able}"
+
+
+def test_what_is_pasted_is_one_question():
+    terminal = Terminal("eval.methods=[prompt_lookup]")
+    assert "\x1b[?2004h" in terminal.until("> ")  # by which a terminal is told to mark pastes
+    terminal.type("\x1b[200~Tell me about\na fox.\x1b[201~\n")
+    terminal.until("tokens/s")
+    terminal.type("/quit\n")
+    assert terminal.process.wait(60) == 0
+    with suppress(BlockingIOError):
+        terminal.seen += os.read(terminal.keyboard, 1 << 16).decode(errors="replace")
+    assert "tokens in" not in terminal.seen.partition("> ")[2]
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones():

@@ -230,7 +230,22 @@ def test_baselines_run_in_the_same_mode_as_ours(tiny):
             modes.clear()
 
 
-def test_a_narrow_terminal_loses_no_column(report, capsys):
+def test_80_columns_hold_a_table_of_what_matters_most(report, capsys):
+    for run in report["runs"]:
+        run["tokens_per_second_repeats"] = [110.0, 12000.0]
+    print_report(report, Console(width=80))
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for run in report["runs"]:
+        (line,) = (line for line in shown.splitlines() if line.split()[:1] == [run["method"]])
+        assert {f"{run[key]:.2f}" for key in ("tokens_per_step", "speedup")} <= {*line.split()}
+        assert "(110-12000)" in line
+    print_report(report, Console(width=120))
+    assert "verify" not in shown
+    assert "verify" in capsys.readouterr().out
+
+
+def test_a_terminal_that_is_too_narrow_even_so_has_the_last_column(report, capsys):
     print_report(report, Console(width=40))
     shown = capsys.readouterr().out
     for run in report["runs"]:

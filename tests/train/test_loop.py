@@ -6,6 +6,7 @@ As a script it is the job that other processes of these tests run:
 
 import itertools
 import json
+import re
 import sys
 import time
 from functools import partial
@@ -241,6 +242,14 @@ def test_the_log_has_ratios_and_the_board_has_scalars(tmp_path):
     assert 0 <= record["data_wait"] <= 1
     assert record["tokens_per_second"] > 0
     assert list((tmp_path / "tensorboard").rglob("events.*"))
+
+
+def test_80_columns_of_the_bar_have_what_matters_first(tmp_path, capsys):
+    speed = {"tokens_per_step": 2.5}
+    train(tmp_path, evaluate=lambda *_: speed, **{"train.eval_every": 2, "train.log_every": 1})
+    bar = re.split(r"[\r\n]", capsys.readouterr().err.strip())[-1]
+    assert re.match(r"train 6/6 \S+<\S+, \S+k tok/s 2\.50 tok/step loss \S+ acc \.\d+/\.\d+", bar)
+    assert len(bar.partition(" acc ")[0]) < 80
 
 
 def test_max_minutes_ends_the_run_whole(tmp_path):

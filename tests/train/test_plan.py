@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from commands import run_here
 from test_loop import SCALE, ToyRows
 from transformers import AutoConfig, LlamaConfig
 
@@ -44,6 +45,24 @@ def test_the_7b_plan_has_the_sizes_of_the_paper():
     assert "2.66 decoder layers" in text["head"]
     assert "1.14 TB" in text["feature cache"]
     assert "42,500 x 32 rows = 1 x 8 x 4" in text["steps"]
+
+
+def test_a_large_disk_is_told_with_what_would_take_less():
+    def less_disk(name: str, *changes: str) -> str | None:
+        recipe = load(name, *changes)
+        return dict(plan_lines(make_plan(recipe), recipe, 1, 1e12)).get("on less disk")
+
+    told = less_disk("vicuna7b")
+    assert told.startswith("data.feature_dtype=int8: at most 572 GB; data.features=online: none")
+    assert less_disk("vicuna7b", "data.feature_dtype=int8").startswith("data.features=online")
+    assert less_disk("vicuna7b", "data.features=online") is None
+    assert less_disk("tiny", "data.limit=3000") is None
+
+
+def test_a_dry_run_shows_the_plan_before_the_recipe():
+    shown = run_here("train/falcon.py", "recipes/tiny.yaml", "--dry-run").stdout
+    assert shown.startswith("target ")
+    assert 0 < shown.index("memory   ") < shown.index("\nname: tiny\n")
 
 
 def test_a_plan_says_what_a_draft_reads():

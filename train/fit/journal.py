@@ -27,6 +27,7 @@ class Journal:
             disable=not is_main,
             unit="step",
             desc="train",
+            bar_format="{desc} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}",
             # A file or a pipe keeps every redrawing of the bar: seldom is enough there.
             mininterval=0.2 if sys.stderr.isatty() else 10.0,
         )
@@ -60,20 +61,21 @@ class Journal:
 
     def status(self, values: dict) -> None:
         """Renew the status line."""
-        accuracy = "/".join(f"{a:.2f}" for a in values["accuracy"])
-        shares = "".join(f"{n} {values[n]:.0%} " for n in ("glanced", "on_policy") if n in values)
+        accuracy = "/".join(f"{a:.2f}" for a in values["accuracy"]).replace("0.", ".")
+        shares = "".join(f" {n} {values[n]:.0%}" for n in ("glanced", "on_policy") if values.get(n))
+        # What matters most comes first: 80 columns cut off the rest.
         self.bar.set_postfix_str(
-            f"loss {values['loss']:.4g} acc {accuracy} {shares}"
-            f"lr {values['lr']:.1e} {values['tokens_per_second'] / 1000:.1f}k tok/s "
-            f"wait {values['data_wait']:.0%}{self.best}",
+            f"{values['tokens_per_second'] / 1000:.1f}k tok/s{self.best} "
+            f"loss {values['loss']:.3g} acc {accuracy}{shares} "
+            f"lr {values['lr']:.1e} wait {values['data_wait']:.0%}",
             refresh=False,
         )
 
     def evaluated(self, metrics: dict, best: dict) -> None:
         """Keep the newest evaluation in the status line."""
         if "tokens_per_step" in metrics:
-            self.best = f" tok/step {metrics['tokens_per_step']:.2f}"
-            if "tokens_per_step" in best:
+            self.best = f" {metrics['tokens_per_step']:.2f} tok/step"
+            if best.get("tokens_per_step", 0.0) > metrics["tokens_per_step"]:
                 self.best += f" (best {best['tokens_per_step']:.2f})"
 
     def say(self, text: str) -> None:
