@@ -1,0 +1,200 @@
+"""Commands that are ended by signals and closed terminals, again and again, in all their stages.
+
+A number stands for a command that is begun five times in the same folder, under any launcher, and
+ended at any moment. Nothing of it may live on, and nobody may complain. Then it is left to end, and
+has to come to what comes of it undisturbed.
+"""
+
+import os
+import pty
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from threading import Thread
+
+import psutil
+from commands import ROOT, SURROUNDINGS, run, start
+from pairs import ANSWERS, BENCH, CACHE, COSTS, COUNT, FIT, TRAIN
+from place import Place, weights
+from verdict import of_command
+
+PATIENCE = 90  # seconds until all that belongs to an ended command is gone
+LAUNCHERS = {
+    "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
+}
+LONGER = ["train.steps=40", "train.save_every=10", "train.eval_every=20"]
+DISTIL = ["train/distill.py", "recipes/tiny_distill.yaml", *LONGER, "eval.methods=[plain,ssd]"]
+PAPER = ["eval/paper.py", "noise", "--seeds", "0"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command; ranks: whether several processes share its work; trained: whether it begins with
+    what was trained; kept: the folder of the weights that it leaves."""
+
+    command: list[str]
+    ranks: bool = False
+    trained: bool = False
+    kept: str | None = None
+
+
+STAGES = [
+    Stage([*TRAIN, *LONGER], ranks=True, kept="falcon"),
+    Stage(CACHE, ranks=True),
+    Stage(BENCH, trained=True),
+    Stage(ANSWERS, ranks=True),
+    Stage(COSTS, trained=True),
+    Stage(FIT, trained=True),
+    Stage(COUNT, ranks=True),
+    Stage(DISTIL, ranks=True, kept="student"),
+    Stage(PAPER),
+]
+HOW = ["ctrl-c", "ctrl-c twice", "closed", "SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"]
+
+
+def kill(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
+    """Begin a command and end it, five times; then see what comes of it."""
+    random, stage = Random(f"kill {number}"), STAGES[number % len(STAGES)]
+    if stage.trained:
+        for name in ("run", "cache"):
+            shutil.copytree(place.folder / name, folder / name)
+    command, one, kills = overridden(stage, folder, place), True, 0
+    for _ in range(5):
+        launcher = random.choice(["python", "python", "accelerate", "torchrun"][: 3 + stage.ranks])
+        how, after, at_work = random.choice(HOW), random.uniform(0, 8), random.random() < 0.8
+        session = Session(launcher, command, folder)
+        if (not at_work or session.lasts(PATIENCE, session.is_at_work)) and session.lasts(after):
+            kills += 1
+            session.end(how)
+        told = f"{' '.join(command[:2])} under {launcher}, {how} after {after:.1f} s"
+        told += " of work" if at_work else ""
+        if found := session.aftermath():
+            return kills, f"{told}: {found}"
+        one &= launcher != "torchrun"  # two ranks add up in another order
+    done = run(*command)
+    if done.returncode:
+        return kills, f"{command}: it does not go on: {done.stderr[-1500:]}"
+    if one and stage.kept and weights(folder / "run", stage.kept) != whole(stage, place):
+        return kills, f"{command}: other weights than undisturbed"
+    return kills, None
+
+
+def overridden(stage: Stage, folder: Path, place: Place) -> list[str]:
+    """The command of a stage whose files lie in a folder."""
+    given = {word.split("=")[0] for word in stage.command}
+    own = [word for word in place.settings(folder) if word.split("=")[0] not in given]
+    if stage.command is PAPER:
+        own = [
+            word for word in own if not word.startswith(("output.", "eval.methods", "eval.tree"))
+        ]
+        own += ["--runs", str(folder / "runs")]
+    return [*stage.command, *own]
+
+
+def whole(stage: Stage, place: Place) -> str:
+    """The weights of a stage that nobody ends."""
+    folder = place.folder / "whole" / stage.kept
+    if not (folder / "run" / "report.json").is_file():
+        done = run(*overridden(stage, folder, place))
+        assert done.returncode == 0, done.stderr
+    return weights(folder / "run", stage.kept)
+
+
+class Session:
+    """A command that leads the session of a terminal."""
+
+    def __init__(self, launcher: str, command: list[str], folder: Path):
+        self.folder, self.said, self.code, self.fork = folder, b"", None, None
+        self.began = time.time()
+        if launcher == "python":  # forked: its imports are done
+            self.terminal, screen = pty.openpty()
+            self.fork = start(*command, terminal=os.ttyname(screen))
+            self.pid = self.fork.pid
+            os.close(screen)
+        else:
+            self.pid, self.terminal = pty.fork()
+            if not self.pid:
+                os.chdir(ROOT)
+                os.environ.update(SURROUNDINGS)
+                os.execv(sys.executable, [sys.executable, *LAUNCHERS[launcher], *command])
+        self.reader = Thread(target=self._read, args=(self.terminal,), daemon=True)
+        self.reader.start()
+
+    def _read(self, terminal: int) -> None:
+        with suppress(OSError):  # it ends with the last who has the terminal, or when it is closed
+            while part := os.read(terminal, 4096):
+                self.said += part
+
+    def is_at_work(self) -> bool:
+        """Whether a file was written in its folder."""
+        paths = self.folder.rglob("*")
+        return any(path.stat().st_mtime > self.began for path in paths if path.is_file())
+
+    def lasts(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+        """Whether it goes on for so long, or until something is."""
+        deadline = time.monotonic() + seconds
+        while self._runs() and time.monotonic() < deadline:
+            with suppress(FileNotFoundError):
+                if until():
+                    break
+            time.sleep(0.05)
+        return self._runs()
+
+    def _runs(self) -> bool:
+        if self.code is None and self.fork:
+            self.code = self.fork.poll()
+        elif self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code is None
+
+    def end(self, how: str) -> None:
+        """Do to it what a user, a shell or a scheduler does."""
+        if how == "closed":
+            os.close(self.terminal)
+            self.terminal = None
+        elif how.startswith("ctrl-c"):
+            for _ in range(1 + how.endswith("twice")):
+                with suppress(OSError):
+                    os.write(self.terminal, b"\x03")
+                time.sleep(0.3)
+        else:
+            os.kill(self.pid, signal.Signals[how])
+
+    def aftermath(self) -> str | None:
+        """Wait until all of it is gone; say what is wrong with how it went."""
+        deadline = time.monotonic() + PATIENCE
+        while self._runs() or self.alive():
+            if time.monotonic() > deadline:
+                left = [" ".join(one.cmdline()[-8:]) for one in self.alive()]
+                for process in self.alive():
+                    process.kill()
+                return f"after {PATIENCE} s there still are {left}: {self.text[-1500:]}"
+            time.sleep(0.1)
+        if self.terminal is not None:
+            self.reader.join(5)
+            os.close(self.terminal)
+        lines = re.findall(r"(?:resume|start again) with: ", self.text)
+        if len(lines) > 1:
+            return f"it was said {len(lines)} times how to go on: {self.text[-1500:]}"
+        return of_command(self.code if self.code in (0, 2) else 130, self.text)
+
+    @property
+    def text(self) -> str:
+        """What it said."""
+        return self.said.decode(errors="replace")
+
+    def alive(self) -> list[psutil.Process]:
+        """The processes whose command names the folder."""
+        there = psutil.process_iter(["cmdline", "status"])
+        ours = [one for one in there if one.info["status"] != psutil.STATUS_ZOMBIE]
+        where = str(self.folder)
+        return [one for one in ours if any(where in word for word in one.info["cmdline"] or ())]

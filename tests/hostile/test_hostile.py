@@ -1,0 +1,48 @@
+"""The short part of a hostile hour: some inputs of every kind, and a run that is tampered with."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from fuzz import KINDS, fuzz
+from mangle import WAYS
+from place import Place
+from tampers import tamper
+from verdict import of_command, refused_or_fine
+
+from specdraft.recipes.errors import RecipeError
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    return Place(tmp_path_factory.mktemp("hostile") / "place")
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=[kind.__name__ for kind in KINDS])
+def test_spoilt_inputs_are_refused_in_a_few_words_or_are_no_matter(place, tmp_path, kind):
+    for number in range(kind, 12 * len(KINDS), len(KINDS)):
+        (folder := tmp_path / str(number)).mkdir()
+        assert fuzz(number, folder, place) == (1, None), number
+
+
+def test_what_was_tampered_with_is_not_taken_as_whole(place, tmp_path):
+    assert tamper(0, tmp_path, place) == (1, None)
+
+
+def test_the_attacks_find_what_they_look_for():
+    """Or a silent hour would say nothing."""
+
+    def refused(message: str) -> None:
+        raise RecipeError(message)
+
+    assert refused_or_fine(lambda: refused("short")) is None
+    assert "characters" in refused_or_fine(lambda: refused("x" * 10_000))
+    assert "KeyError" in refused_or_fine(lambda: {}["a"])
+    assert of_command(2, "error: nothing there\n") is None
+    assert "internal error" in of_command(1, "\ninternal error: KeyError: 7\n")
+    assert "escape" in of_command(0, "\x1b]52;c;aGk=\x07")
+    assert "exit code -11" in of_command(-11, "")
+    inside = Path(__file__).parents[2] / "recipes" / "errors.py"
+    trace = f'Traceback (most recent call last):\n  File "{inside}", line 75, in guarded\n'
+    assert "Traceback" in of_command(1, trace)
+    assert all(way(b"some bytes", Random(3)) != b"some bytes" for way in WAYS)

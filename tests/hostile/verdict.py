@@ -1,0 +1,67 @@
+"""What no input and no kill may lead to: a traceback, an internal error, a hang, a crash."""
+
+import re
+import signal
+import traceback
+from collections.abc import Callable
+
+from commands import ROOT
+
+from specdraft.recipes.errors import UserError
+
+PATIENCE = 60  # seconds of one input
+OURS = re.compile(rf'File "[^"]*(?:{ROOT}|specdraft)/(?:recipes|models|data|eval|train)/')
+ESCAPES = re.compile("\x1b(?!\\[[0-9;]*[mKA])")  # but colours, and what a bar draws with
+
+
+def refused_or_fine(call: Callable[[], object]) -> str | None:
+    """Call it; say what is wrong with how that went. To be refused in a few words is right."""
+    previous = signal.signal(signal.SIGALRM, _hangs)
+    signal.alarm(PATIENCE)
+    try:
+        call()
+    except UserError as error:
+        return None if len(str(error)) < 8000 else f"{len(str(error))} characters of a message"
+    except OSError as error:
+        return None if error.errno is not None else _place(error)
+    except Exception as error:
+        return _place(error)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    return None
+
+
+def of_command(code: int, output: str) -> str | None:
+    """Say what is wrong with how a command has ended: 0, 1 with a reason, 2, 130, or a signal."""
+    if "internal error" in output:
+        return next(line for line in output.splitlines() if "internal error" in line)
+    if found := _our_traceback(output):
+        return found
+    if ESCAPES.search(output):
+        return f"an escape sequence: {ESCAPES.search(output)}"
+    if code not in (0, 1, 2, 130, *(-number for number in (1, 2, 9, 15))):
+        return f"exit code {code}: {output[-300:]}"
+    return None
+
+
+def _our_traceback(output: str) -> str | None:
+    """A traceback through a file of ours, unless Ctrl-C came before its `main`: in an import."""
+    for part in output.split("Traceback (most recent call last)")[1:]:
+        if OURS.search(part) and "in guarded" in part:  # launchers tell of their end by theirs
+            return f"Traceback{part[:1500]}"
+    return None
+
+
+def _hangs(*_: object) -> None:
+    raise RuntimeError(f"it hangs: after {PATIENCE} s it is still at it")
+
+
+def _place(error: Exception) -> str:
+    """An error, and where of ours it came from."""
+    at = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if OURS.match(f'File "{frame.filename}')
+    ]
+    return f"{type(error).__name__}: {str(error)[:300]} at {' < '.join(at[:-4:-1])}"
