@@ -76,7 +76,7 @@ def _check_samples(target: Target, answers: dict) -> None:
 def _check_pads(target: Target, requests: list[Request], expected: list) -> None:
     answers = {tuple(r.prompt): answer for r, answer in zip(requests, expected, strict=True)}
     for paddings in PADDINGS.values():
-        decoder = PaddedDecoder(target, Foreseeing(answers), 3, 200, *paddings)
+        decoder = PaddedDecoder(target, Foreseeing(answers), 3, 128, *paddings)
         decoder.packed.begin(3)
         assert decode(decoder, requests[1:]) == expected[1:]
 

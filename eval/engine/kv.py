@@ -23,8 +23,8 @@ class KVPool:
     """Keys and values of R rows, [2, R, kv_heads, C, D] per entry of `layers`; `lengths[r]` valid.
 
     devices: one per layer, where it runs. The layers of one device lie in one tensor. windows: how
-    many tokens each layer sees, the newest included; None: all. Where there is one, positions of
-    slots are kept, too.
+    many tokens each layer sees, the newest included; None: all. slopes: by which scores of each
+    head fall with the distance (ALiBi). Where there is either, positions of slots are kept, too.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         windows: Sequence[int | None] = (),
+        slopes: Tensor | None = None,
     ):
         shape = (2, rows, kv_heads, capacity, head_dim)
         # Zeros, not empty: a masked slot still multiplies its value, and 0 * NaN is NaN.
@@ -51,7 +52,8 @@ class KVPool:
         self.pads = [0] * rows  # of these slots, those that hold no token
         self.windows = windows or [None] * len(devices)
         self.positions = None  # [R, C]
-        if any(self.windows):
+        self.slopes = slopes
+        if slopes is not None or any(self.windows):
             self.positions = torch.zeros(rows, capacity, dtype=torch.long, device=devices[0])
         # Every row's keys and values, [1, kv_heads, C, D] each: making a view costs as much as
         # the work on it where a target is small.

@@ -30,6 +30,7 @@ from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology, chain
 from specdraft.eval.families.probe import measure
 from specdraft.eval.families.support import check_forward, check_positions, check_supported
+from specdraft.models.families.alibi import handed, has_alibi
 from specdraft.models.families.scores import PLAIN, Scores, attention
 from specdraft.models.feature_layers import Layers, wide_features
 from specdraft.models.placement import shared
@@ -48,8 +49,8 @@ class Segment(NamedTuple):
     row: int
     start: int
     count: int
-    # [count, stop - first] added to attention scores. None: nothing to hide (one token) or, at
-    # start 0, a causal chain.
+    # [count, stop - first] added to attention scores, or of every head [heads, ..]. None: nothing
+    # to hide (one token) or, at start 0, a causal chain.
     bias: Tensor | None
     first: int = 0  # slots before it are out of sight
 
@@ -76,7 +77,7 @@ class Plan:
     def __init__(self, pool: KVPool, segments: Sequence[Segment], device: torch.device):
         self.pool, self.segments, self.device = pool, segments, device
         self._elsewhere: dict[torch.device, Plan] = {}
-        self._within: dict[int, Plan] = {}
+        self._within: dict[int | None, Plan] = {}
         firsts = accumulate((segment.count for segment in segments), initial=0)
         self.placed = list(zip(firsts, segments, strict=False))
         self.alone = len(segments) == 1
@@ -109,22 +110,25 @@ class Plan:
         self.pool.positions[rows, slots] = positions
 
     def within(self, window: int | None) -> "Plan":
-        """The plan for layers whose tokens see `window` tokens, themselves included, made when the
-        first one asks; itself while all rows are shorter."""
-        if window is None or all(segment.stop <= window for segment in self.segments):
+        """The plan for layers whose tokens see `window` tokens, themselves included, with ALiBi
+        where there is some, made when the first one asks; itself while it would be the same."""
+        if self.pool.slopes is None and (
+            window is None or all(segment.stop <= window for segment in self.segments)
+        ):
             return self
         if window not in self._within:
             segments = [self._narrowed(segment, window) for segment in self.segments]
             self._within[window] = Plan(self.pool, segments, self.device)
         return self._within[window]
 
-    def _narrowed(self, segment: Segment, window: int) -> Segment:
-        """The segment without what lies `window` positions or more before each of its tokens."""
+    def _narrowed(self, segment: Segment, window: int | None) -> Segment:
+        """The segment without what lies `window` positions or more before each of its tokens, and
+        with what ALiBi takes off."""
         row, pool = segment.row, self.pool
         # All that is read now comes after what is committed, whose slots, pads aside, are its
         # positions.
         oldest = min(pool.lengths[row] - pool.pads[row], segment.start)
-        first = max(oldest + 1 - window, 0)
+        first = 0 if window is None else max(oldest + 1 - window, 0)
         positions = pool.positions[row, first : segment.stop]
         distance = positions[segment.start - first :, None] - positions
         bias = segment.bias
@@ -134,7 +138,11 @@ class Plan:
                 hide_later(bias)
         else:
             bias = bias[:, first:]
-        return segment._replace(first=first, bias=bias.masked_fill(distance >= window, -torch.inf))
+        if window is not None:
+            bias = bias.masked_fill(distance >= window, -torch.inf)
+        if pool.slopes is not None:
+            bias = bias - (pool.slopes[:, None, None] * distance).to(bias.dtype)
+        return segment._replace(first=first, bias=bias)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN
@@ -196,17 +204,18 @@ class Group:
             self.cells = upload(cells, device)
 
     def _mask(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
-        """[S, 1, T, slots]; what no token asks for stays visible, so that nothing is NaN."""
-        shape = (self.size, 1, self.count, self.stop - self.first)
+        """[S, 1 or heads, T, slots]; what no token asks for stays visible: nothing is NaN."""
+        heads = 1 if self.pool.slopes is None else len(self.pool.slopes)
+        shape = (self.size, heads, self.count, self.stop - self.first)
         mask = torch.zeros(shape, dtype=self.pool.layers[0].dtype, device=device)
         for segment in segments:
-            place = mask[segment.row - self.row, 0, : segment.count]
+            place = mask[segment.row - self.row, :, : segment.count]
             first, stop = segment.first - self.first, segment.stop - self.first
-            place[:, :first] = place[:, stop:] = float("-inf")
+            place[..., :first] = place[..., stop:] = float("-inf")
             if segment.bias is not CAUSAL:
-                place[:, first:stop] = segment.bias
+                place[..., first:stop] = segment.bias
             elif segment.is_causal:
-                hide_later(place[:, :stop])
+                hide_later(place[..., :stop])
         return mask
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scores: Scores) -> None:
@@ -290,7 +299,8 @@ class PackedTarget:
         # attention function.
         view = copy.deepcopy(target.model, shared(target.model))
         geometry = measure(target, view)
-        view.config._attn_implementation = ATTENTION
+        if not has_alibi(view):
+            view.config._attn_implementation = ATTENTION
         self.base = view.base_model
         self.target, self.layers = target, layers
         self.pool = KVPool(**vars(geometry), rows=rows, capacity=capacity, dtype=target.dtype)
@@ -321,7 +331,8 @@ class PackedTarget:
         return self._run(ids, positions, plan)
 
     def _run(self, ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
-        inputs = {"input_ids": ids[None], "position_ids": positions[None], "plan": plan}
+        inputs = {"input_ids": ids[None], "position_ids": positions[None]}
+        inputs |= handed(self.base, _attention, plan=plan)
         return wide_features(self.base, self.layers, ids.device, **inputs)[0]
 
     @torch.inference_mode()

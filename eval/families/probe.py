@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from specdraft.eval.families.support import refusal, refusing
+from specdraft.models.families.alibi import handed, has_alibi, replace_attention
 from specdraft.models.target import Target
 
 PROBE = "specdraft_probe"
@@ -46,6 +47,7 @@ class Geometry:
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]  # tokens that each layer sees, the newest included; None: all
+    slopes: Tensor | None  # [heads], of ALiBi
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Call:
     key: torch.Size
     value: torch.Size
     window: int
+    slopes: Tensor | None
     options: tuple[str, ...]
 
 
@@ -69,11 +72,16 @@ def measure(target: Target, view: nn.Module) -> Geometry:
     calls: list[Call] = []
     AttentionInterface.register(PROBE, _attention)
     AttentionMaskInterface.register(PROBE, _mask)
-    view.config._attn_implementation = PROBE
+    if has_alibi(view):
+        replace_attention(view)
+    else:
+        view.config._attn_implementation = PROBE
     ids = torch.tensor([[0, 1]], device=target.device)
     with torch.inference_mode(), refusing(target, "its layers cannot be looked at"):
         # A bound method, for accelerate would hand a list on as a copy.
-        view.base_model(input_ids=ids, use_cache=False, probe=calls.append)
+        view.base_model(
+            input_ids=ids, use_cache=False, **handed(view, _attention, probe=calls.append)
+        )
     if not calls:
         raise refusal(target, "its layers pass no keyword arguments on to their attention")
     options = sorted({name for call in calls for name in call.options})
@@ -90,10 +98,12 @@ def measure(target: Target, view: nn.Module) -> Geometry:
         found = "; ".join(f"{k} x {d} and {v} x {e}" for k, d, v, e in sorted(shapes))
         raise refusal(target, f"keys and values must be alike in all layers, found {found}")
     windows = tuple(call.window or None for call in calls)
-    return Geometry(tuple(call.device for call in calls), kv_heads, key_dim, windows)
+    devices = tuple(call.device for call in calls)
+    return Geometry(devices, kv_heads, key_dim, windows, calls[0].slopes)
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, probe=None, **options):
+    slopes = options.pop("slopes", None)
     if probe is not None:
         window = ALL
         if attention_mask is not None:
@@ -101,7 +111,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, probe=No
             window = int(attention_mask.flatten()[0]) if ours else OTHER
         used = tuple(n for n, value in options.items() if n not in HARMLESS and value is not None)
         layer = getattr(module, "layer_idx", None)
-        probe(Call(layer, key.device, key.shape, value.shape, window, used))
+        probe(Call(layer, key.device, key.shape, value.shape, window, slopes, used))
     # [1, T, heads, D], as an attention's output; its values are never looked at.
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 

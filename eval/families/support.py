@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from specdraft.models.families.alibi import has_alibi
 from specdraft.models.feature_layers import Layers
 from specdraft.models.target import Target
 from specdraft.recipes.errors import TargetError, in_a_line
@@ -35,6 +36,8 @@ def _unsupported(target: Target) -> str | None:
         return "it keeps a recurrent state, which cannot be taken back when a draft is rejected"
     if getattr(config, "kv_lora_rank", None):
         return "latent attention (MLA), where keys and values differ in size, is not supported"
+    if has_alibi(model):
+        return None
     if hasattr(model.base_model, "build_alibi_tensor") or getattr(config, "alibi", False):
         return "it adds ALiBi in attention code of its own, which cannot be replaced"
     if not getattr(model, "_supports_attention_backend", False):

@@ -30,7 +30,7 @@ def attention(
     query: Tensor,  # [S, heads, T, D]
     keys: Tensor,  # [S, kv_heads, C, D]
     values: Tensor,  # [S, kv_heads, C, D]
-    mask: Tensor | None,  # [T, C] or [S, 1, T, C], added to scores
+    mask: Tensor | None,  # [T, C], of every head [heads, T, C] or of rows [S, .., T, C]; added
     is_causal: bool,
     scores: Scores,
 ) -> Tensor:

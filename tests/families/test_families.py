@@ -173,7 +173,7 @@ def test_a_padding_token_that_is_embedded_as_zero_is_no_reason_to_refuse(padding
 
 
 REFUSALS = {
-    r"\(bloom\).*ALiBi": partial(random_model, "Bloom", n_head=4, n_layer=2),
+    r"\(falcon\).*ALiBi": partial(random_model, "Falcon", alibi=True),
     r"\(rwkv\).*recurrent state": partial(random_model, "Rwkv", attention_hidden_size=HIDDEN),
     r"\(mamba\).*linear_attention": partial(random_model, "Mamba", state_size=4),
     r"\(qwen3_next\).*linear_attention": partial(random_model, "Qwen3Next", **GQA),
