@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 from argparse import ArgumentParser
 from contextlib import chdir
 from functools import cache
@@ -98,7 +99,7 @@ def test_the_files_of_the_house_that_a_page_names_exist(page):
 
 # Commands: in a folder like the repository, with runs and caches of its own.
 
-TRAIN = "accelerate launch train/falcon.py recipes/tiny.yaml"
+TRAIN = "python train/falcon.py recipes/tiny.yaml"
 DECODING = ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=4", "eval.threads=1"]
 STEPS = ["train.steps=2", "train.batch_size=4", "train.threads=1"]
 STEPS += ["train.eval_every=null", "train.save_every=null"]
@@ -107,14 +108,14 @@ TRAINERS += ("train/medusa.py", "train/distill.py")
 # What a command reads must have been made before, by recipe.
 MADE_BY = {
     "recipes/tiny.yaml": [TRAIN],
-    "recipes/tiny_eagle.yaml": ["accelerate launch train/eagle.py recipes/tiny_eagle.yaml"],
-    "recipes/tiny_eagle3.yaml": ["accelerate launch train/eagle3.py recipes/tiny_eagle3.yaml"],
-    "recipes/tiny_medusa.yaml": ["accelerate launch train/medusa.py recipes/tiny_medusa.yaml"],
+    "recipes/tiny_eagle.yaml": ["python train/eagle.py recipes/tiny_eagle.yaml"],
+    "recipes/tiny_eagle3.yaml": ["python train/eagle3.py recipes/tiny_eagle3.yaml"],
+    "recipes/tiny_medusa.yaml": ["python train/medusa.py recipes/tiny_medusa.yaml"],
     "recipes/tiny_cascade.yaml": [
-        "accelerate launch train/distill.py recipes/tiny_distill.yaml",
+        "python train/distill.py recipes/tiny_distill.yaml",
         "python train/maxgram.py recipes/tiny_maxgram.yaml",
     ],
-    "mine.yaml": ["accelerate launch train/falcon.py mine.yaml"],
+    "mine.yaml": ["python train/falcon.py mine.yaml"],
 }
 MORE = {  # what makes a script's work small
     "eval/bench.py": ["eval.methods=[plain,falcon_tree]"],
@@ -124,6 +125,9 @@ MORE = {  # what makes a script's work small
 }
 # Commands that do not run here, by how they begin, and why; ours are parsed.
 ELSEWHERE = {
+    "git clone": "the place where this is published",
+    "cd specdraft": "it is here",
+    "python train/falcon.py recipes/tinystories.yaml": "the Hub: a model and stories",
     "pip install": ".ci/run does it, in an environment of its own",
     "pytest": "this is it",
     ".ci/run": "it runs this",
@@ -134,7 +138,7 @@ ELSEWHERE = {
     "python eval/compare.py": "two runs; tests/measure/test_compare.py has some",
     "python eval/table.py": "a report; tests/measure/test_field_table.py has one",
     "python eval/paper.py": "half an hour; tests/papers runs small tables",
-    "accelerate launch data/cache.py recipes/tiny.yaml data.answers=target data.server":
+    "python data/cache.py recipes/tiny.yaml data.answers=target data.server":
         "a server; tests/data/test_server.py has one",
 }  # fmt: skip
 # What needs eight GPUs, or weights of gigabytes, makes its plan here.
@@ -242,6 +246,18 @@ def test_a_command_that_runs_elsewhere_is_one(command, workspace):
         load_recipe(ROOT / options.recipe, options.overrides)
     if script == "eval/paper.py" and not arguments[0].startswith("--"):
         assert list(RESULTS.glob(f"*{arguments[0]}.json"))
+
+
+def test_the_image_is_of_what_there_is():
+    text = (ROOT / "Dockerfile").read_text()
+    launch = text.replace("\\\n#", "").partition("specdraft --config_file")[2].splitlines()[0]
+    config, script, recipe = launch.split()
+    assert (ROOT / config).is_file()
+    assert (ROOT / script).is_file()
+    load_recipe(ROOT / recipe)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r"-e '\.\[(.*?)\]'", text)
+    assert {*extras.split(",")} <= project["optional-dependencies"].keys()
 
 
 def test_no_reason_is_left_over():
@@ -369,3 +385,32 @@ def test_examples_of_docstrings(path):
     failed, tried = doctest.testmod(importlib.import_module(f"specdraft.{name}"))
     assert tried
     assert not failed
+
+
+# The notebook.
+
+NOTEBOOK = ROOT / "recipes" / "quickstart.ipynb"
+
+
+def cells(kind: str) -> list[dict]:
+    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def test_the_notebook_was_run_from_top_to_bottom_and_shows_its_pictures():
+    ran = [cell["execution_count"] for cell in cells("code")]
+    assert ran == [*range(1, len(ran) + 1)]
+    outputs = [output for cell in cells("code") for output in cell["outputs"]]
+    assert not any(output["output_type"] == "error" for output in outputs)
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    assert NOTEBOOK.stat().st_size < 500_000
+
+
+def test_the_notebooks_training_and_its_answer_are_sound(workspace):
+    """Its installing aside: the recipe of its training, and its last cell, with another head."""
+    assert workspace.run(TRAIN).returncode == 0
+    setup, train, *_, answer = ("".join(cell["source"]) for cell in cells("code"))
+    assert '%pip install --quiet {index} ".[plots]"' in setup
+    (overrides,) = re.findall(r'^SHORT = "(.*)"\n!specdraft train tiny \{SHORT\}$', train, re.M)
+    assert load_recipe("tiny", overrides.split()).output.dir == "runs/short"
+    with chdir(workspace.folder):
+        exec(compile(answer, str(NOTEBOOK), "exec"), {"run": Path("runs/tiny")})

@@ -258,7 +258,11 @@ def test_package_data_covers_every_data_file():
     patterns = setuptools_settings()["package-data"]
     packages = {path.parent for path in MODULES}
     for path in (path for name in FLOORS for path in (ROOT / name).rglob("*")):
-        if not path.is_file() or path.suffix in (".py", ".pyc") or RESULTS in path.parents:
+        if (
+            not path.is_file()
+            or path.suffix in (".py", ".pyc", ".ipynb")
+            or RESULTS in path.parents
+        ):
             continue
         package = next(parent for parent in path.parents if parent in packages)
         inside = path.relative_to(package)

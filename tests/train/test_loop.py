@@ -246,7 +246,7 @@ def test_the_log_has_ratios_and_the_board_has_scalars(tmp_path):
 
 def test_80_columns_of_the_bar_have_what_matters_first(tmp_path, capsys):
     speed = {"tokens_per_step": 2.5}
-    train(tmp_path, evaluate=lambda *_: speed, **{"train.eval_every": 2, "train.log_every": 1})
+    train(tmp_path, evaluate=lambda *_: speed, **{"train.eval_every": 6, "train.log_every": 1})
     bar = re.split(r"[\r\n]", capsys.readouterr().err.strip())[-1]
     assert re.match(r"train 6/6 \S+<\S+, \S+k tok/s 2\.50 tok/step loss \S+ acc \.\d+/\.\d+", bar)
     assert len(bar.partition(" acc ")[0]) < 80

@@ -20,7 +20,8 @@ class Journal:
     """Rank 0 writes and shows; on other ranks every method does nothing."""
 
     def __init__(self, out: Path, steps: int, start: int, trackers: Trackers, is_main: bool):
-        self.is_main, self.trackers, self.best = is_main, trackers, ""
+        self.is_main, self.trackers = is_main, trackers
+        self.values, self.best = {}, ""  # of the status line
         self.bar = tqdm(
             total=steps,
             initial=start,
@@ -61,6 +62,7 @@ class Journal:
 
     def status(self, values: dict) -> None:
         """Renew the status line."""
+        self.values = values
         accuracy = "/".join(f"{a:.2f}" for a in values["accuracy"]).replace("0.", ".")
         shares = "".join(f" {n} {values[n]:.0%}" for n in ("glanced", "on_policy") if values.get(n))
         # What matters most comes first: 80 columns cut off the rest.
@@ -77,6 +79,8 @@ class Journal:
             self.best = f" {metrics['tokens_per_step']:.2f} tok/step"
             if best.get("tokens_per_step", 0.0) > metrics["tokens_per_step"]:
                 self.best += f" (best {best['tokens_per_step']:.2f})"
+            if self.values:
+                self.status(self.values)
 
     def say(self, text: str) -> None:
         """Show a line above the bar."""
