@@ -135,6 +135,7 @@ ELSEWHERE = {
     "V/bin/pip": "vLLM's environment: gigabytes",
     "python eval/parity.py": "it runs vLLM; tests/serve does where there is one",
     "python models/push.py": "the Hub; tests/models/test_hub.py pushes to one of its own",
+    "python train/curve.py": "an hour; tests/train/test_data_curve.py fits known curves",
     "python eval/compare.py": "two runs; tests/measure/test_compare.py has some",
     "python eval/table.py": "a report; tests/measure/test_field_table.py has one",
     "python eval/paper.py": "half an hour; tests/papers runs small tables",

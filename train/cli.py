@@ -22,6 +22,7 @@ COMMANDS = {
     "train": ("", "train what a recipe drafts with, measure it, and keep it"),
     "cache": ("data.cache", "the data stage alone: tokens and features of the target"),
     "bench": ("eval.bench", "measure methods beside each other"),
+    "curve": ("train.curve", "how much data gives what acceptance"),
     "compare": ("eval.compare", "finished drafters of one target beside each other"),
     "table": ("eval.table", "a report as one table to paste into a paper"),
     "chat": ("eval.generate", "talk to the target; accepted guesses in green"),

@@ -1,0 +1,91 @@
+"""The trainings of a data curve: every kind of drafter on nested subsets, each its own process.
+
+A subset is the first rows of the recipe's data (`data.limit`), so a larger one holds the smaller
+ones. With equal steps all sizes take those of the recipe; with growing steps all take as many
+epochs as these are at the largest size, where both are one run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdraft.eval.papers.jobs import Job
+from specdraft.recipes.schema import Recipe
+
+EQUAL, GROWING = "equal", "growing"  # steps
+
+
+@dataclass(frozen=True)
+class Form:
+    """What makes a kind of drafter of a recipe: its trainer, the method that measures it, and the
+    overrides of its form. Chains measure: no tree is fitted to a head of a few rows."""
+
+    script: str
+    method: str
+    overrides: tuple[str, ...] = ()
+
+
+FORMS = {
+    "falcon": Form("train/falcon.py", "falcon_chain"),
+    "eagle": Form(
+        "train/eagle.py",
+        "eagle_chain",
+        (
+            *("head.block_size=1", "head.fusion=linear", "head.input_norm=false"),
+            *("head.reads=own", "head.coupling=none", "glance.enabled=false"),
+        ),
+    ),
+    "medusa": Form("train/medusa.py", "medusa_chain", ("medusa.heads=4", "train.rollout=1")),
+    "student": Form("train/distill.py", "ssd", ("student.layers=2", "train.rollout=1")),
+}
+# Nothing is chosen on the way, fitted or logged elsewhere: the last drafter is what its data gave.
+PLAIN = ("train.eval_every=null", "train.save_every=null", "train.epochs=null", "train.trackers=[]")
+
+
+@dataclass(frozen=True)
+class Size:
+    """One training: a point of a curve."""
+
+    kind: str
+    rows: int
+    steps: int
+    seed: int
+    job: Job
+
+
+def plan_sizes(
+    recipe: Recipe,
+    source: str,  # the recipe's file, or what else names it
+    kinds: Sequence[str],
+    rows: Sequence[int],
+    seeds: Sequence[int],
+    overrides: Sequence[str],
+    of_kind: Mapping[str, Sequence[str]],
+    out: Path,
+) -> Iterator[tuple[str, Size]]:
+    """Yield every training with its regime, smallest first; one of both regimes comes twice.
+
+    overrides: for all; of_kind: for one kind, after those of its form.
+    """
+    whole = recipe.train.steps
+    for size in sorted(rows):
+        growing = max(1, round(whole * size / max(rows)))
+        for kind in kinds:
+            for seed in seeds:
+                for regime, steps in ((EQUAL, whole), (GROWING, growing)):
+                    job = _job(source, kind, size, steps, seed, (overrides, of_kind), out)
+                    yield regime, Size(kind, size, steps, seed, job)
+
+
+def _job(source: str, kind: str, rows: int, steps: int, seed: int, given: tuple, out: Path) -> Job:
+    form, (overrides, of_kind) = FORMS[kind], given
+    settings = (
+        *form.overrides,
+        *PLAIN,
+        *overrides,
+        *of_kind.get(kind, ()),
+        *(f"data.limit={rows}", f"train.steps={steps}", f"train.seed={seed}"),
+        *(f"eval.methods=[plain,{form.method}]", "eval.tree=tiny_k1"),
+        f"data.cache_dir={out / 'cache'}",
+    )
+    return Job(form.script, source, settings, out / kind / f"{rows}-rows-{steps}-steps-seed{seed}")
