@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from specdraft.data.sources import Row, Source
+from specdraft.data.sources import Row, Source, each_source
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.fields import shortened
 from specdraft.recipes.schema import DataSection
@@ -113,7 +113,7 @@ def iterate(
 
 
 def _rows(sources: Sequence[str], format: str, streaming: bool) -> Iterator[Conversation | Reject]:
-    for name in sources:
+    for name in each_source(sources):
         kind, rows = format, Source(name, streaming).rows()
         if format == "auto":
             kind, rows = _detect(name, rows)

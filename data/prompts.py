@@ -28,6 +28,7 @@ from specdraft.data.chat import BrokenRowError, Conversation, read_turns, split_
 from specdraft.data.prompt_sets import SETS, is_prompt_set, read_questions
 from specdraft.data.sources import Source, bundled_file
 from specdraft.data.template import Messages, Renderer, UnrenderableError
+from specdraft.models.target_files import bundled_target_dir, load_tokenizer
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
 
@@ -100,8 +101,21 @@ def tuning_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: in
     return spread(left, count)
 
 
+def _check_world(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError for a target that is not of the bundled prompts' made-up world."""
+    bundled = load_tokenizer(bundled_target_dir())
+    if tokenizer.get_vocab() != bundled.get_vocab():
+        raise DataError(
+            f"eval.prompts = {BUNDLED}: these are about the bundled target's made-up world, of "
+            f"which {recipe.target.model} knows nothing; set eval.prompts=holdout and "
+            "data.holdout, e.g. 50, or give a file or a published set"
+        )
+
+
 def _all_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     name, renderer = recipe.eval.prompts, Renderer(tokenizer, recipe.data)
+    if name == BUNDLED:
+        _check_world(recipe, tokenizer)
     if name == HOLDOUT:
         rows = _of_conversations(split_holdout(recipe.data)[1])
     else:

@@ -2,16 +2,19 @@
 
 path/to/chats.jsonl, chats.json     one object per line, or one JSON array
 path/to/rows.arrow, rows.parquet    read through `datasets`
-path/to/folder                      a dataset written by `Dataset.save_to_disk`
+path/to/folder                      a dataset written by `Dataset.save_to_disk`, or the files of the
+                                    kinds above that lie in it, by their names
+path/to/*.jsonl, **/*.json          the files that match, by their names
 owner/name, owner/name:split        a dataset of the Hub (split: train unless given)
 hf://datasets/owner/name/file.json  one file of a Hub dataset
 tiny                                the conversations that come with the package
 """
 
+import glob
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,44 @@ from specdraft.recipes.errors import DataError, in_a_line
 BUNDLED = "tiny"
 _HUB_FILE = re.compile(r"hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?/(.+)")
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::([\w.\[\]%:+-]+))?")
+_ROWS = (".json", ".jsonl", ".arrow", ".parquet")  # endings of files with rows
+_SAVED = ("state.json", "dataset_dict.json")  # of `Dataset.save_to_disk`
 _FILE_ENDINGS = (".json", ".jsonl", ".arrow", ".parquet", ".txt", ".csv", ".gz", ".zip")
+
+
+def each_source(names: Sequence[str]) -> list[str]:
+    """Return sources in which patterns and folders of files have become the files.
+
+    Raises DataError for one that has none.
+    """
+    return [file for name in names for file in _each(name)]
+
+
+def is_here(name: str) -> bool:
+    """Whether a source can be read without a download."""
+    return name == BUNDLED or _is_pattern(name) or Path(name).expanduser().exists()
+
+
+def _each(name: str) -> list[str]:
+    path = Path(name).expanduser()
+    if _is_pattern(name):
+        found = glob.glob(str(path), recursive=True)
+    elif path.is_dir() and not any((path / file).is_file() for file in _SAVED):
+        found = [str(file) for file in path.iterdir() if not file.name.startswith(".")]
+    else:
+        return [name]
+    files = sorted(file for file in found if file.endswith(_ROWS) and Path(file).is_file())
+    if not files:
+        raise DataError(
+            f"data.sources: no file of {', '.join(_ROWS)} at {name}; give files, a folder of "
+            "files, or a pattern such as chats/*.jsonl"
+        )
+    return files
+
+
+def _is_pattern(name: str) -> bool:
+    there = name == BUNDLED or _HUB_NAME.fullmatch(name) or _HUB_FILE.fullmatch(name)
+    return bool(re.search(r"[*?\[]", name)) and not there and not Path(name).exists()
 
 
 def bundled_file(name: str) -> Path:

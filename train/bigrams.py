@@ -28,7 +28,7 @@ from specdraft.data import chat, fingerprint
 from specdraft.data.atomic import cleaned_up, sync_tree, write_atomic
 from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
-from specdraft.data.sources import Source
+from specdraft.data.sources import Source, each_source
 from specdraft.data.store.tokens import TokenCache
 from specdraft.data.template import Renderer, check_rendered
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
@@ -99,7 +99,9 @@ class StreamedTexts:
         self.renderer, self.shard_characters = Renderer(tokenizer, recipe.data), shard_characters
         names = ("format", "limit", "prompt_tokens")
         self.settings = {
-            "sources": [Source(name, True).content_hash() for name in self.data.sources],
+            "sources": [
+                Source(name, True).content_hash() for name in each_source(self.data.sources)
+            ],
             **fingerprint.of_tokenizer(tokenizer),
             **{name: getattr(self.data, name) for name in names},
             "everything": everything,

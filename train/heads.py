@@ -176,8 +176,8 @@ def train_head(
     check_login(recipe.hub)
     target = load_target()
     kind.check(recipe, target)
-    _, data = build_caches(recipe, target, accelerator)
     prompts = load_prompts(recipe, target.tokenizer)
+    _, data = build_caches(recipe, target, accelerator)
     if recipe.eval.tree == AUTO:
         fitting_prompts(recipe, target)  # now, and not behind hours of training
     measure = measuring(

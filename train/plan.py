@@ -11,7 +11,7 @@ import torch
 
 from specdraft.data.chat import split_holdout
 from specdraft.data.fingerprint import of_settings
-from specdraft.data.sources import BUNDLED as TINY_SOURCE
+from specdraft.data.sources import is_here
 from specdraft.data.store.storage import Storage, feature_bytes
 from specdraft.data.store.tokens import TokenCache, token_settings
 from specdraft.models.eagle3 import Apart
@@ -119,7 +119,7 @@ def known_sizes(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
     All from a finished token cache; of sources on this machine a bound of the rows.
     """
     name, data = recipe.target.model, recipe.data
-    if not all(source == TINY_SOURCE or Path(source).exists() for source in data.sources):
+    if not all(map(is_here, data.sources)):
         return None, None, None
     if name == BUNDLED or Path(name).is_dir():
         folder = model_folder(name)

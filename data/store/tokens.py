@@ -31,12 +31,13 @@ from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.regenerate import Generate, Rewriter
 from specdraft.data.sealed import read_sealed, write_sealed
-from specdraft.data.sources import Source
+from specdraft.data.sources import Source, each_source
 from specdraft.data.template import Example, Renderer, check_rendered
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.schema import Recipe
 
 VERSION = 1  # of the layout; another one is another cache
+REJECTS = "rejects.jsonl"  # of a cache: what was skipped, by file and line, and why
 MIN_TOKENS = 8  # a shorter row has next to nothing to draft, and caches need not depend on k
 _ROW = datasets.Features(
     {
@@ -91,6 +92,27 @@ class TokenCache:
         """Counts of what was read, kept and dropped, and the seconds it took."""
         return self.meta["stats"]
 
+    def summary(self) -> str:
+        """What was read and what is left of it, in a few lines; lengths are in tokens."""
+        stats, ordered = self.stats, sorted(self.lengths)
+        limit = self.meta["settings"]["max_length"]
+        lost = {
+            f"truncated at {limit} tokens": stats["truncated"],
+            "dropped as too short": stats["dropped_short"],
+            "dropped without an answer that fits": stats["dropped_unsupervised"],
+            f"rejected ({self.directory / REJECTS})": stats["rejected"],
+        }
+        told = [f"{count:,} {what}" for what, count in lost.items() if count]
+        lengths = " / ".join(f"{ordered[int(q * (len(ordered) - 1))]:,}" for q in (0, 0.5, 1))
+        learnt = f"{stats['supervised']:,} ({stats['supervised'] / stats['tokens']:.0%}) are learnt"
+        lines = (
+            f"data: {stats['rows']:,} rows, {stats['tokens']:,} tokens, of which {learnt}",
+            f"a row has {lengths} tokens (shortest / median / longest)",
+            f"of {stats['conversations']:,} conversations",
+            *(told or ["none was cut, dropped or rejected"]),
+        )
+        return "\n      ".join(lines)
+
     def __len__(self) -> int:
         return len(self.dataset)
 
@@ -132,7 +154,7 @@ def token_settings(
     data = recipe.data
     settings = {
         "version": VERSION,
-        "sources": [Source(name).content_hash() for name in data.sources],
+        "sources": [Source(name).content_hash() for name in each_source(data.sources)],
         **fingerprint.of_tokenizer(tokenizer),
         "min_tokens": max(recipe.head.block_size + 2, MIN_TOKENS),
         **{
@@ -296,6 +318,6 @@ def _stats(
 def _finish(partial: Path, directory: Path, meta: dict[str, Any], rejects: list[Reject]) -> None:
     """Write the books, then rename the folder: from then on it is atomic."""
     lines = (json.dumps(dataclasses.asdict(reject), ensure_ascii=False) for reject in rejects)
-    (partial / "rejects.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    (partial / REJECTS).write_text("".join(f"{line}\n" for line in lines), "utf-8")
     write_sealed(partial / "meta.json", meta)
     partial.rename(directory)

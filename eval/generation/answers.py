@@ -20,6 +20,7 @@ from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.request import Request
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.terminal import say
 
 MakeDrafter = Callable[[int], Drafter | None]  # for rows of so many prompt and new tokens
 
@@ -85,7 +86,10 @@ def build_token_cache(recipe: Recipe, target: Target, accelerator: Accelerator) 
     """Build, or open, a recipe's token cache; every rank has the target write its own share."""
     generate = Server if recipe.data.server else Answers
     answers, ranks = within_context(generate(recipe, target), target), Ranks.of(accelerator)
-    return build_tokens(recipe, target.tokenizer, answers, target.identity(), ranks)
+    cache = build_tokens(recipe, target.tokenizer, answers, target.identity(), ranks)
+    if ranks.is_first:
+        say(cache.summary())
+    return cache
 
 
 def within_context(generate: Generate, target: Target) -> Generate:

@@ -316,3 +316,27 @@ def test_real_conversations_give_the_counts_of_a_naive_count(name):
             expected[1] += 1 + len("user" if user else "assistant") + 1 + size(content) + 2
             expected[2] += 0 if user else size(content) + 1
     assert [turns, tokens, answered] == expected
+
+
+def test_patterns_and_folders_are_their_files_by_name(tmp_path):
+    (tmp_path / "chats" / "more").mkdir(parents=True)
+    for name in ("b.jsonl", "a.json", "more/c.jsonl", ".hidden.jsonl"):
+        write(tmp_path / "chats" / name, good(2))
+    (tmp_path / "chats" / "notes.md").write_text("none")
+
+    def read(*names: str) -> list[str]:
+        found = read_conversations([f"{tmp_path}/{name}" for name in names]).conversations
+        return [Path(one.origin.rpartition(":")[0]).name for one in found[::2]]
+
+    assert read("chats") == read("chats/*.json*") == ["a.json", "b.jsonl"]
+    assert read("chats/**/*.jsonl") == ["b.jsonl", "c.jsonl"]
+    assert read("chats/more", "chats/a.json") == ["c.jsonl", "a.json"]
+    for nothing in ("chats/*.txt", "nowhere/*.jsonl"):
+        with pytest.raises(DataError, match=r"no file of \.json, .* at .*; give files, a folder"):
+            read(nothing)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no file of"):
+        read("empty")
+    write(tmp_path / "chats" / "more" / "c.jsonl", [*good(2), "{"])
+    with pytest.raises(DataError, match=r"more/c\.jsonl:3: does not parse"):
+        read("chats/**/*.jsonl")

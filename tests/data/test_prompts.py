@@ -8,6 +8,7 @@ from test_tokens import chats, recipe, write
 
 from specdraft.data.prompts import load_prompts
 from specdraft.data.sources import bundled_file
+from specdraft.models.target_files import bundled_target_dir, load_tokenizer
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import from_dict
 
@@ -118,7 +119,8 @@ def test_missing_prompts_are_named(tmp_path):
 def test_the_bundled_prompts_cover_five_categories(tmp_path):
     if not bundled_file("prompts.jsonl").exists():
         pytest.skip("data/tiny.py has not written its prompts yet")
-    assert len({p.category for p in prompts(tmp_path, "tiny_chat")}) == 5
+    tokenizer = load_tokenizer(bundled_target_dir())
+    assert len({p.category for p in prompts(tmp_path, "tiny_chat", tokenizer)}) == 5
 
 
 @pytest.mark.parametrize(
@@ -135,3 +137,9 @@ def test_real_benchmarks_are_read_whole(tmp_path, name, count, categories):
         pytest.skip(f"no {name} beside the repository")
     found = prompts(tmp_path, str(SHARED / name))
     assert (len(found), len({p.category for p in found})) == (count, categories)
+
+
+def test_prompts_of_the_bundled_world_are_for_the_bundled_target(tmp_path):
+    with pytest.raises(DataError, match=r"tiny_chat.* knows nothing; set eval.prompts=holdout"):
+        prompts(tmp_path, "tiny_chat")
+    assert len(prompts(tmp_path, "tiny_chat", load_tokenizer(bundled_target_dir()))) == 200

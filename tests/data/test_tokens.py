@@ -60,6 +60,24 @@ def test_rows_are_the_rendered_chats(tmp_path):
     assert cache.stats["supervised"] == sum(int(cache[n]["loss_mask"].sum()) for n in range(5))
 
 
+def test_what_became_of_the_rows_is_told_in_tokens(tmp_path):
+    """As the losses count them: a share of what is read, not of rows."""
+    answer = {"role": "assistant", "content": "word " * 200}
+    long = {"messages": [{"role": "user", "content": "Go on."}, answer]}
+    useless = {"messages": [{"role": "user", "content": "Nobody answers"}]}
+    source = write(tmp_path / "a.jsonl", [*chats(40), long, useless])
+    cache = build_tokens(recipe(tmp_path, source, max_length=128), st.small_tokenizer())
+    supervised = sum(int(mask.sum()) for mask in cache.masks())
+    first, second, of, *lost = map(str.strip, cache.summary().splitlines())
+    share = f"{supervised:,} ({supervised / sum(cache.lengths):.0%}) are learnt"
+    assert first == f"data: 41 rows, {sum(cache.lengths):,} tokens, of which {share}"
+    assert second.endswith(" / 128 tokens (shortest / median / longest)")
+    rejects = cache.directory / "rejects.jsonl"
+    assert of == "of 41 conversations"
+    assert lost == ["1 truncated at 128 tokens", f"1 rejected ({rejects})"]
+    assert rejects.is_file()
+
+
 def test_it_is_an_arrow_dataset_that_others_can_read(tmp_path):
     source = write(tmp_path / "a.jsonl", chats(3))
     cache = build_tokens(recipe(tmp_path, source), st.small_tokenizer())

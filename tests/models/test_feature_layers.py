@@ -224,7 +224,7 @@ def test_a_head_learns_from_them_cached_or_online(make, tmp_path, kind):
         _, rows = build_caches(one, target, accelerator)
         head = sar.make(one, target, rows)
         fit(head, rows, sar.objective(one, target.embeddings(), head), one, accelerator)
-        return FalconHead.from_pretrained(tmp_path / name / "head").state_dict()
+        return FalconHead.from_pretrained(tmp_path / name / kind).state_dict()
 
     alone = {"train.accumulation": 8}  # every forward has one row
     build(make(feature_layers=LAYERS), batch_tokens=1)
