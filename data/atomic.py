@@ -45,12 +45,22 @@ def cleaned_up(partial: Path, path: Path, needed: int | None = None) -> Iterator
     Raises CacheError, which states the shortfall (needed: bytes), when the disk is full.
     """
     try:
-        yield
-    except BaseException as error:
+        with stating_shortfall(path, needed):
+            yield
+    except BaseException:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:
             partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def stating_shortfall(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Raise CacheError, which names `path` and the shortfall, where the disk gets full inside."""
+    try:
+        yield
+    except Exception as error:
         if is_full_disk(error):
             raise CacheError(shortfall(path, needed)) from error
         raise

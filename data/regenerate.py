@@ -22,7 +22,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from specdraft.data.atomic import cut_torn_line
+from specdraft.data.atomic import cut_torn_line, stating_shortfall
 from specdraft.data.chat import USELESS_SHARE, Conversation
 from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.template import Example, Renderer, UnrenderableError
@@ -139,8 +139,9 @@ class Rewriter:
             self._keep(reached[index], answer)
             # One line, one write: a process that is killed leaves at most one torn line.
             row = {"slot": reached[index], **dataclasses.asdict(answer)}
-            file.write(json.dumps(row) + "\n")
-            file.flush()
+            with stating_shortfall(Path(file.name)):
+                file.write(json.dumps(row) + "\n")
+                file.flush()
             tokens += len(answer.tokens)
             bar.update()
             bar.set_postfix_str(f"{tokens / (time.monotonic() - started):.0f} tokens/s", False)

@@ -6,6 +6,7 @@ Anything else is a fault of ours: one line and exit code 1, the traceback on req
 
 import functools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from specdraft.recipes.interrupt import (
     stop_with_launcher,
 )
 from specdraft.recipes.terminal import LONGEST, say, visible
+
+# What gloo and NCCL make of a rank that is no more.
+_LOST = re.compile("closed by peer|reset by peer|remote process exited|Broken pipe")
 
 
 class UserError(Exception):
@@ -90,6 +94,10 @@ def _fail(error: Exception) -> None:
     if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno is not None):
         say(f"error: {error}")
         sys.exit(2)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and _LOST.search(str(error)):
+        if is_first_process():
+            say("error: another process of this run has ended, and said why if it could")
+        sys.exit(1)
     what = f"{type(error).__name__}: {error}"[:LONGEST]
     say(f"internal error: {what} (set SPECDRAFT_DEBUG=1 for the traceback)")
     sys.exit(1)

@@ -26,6 +26,7 @@ from rich.console import Console
 from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdraft.recipes.errors import entry
 from specdraft.recipes.interrupt import Terminated, resume_command
 
 BENCH = ["eval/bench.py", "recipes/tiny.yaml", "--methods", "plain,generate,prompt_lookup"]
@@ -197,6 +198,24 @@ def running_with(word: object) -> list[psutil.Process]:
     """The processes in whose command a word stands, of whatever session."""
     found = psutil.process_iter(["cmdline"])
     return [one for one in found if str(word) in (one.info["cmdline"] or ())]
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", ["error: another process"]), ("1", [])])
+def test_a_rank_whose_like_is_gone_is_no_fault_of_ours(monkeypatch, capsys, rank, told):
+    @entry
+    def main() -> None:
+        raise RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    assert [line[:22] for line in capsys.readouterr().err.splitlines()] == told
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit):
+        main()
+    assert "internal error: RuntimeError" in capsys.readouterr().err
 
 
 def test_a_run_does_not_begin_where_its_parent_has_ended(tmp_path):

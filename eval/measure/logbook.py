@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
-from specdraft.data.atomic import cut_torn_line
+from specdraft.data.atomic import cut_torn_line, stating_shortfall
 from specdraft.eval.engine.request import Completion, Step
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.outcome import Outcome
@@ -76,8 +76,9 @@ class Logbook:
             raise DataError(f"{self.path} is damaged; delete it to measure afresh") from None
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(record, default=_plain) + "\n")
-        self.file.flush()
+        with stating_shortfall(self.path):
+            self.file.write(json.dumps(record, default=_plain) + "\n")
+            self.file.flush()
 
 
 def _plain(value: Any) -> Any:

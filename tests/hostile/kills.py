@@ -69,7 +69,7 @@ def kill(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
     command, one, kills = overridden(stage, folder, place), True, 0
     for _ in range(5):
         launcher = random.choice(["python", "python", "accelerate", "torchrun"][: 3 + stage.ranks])
-        how, after, at_work = random.choice(HOW), random.uniform(0, 8), random.random() < 0.8
+        how, after, at_work = random.choice(HOW), random.expovariate(0.5), random.random() < 0.8
         session = Session(launcher, command, folder)
         if (not at_work or session.lasts(PATIENCE, session.is_at_work)) and session.lasts(after):
             kills += 1

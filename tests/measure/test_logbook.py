@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import time
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from specdraft.eval.measure.report import evaluate, tokens_per_step, write_repor
 from specdraft.eval.measure.table import print_report
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
-from specdraft.recipes.errors import DataError
+from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.load import load_recipe
 
 SMALL = ["eval.limit=6", "eval.max_new_tokens=8", "eval.repeats=2", "train.threads=1"]
@@ -140,6 +141,17 @@ def test_figures_of_two_machines_are_not_put_together(tmp_path):
         assert book.remember(0, (0, 0), lambda: {"plain": FAILED}) == {"plain": FAILED}
     with Logbook(tmp_path, {"recipe": "a", "cpu": "y", "torch": "2"}) as book:
         assert book.remember(0, (0, 0), never) == {"plain": FAILED}
+
+
+def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Logbook(tmp_path, {"machine": "this"}) as logbook:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            with pytest.raises(CacheError, match=rf"out of disk: {tmp_path / NAME} .* make room"):
+                logbook.remember(0, (0, 0, 0), lambda: {"plain": "x" * 200})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_damaged_file_is_refused(tmp_path):

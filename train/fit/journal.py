@@ -11,7 +11,7 @@ from typing import Self
 
 from tqdm import tqdm
 
-from specdraft.data.atomic import write_atomic
+from specdraft.data.atomic import stating_shortfall, write_atomic
 from specdraft.eval.page.training import LOG
 from specdraft.train.fit.trackers import Trackers
 
@@ -56,7 +56,8 @@ class Journal:
         """Write one record: a line of log.jsonl and a scalar per number, lists by their index."""
         if not self.is_main:
             return
-        self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        with stating_shortfall(Path(self.file.name)):
+            self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         tagged = (_scalars(f"{kind}/{name}", value) for name, value in values.items())
         self.trackers.log(dict(chain.from_iterable(tagged)), step)
 
