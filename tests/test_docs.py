@@ -223,6 +223,15 @@ def test_a_command_runs(workspace, command):
     assert done.stdout
 
 
+def test_a_training_ends_with_what_lies_where_and_what_to_type(workspace):
+    *_, trained, report, following = workspace.run(TRAIN).stdout.splitlines()
+    assert trained.split() == ["trained", "runs/tiny/falcon"]
+    assert report.split() == ["report", "runs/tiny/report.html"]
+    assert following.split() == ["next", "specdraft", "chat", "runs/tiny/falcon"]
+    for name in ("falcon/model.safetensors", "report.html"):
+        assert (workspace.folder / "runs" / "tiny" / name).is_file()
+
+
 class Parsed(BaseException):
     """A script has parsed its command line."""
 

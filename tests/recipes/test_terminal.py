@@ -122,3 +122,18 @@ def test_an_answer_that_grows():
         live.update(Text(ATTACKS["the clipboard"]), refresh=True)
     assert "\x1b]52" not in console.file.getvalue()
     assert "␛]52;c;aGFja2Vk" in console.file.getvalue()
+
+
+def test_long_findings_are_wrapped_below_where_they_begin():
+    note = "one word after another, " * 6
+    console = screen()
+    print_findings([failed("a line", note, f"do this: {note}")], console)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())
+    first, *others, counts = plain.splitlines()
+    assert first.startswith("fail    a line  one word")
+    assert counts == "0 pass, 1 fail, 0 skipped"
+    assert len(others) > 3
+    assert all(line.startswith(" " * 16) and len(line) <= 80 for line in others)
+    piped = Screen(file=io.StringIO(), width=80, soft_wrap=True)
+    print_findings([failed("a line", note, "do this")], piped)
+    assert len(piped.file.getvalue().splitlines()) == 3
