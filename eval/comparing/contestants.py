@@ -13,13 +13,16 @@ from pathlib import Path
 from torch import nn
 
 from specdraft.eval.drafters.registry import drafted_tree, featured, load_trained, needs, problems
+from specdraft.eval.drafters.setup import tree_method
 from specdraft.eval.drafters.trained import Trained
 from specdraft.models.hub import is_hub_id
+from specdraft.models.saved import CONFIG
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError, in_a_line
-from specdraft.recipes.find import kinds_of
+from specdraft.recipes.find import RECIPE, kinds_of
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.static_trees import TREE
 
 LOG = "log.jsonl"
 SAME = ("model", "revision", "dtype", "chat_template")  # of one target
@@ -73,7 +76,8 @@ def read_recipes(names: Sequence[str], overrides: Sequence[str]) -> dict[str, Re
         raise RecipeError(f"{ids[0]}: a run or a recipe of its target has to be named, too")
     base_name, base = next(iter(recipes.items()))
     for name in ids:
-        recipes[name] = load_recipe(base_name, [*overrides, f"head={name}"], check=problems)
+        own = [f"head={name}", "eval.tree=auto"]  # the tree beside its weights
+        recipes[name] = load_recipe(base_name, [*overrides, *own], check=problems)
     for name, recipe in recipes.items():
         for key in SAME:
             told, first = getattr(recipe.target, key), getattr(base.target, key)
@@ -93,7 +97,12 @@ def _drafters_of(name: str) -> list[str]:
 
 
 def _is_elsewhere(name: str) -> bool:
-    return not Path(name).exists() and is_hub_id(name)
+    """Whether it is a head of the Hub, or one in a folder that no training has written."""
+    folder = Path(name)
+    if not folder.exists():
+        return is_hub_id(name)
+    made_here = any((place / RECIPE).is_file() for place in (folder, folder.resolve().parent))
+    return (folder / CONFIG).is_file() and not made_here
 
 
 def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant], dict[str, str]]:
@@ -103,10 +112,10 @@ def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant],
     """
     entered, left_out = [], {}
     for given, recipe in recipes.items():
-        method = featured(recipe.eval.methods)
-        alone = replace(recipe, eval=replace(recipe.eval, methods=(method,)))
         try:
-            trained = load_trained(alone, target)
+            trained = load_trained(recipe, target, [featured(recipe.eval.methods)])
+            method = _method(recipe, trained)
+            alone = replace(recipe, eval=replace(recipe.eval, methods=(method,)))
             drafted_tree(alone, trained)  # a missing one is told here
         except (HeadError, RecipeError) as error:
             left_out[given] = in_a_line(error)
@@ -123,6 +132,15 @@ def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant],
         told = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise RecipeError(f"none of them is finished: {told}")
     return entered, left_out
+
+
+def _method(recipe: Recipe, trained: Trained) -> str:
+    """What a recipe measures; of a head from elsewhere what suits its form: a tree, where one lies
+    beside its weights, else a chain."""
+    if recipe.head.model is None or trained.head is None:
+        return featured(recipe.eval.methods)
+    tree = tree_method(trained.head.config)
+    return tree if (Path(trained.head.folder) / TREE).is_file() else tree.replace("tree", "chain")
 
 
 def _short(name: str, every: dict[str, Recipe]) -> str:

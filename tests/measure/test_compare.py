@@ -144,6 +144,20 @@ def test_another_target_is_named_and_refused(runs, tiny, tmp_path):
         enter(read_recipes([runs[0], stranger], SMALL), tiny)
 
 
+def test_a_head_from_elsewhere_drafts_as_its_form_is(runs, tiny, tmp_path):
+    torch.manual_seed(4)
+    shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64, "block_size": 1}
+    eagle = {"fusion": "linear", "input_norm": False, "target": tiny.identity()}
+    config = FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape, **eagle)
+    FalconHead(config).save_pretrained(tmp_path / "head")
+    recipes = read_recipes([runs[0], str(tmp_path / "head")], SMALL)
+    entered, left_out = enter(recipes, tiny)
+    assert left_out == {}
+    assert [one.method for one in entered] == ["falcon_tree", "eagle_chain"]
+    report = race(entered, tiny, load_prompts(entered[0].recipe, tiny.tokenizer), {}, False)
+    assert report["runs"][2]["identical"] == 3
+
+
 def test_names_that_cannot_be_compared_are_refused(runs):
     with pytest.raises(RecipeError, match="named twice"):
         read_recipes([runs[0], runs[0]], [])
