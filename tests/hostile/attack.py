@@ -9,6 +9,7 @@ command goes on where it stopped, and ends with a summary. Exit code 1 if anythi
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -43,6 +44,10 @@ def main() -> None:
     options = parser.parse_args()
     work = options.work.resolve()
     os.chdir(ROOT)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # What nohup and a shell's & have ignored, every command would ignore, too.
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     place, log = Place(work / "place"), work / "attacks.jsonl"
     done = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     known = {(each["kind"], each["number"]) for each in done}
