@@ -25,6 +25,7 @@ class KVPool:
     devices: one per layer, where it runs. The layers of one device lie in one tensor. windows: how
     many tokens each layer sees, the newest included; None: all. slopes: by which scores of each
     head fall with the distance (ALiBi). Where there is either, positions of slots are kept, too.
+    value_dim: of values, where it is not that of keys (latent attention).
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class KVPool:
         dtype: torch.dtype = torch.float32,
         windows: Sequence[int | None] = (),
         slopes: Tensor | None = None,
+        value_dim: int | None = None,
     ):
-        shape = (2, rows, kv_heads, capacity, head_dim)
+        self.value_dim = value_dim or head_dim
+        shape = (2, rows, kv_heads, capacity, max(head_dim, self.value_dim))
         # Zeros, not empty: a masked slot still multiplies its value, and 0 * NaN is NaN.
         tensors = {
             device: torch.zeros((devices.count(device), *shape), dtype=dtype, device=device)
@@ -47,7 +50,11 @@ class KVPool:
         self.tensors = [*tensors.values()]  # [L, 2, R, kv_heads, C, D] each
         unbound = {device: iter(tensor) for device, tensor in tensors.items()}
         self.layers = [next(unbound[device]) for device in devices]
-        self.capacity = capacity
+        # Keys and values of every layer, [R, kv_heads, C, D] each, as wide as they are.
+        self.kv = [
+            (keys[..., :head_dim], values[..., : self.value_dim]) for keys, values in self.layers
+        ]
+        self.capacity, self.dtype = capacity, dtype
         self.lengths = [0] * rows
         self.pads = [0] * rows  # of these slots, those that hold no token
         self.windows = windows or [None] * len(devices)
@@ -58,8 +65,8 @@ class KVPool:
         # Every row's keys and values, [1, kv_heads, C, D] each: making a view costs as much as
         # the work on it where a target is small.
         self._views = [
-            [(layer[0, row, None], layer[1, row, None]) for row in range(rows)]
-            for layer in self.layers
+            [(keys[row, None], values[row, None]) for row in range(rows)]
+            for keys, values in self.kv
         ]
 
     def write(self, layer: int, row: int, start: int, key: Tensor, value: Tensor) -> None:
@@ -74,7 +81,7 @@ class KVPool:
 
     def read_rows(self, layer: int, rows: slice, slots: slice) -> tuple[Tensor, Tensor]:
         """Views of keys and values of neighbouring rows, each [rows, kv_heads, slots, D]."""
-        keys, values = self.layers[layer]
+        keys, values = self.kv[layer]
         return keys[rows, :, slots], values[rows, :, slots]
 
     def keep(self, row: int, path: list[int]) -> None:

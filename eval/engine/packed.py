@@ -133,7 +133,7 @@ class Plan:
         distance = positions[segment.start - first :, None] - positions
         bias = segment.bias
         if bias is None:
-            bias = torch.zeros(distance.shape, dtype=pool.layers[0].dtype, device=self.device)
+            bias = torch.zeros(distance.shape, dtype=pool.dtype, device=self.device)
             if segment.is_causal:
                 hide_later(bias)
         else:
@@ -160,7 +160,7 @@ class Plan:
         rows, slots = self.mapping
         for kind, fresh in enumerate((key, value)):
             # Indices with a slice between them come first: [N, kv_heads, D] is what is written.
-            self.pool.layers[layer][kind, rows, :, slots] = fresh[0].transpose(0, 1)
+            self.pool.kv[layer][kind][rows, :, slots] = fresh[0].transpose(0, 1)
 
     def read(self, layer: int, query: Tensor, scores: Scores = PLAIN) -> Tensor:
         """Attend to what is written; query and result are [1, heads, N, D].
@@ -172,7 +172,7 @@ class Plan:
             segment = self.placed[0][1]
             keys, values = self.pool.read(layer, segment.row, segment.first, segment.stop)
             return attention(query, keys, values, segment.bias, segment.is_causal, scores)
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:3], self.pool.value_dim)
         for group in self.groups:
             group.attend(layer, query, output, scores)
         return output
@@ -207,7 +207,7 @@ class Group:
         """[S, 1 or heads, T, slots]; what no token asks for stays visible: nothing is NaN."""
         heads = 1 if self.pool.slopes is None else len(self.pool.slopes)
         shape = (self.size, heads, self.count, self.stop - self.first)
-        mask = torch.zeros(shape, dtype=self.pool.layers[0].dtype, device=device)
+        mask = torch.zeros(shape, dtype=self.pool.dtype, device=device)
         for segment in segments:
             place = mask[segment.row - self.row, :, : segment.count]
             first, stop = segment.first - self.first, segment.stop - self.first

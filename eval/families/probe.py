@@ -48,6 +48,7 @@ class Geometry:
     head_dim: int
     windows: tuple[int | None, ...]  # tokens that each layer sees, the newest included; None: all
     slopes: Tensor | None  # [heads], of ALiBi
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,13 @@ def measure(target: Target, view: nn.Module) -> Geometry:
     if [call.layer for call in calls] != list(range(len(calls))):
         raise refusal(target, "its layers do not each call attention once, in order")
     shapes = {(call.key[1], call.key[3], call.value[1], call.value[3]) for call in calls}
-    kv_heads, key_dim, *value = next(iter(shapes))
-    if len(shapes) > 1 or value != [kv_heads, key_dim]:
+    kv_heads, key_dim, value_heads, value_dim = next(iter(shapes))
+    if len(shapes) > 1 or value_heads != kv_heads:
         found = "; ".join(f"{k} x {d} and {v} x {e}" for k, d, v, e in sorted(shapes))
-        raise refusal(target, f"keys and values must be alike in all layers, found {found}")
+        raise refusal(target, f"layers must have keys and values of one shape, found {found}")
     windows = tuple(call.window or None for call in calls)
     devices = tuple(call.device for call in calls)
-    return Geometry(devices, kv_heads, key_dim, windows, calls[0].slopes)
+    return Geometry(devices, kv_heads, key_dim, windows, calls[0].slopes, value_dim)
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, probe=None, **options):

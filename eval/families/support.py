@@ -34,8 +34,6 @@ def _unsupported(target: Target) -> str | None:
         return f"only full and sliding attention are supported, and this one has {found}"
     if getattr(model, "_is_stateful", False):
         return "it keeps a recurrent state, which cannot be taken back when a draft is rejected"
-    if getattr(config, "kv_lora_rank", None):
-        return "latent attention (MLA), where keys and values differ in size, is not supported"
     if has_alibi(model):
         return None
     if hasattr(model.base_model, "build_alibi_tensor") or getattr(config, "alibi", False):

@@ -294,7 +294,7 @@ def test_every_layer_has_its_cache_and_its_masks_on_its_own_device():
     for layer, device in enumerate([here, there, here]):
         query, key = torch.ones(1, 2, 4, 4, device=device), torch.ones(1, 1, 4, 4, device=device)
         mine = plan.on(device)
-        assert mine.attend(layer, query, key, key, None).device == device
+        assert mine.attend(layer, query, key, key).device == device
         tensors = [*mine.mapping, *(group.mask for group in mine.groups)]
         assert {tensor.device for tensor in tensors} == {device}
     pool.keep(0, [0, 1])
