@@ -1,0 +1,221 @@
+"""Which families of transformers decode here as their own models do: each one tried, tiny.
+
+A family is a model type with a causal LM. Its own configuration, made small by the names that
+sizes have, gives a random model; that is loaded as a target, and what is decoded with right and
+wrong drafts, two rows at a time, is compared with what the model itself says, greedily.
+"""
+
+import json
+import multiprocessing
+import queue
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.engine.request import Request
+from specdraft.eval.measure.report import write_json
+from specdraft.models.target import Target
+from specdraft.recipes.errors import TargetError, in_a_line
+
+MOST = 2e7  # parameters of a model that is tiny
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+VOCAB, WINDOW, CAPACITY, NEW = 40, 6, 48, 8
+# Sizes by the names that families give them; a name that a configuration lacks is left out.
+SIZES = {
+    "vocab_size": VOCAB,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), 32),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group", "num_experts_per_token"), 2),
+    **dict.fromkeys(("head_dim", "rotary_dim", "v_head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "state_size", "query_pre_attn_scalar"), 8),
+    "word_embed_proj_dim": 32,
+    "mamba_n_heads": 8,
+    "attention_types": [[["global", "local"], 1]],
+    "qk_rope_head_dim": 4,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "sliding_window": WINDOW,
+    "initializer_range": 0.3,
+    "init_std": 0.3,
+    "tie_word_embeddings": False,
+}
+
+
+def families() -> list[str]:
+    """The model types with a causal LM, as this version of transformers names them."""
+    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys()))
+
+
+def tiny_model(family: str) -> PreTrainedModel:
+    """A random model of a family. Raises whatever its code raises for sizes that do not fit."""
+    kind = CONFIG_MAPPING[family]
+    names = kind().to_dict()
+    sizes = {name: size for name, size in SIZES.items() if name in names}
+    if "kv_lora_rank" in names:  # every head has keys of its own
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+        sizes.pop("head_dim", None)
+    config = _cut(kind(**sizes, **{name: names[name] and 1 for name in ENDS if name in names}))
+    with torch.device("meta"):  # what has more parts than a text model stays large
+        count = AutoModelForCausalLM.from_config(config).num_parameters()
+    if count > MOST:
+        raise ValueError(f"its smallest model here has {count / 1e6:,.0f} million parameters")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any() or parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        model.get_output_embeddings().weight.mul_(4.0)  # far from near-ties
+    return model
+
+
+def _cut(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration with lists of layers as long as there are layers, of both kinds."""
+    layers = config.to_dict().get("layer_types")
+    if layers and len(layers) != config.num_hidden_layers:
+        config.layer_types = [*dict.fromkeys(layers), *layers][: config.num_hidden_layers]
+    return config
+
+
+def special(target: Target) -> list[str]:
+    """What a family does beyond plain attention and an lm_head, in words."""
+    packed, config, words = PackedTarget(target, 1, CAPACITY), target.config, []
+    windows = packed.pool.windows
+    if any(windows):
+        words.append("windows" if all(windows) else "windows in some layers")
+    if packed.pool.kv[0][0].shape != packed.pool.kv[0][1].shape:
+        words.append("latent attention")
+    if packed.pool.slopes is not None:
+        words.append("ALiBi")
+    if any("sinks" in name for name, _ in target.model.named_parameters()):
+        words.append("sinks")
+    if getattr(config, "attn_logit_softcapping", None):
+        words.append("capped scores")
+    if target.finish.cap:
+        words.append("capped logits")
+    if target.finish.scale != 1.0:
+        words.append("scaled logits")
+    if target.lm_head.bias is not None:
+        words.append("bias on lm_head")
+    return words
+
+
+def examine(family: str) -> dict:
+    """A row of the table: what is special, whether it works, and why not."""
+    row = {"family": family, "special": [], "result": "works", "why": ""}
+    try:
+        target = Target(tiny_model(family), None, family)
+    except TargetError as error:
+        return row | {"result": "refused", "why": _reason(error)}
+    except Exception as error:  # sizes of ours that its code does not take
+        return row | {"result": "not tried", "why": in_a_line(error, kind=True)}
+    try:
+        row["special"] = special(target)
+        return row | _compare(target)
+    except TargetError as error:
+        return row | {"result": "refused", "why": _reason(error)}
+    except Exception as error:
+        return row | {"result": "fails", "why": in_a_line(error, kind=True)}
+
+
+def _reason(error: TargetError) -> str:
+    return in_a_line(error).partition("): ")[2] or in_a_line(error).partition(": ")[2]
+
+
+def _compare(target: Target) -> dict:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in (3, WINDOW + 5, 9)
+    ]
+    expected = [_own_tokens(target, prompt) for prompt in prompts]
+    requests = [Request(prompt, NEW, eos_ids=frozenset()) for prompt in prompts]
+    for drafter in (None, SSD(target, 2, CAPACITY, gamma=3)):
+        decoder = Decoder(target, drafter, 2, CAPACITY, prefill=7)
+        done = sorted(decoder.run(requests), key=lambda completion: completion.index)
+        if [completion.tokens for completion in done] != expected:
+            return {"result": "differs", "why": "tokens are not the model's own"}
+    return {}
+
+
+@torch.inference_mode()
+def _own_tokens(target: Target, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    for _ in range(NEW):
+        logits = target.model(input_ids=torch.tensor([ids]), use_cache=False).logits
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def survey(path: Path, names: list[str], seconds: float = 60.0) -> Iterator[dict]:
+    """Examine families, each in a process of its own with a time limit; yield and keep every row.
+
+    path: JSON with the rows so far; what this version of transformers was tried with is not tried
+    again.
+    """
+    rows, version = {}, transformers.__version__
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["transformers"] == version:
+            rows = {row["family"]: row for row in kept["rows"]}
+    for name in names:
+        if name not in rows:
+            rows[name] = _apart(name, seconds)
+            ordered = [rows[name] for name in sorted(rows)]
+            write_json({"schema": 1, "transformers": version, "rows": ordered}, path)
+        yield rows[name]
+
+
+def _apart(family: str, seconds: float) -> dict:
+    """`examine` in a fork: what one family breaks or hangs does not reach the next."""
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=_answer, args=(family, answers), daemon=True)
+    process.start()
+    process.join(seconds)
+    row = {"family": family, "special": [], "result": "not tried"}
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return row | {"why": f"it took longer than {seconds:g} s"}
+    if answers.empty():
+        return row | {"why": f"its process ended with {process.exitcode}"}
+    return answers.get()
+
+
+def _answer(family: str, answers: queue.SimpleQueue) -> None:
+    warnings.simplefilter("ignore")
+    answers.put(examine(family))
+
+
+def page(rows: list[dict], command: str) -> str:
+    """The table in Markdown."""
+    counts = {kind: sum(row["result"] == kind for row in rows) for kind in ("works", "refused")}
+    lines = [
+        "# Families of targets",
+        "",
+        f"Every causal LM of transformers {transformers.__version__}, tiny and random:",
+        f"{counts['works']} of {len(rows)} decode token for token as their own models, "
+        f"{counts['refused']} are refused. Made by",
+        "",
+        f"```bash\n{command}\n```",
+        "",
+        "| family | special | result | why |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        why = row["why"].replace("|", "/")
+        lines.append(f"| {row['family']} | {', '.join(row['special'])} | {row['result']} | {why} |")
+    return "\n".join(lines) + "\n"

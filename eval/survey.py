@@ -1,0 +1,38 @@
+"""Try every family of transformers that has a causal LM, tiny and random, and write the table.
+
+    python eval/survey.py [FAMILY ..] [--out eval/families] [--seconds 60]
+
+Takes minutes. Writes OUT/families.json, and goes on behind what the same version of transformers
+has there (delete it to try all again); and OUT/families.md.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+from specdraft.eval.checkup.survey import families, page, survey
+from specdraft.recipes.errors import entry
+from specdraft.recipes.terminal import say, tell
+
+
+@entry
+def main() -> None:
+    """Parse, try one family after the other, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; default: all")
+    parser.add_argument("--out", type=Path, default=Path("eval/families"), help="a folder")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for one family")
+    options = parser.parse_intermixed_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    rows, names = [], options.families or families()
+    for row in survey(options.out / "families.json", names, options.seconds):
+        rows.append(row)
+        say(f"{row['family']}: {row['result']} {row['why']}")
+    text = page(rows, "python eval/survey.py")
+    (options.out / "families.md").write_text(text, encoding="utf-8")
+    tell(f"wrote {options.out / 'families.md'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The table of families tells what works, what is special, and why others are refused."""
+
+import json
+import os
+import time
+
+from commands import run_here
+
+from specdraft.eval.checkup import survey
+
+
+def test_families_are_tried_each_by_itself_and_once(tmp_path, monkeypatch):
+    kept = tmp_path / "families.json"
+    names = ["llama", "gpt_oss", "cohere", "mamba", "bloom"]
+    rows = {row["family"]: row for row in survey.survey(kept, names)}
+    assert [rows[name]["result"] for name in names] == [
+        "works", "works", "works", "refused", "works",
+    ]  # fmt: skip
+    assert rows["gpt_oss"]["special"] == ["windows in some layers", "sinks"]
+    assert rows["cohere"]["special"] == ["scaled logits"]
+    assert "linear_attention" in rows["mamba"]["why"] or "state" in rows["mamba"]["why"]
+    monkeypatch.setattr(survey, "examine", lambda family: {"family": family, "result": "again"})
+    assert [*survey.survey(kept, names)] == [*rows.values()]
+    line = survey.page([*rows.values()], "a command").splitlines()
+    assert "| gpt_oss | windows in some layers, sinks | works |  |" in line
+
+
+def test_what_differs_hangs_or_breaks_is_a_row_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(survey, "_own_tokens", lambda target, prompt: [0] * survey.NEW)
+    assert survey.examine("llama")["result"] == "differs"
+    monkeypatch.setattr(survey, "examine", lambda family: os._exit(3))
+    assert "ended with 3" in next(survey.survey(tmp_path / "a", ["llama"]))["why"]
+    monkeypatch.setattr(survey, "examine", lambda family: time.sleep(60))
+    assert "longer than 1 s" in next(survey.survey(tmp_path / "b", ["llama"], 1.0))["why"]
+
+
+def test_the_command_writes_the_table(tmp_path):
+    done = run_here("eval/survey.py", "llama", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "families.json").read_text())
+    assert [row["family"] for row in written["rows"]] == ["llama"]
+    assert "| llama |" in (tmp_path / "families.md").read_text()
