@@ -13,6 +13,7 @@ tiny                                the conversations that come with the package
 import glob
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,11 +41,11 @@ def each_source(names: Sequence[str]) -> list[str]:
 
 def is_here(name: str) -> bool:
     """Whether a source can be read without a download."""
-    return name == BUNDLED or _is_pattern(name) or Path(name).expanduser().exists()
+    return name == BUNDLED or _is_pattern(name) or Path(os.path.expanduser(name)).exists()
 
 
 def _each(name: str) -> list[str]:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if _is_pattern(name):
         found = glob.glob(str(path), recursive=True)
     elif path.is_dir() and not any((path / file).is_file() for file in _SAVED):
@@ -140,7 +141,7 @@ def _find(name: str) -> Path | None:
         return bundled_file("conversations.jsonl")
     if match := _HUB_FILE.fullmatch(name):
         return _download(name, *match.groups())
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists():
         return path
     if _HUB_NAME.fullmatch(name) and not name.endswith(_FILE_ENDINGS):

@@ -7,6 +7,7 @@ Credentials are huggingface_hub's own affair (`hf auth login`, HF_TOKEN), and so
 (HF_ENDPOINT). Nothing here asks the network about a folder that exists.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def fetch(name: str | Path, revision: str | None = None) -> Path:
     Raises HubError when the Hub does not give it.
     """
     if not is_hub_id(name):
-        return Path(name).expanduser()
+        return Path(os.path.expanduser(name))  # which takes any name
     try:
         patterns = ["config.json", SUMS, TREE, *WEIGHTS]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))

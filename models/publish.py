@@ -100,7 +100,8 @@ def pages(recipe: Recipe, card: Card) -> dict[str, bytes]:
     """Return the card of the drafter of `output.dir`, and the picture in it."""
     run = Path(recipe.output.dir)
     folder, own = _folder(recipe, card), _own_tree(recipe, card)
-    picture = curve(next((p for p in (folder / LOG, run / LOG) if p.is_file()), run / LOG))
+    log = next((p for p in (folder / LOG, run / LOG) if p.is_file()), run / LOG)
+    picture = None if card.kind == "table" else curve(log)  # which nothing but the loop writes
     reports = measured(run, folder)
     text = model_card(
         with_names(recipe, reports[0] if reports else None),
