@@ -454,3 +454,11 @@ def test_a_run_that_is_stopped_while_it_saves_for_the_last_time_begins_nothing_e
     with pytest.raises(KeyboardInterrupt, match="trained to step 6"):
         train(tmp_path)
     assert (tmp_path / "checkpoints" / "step-6").exists()
+
+
+def test_lines_of_the_log_that_are_damaged_are_dropped_and_the_run_goes_on(tmp_path):
+    train(tmp_path)
+    log = tmp_path / "log.jsonl"
+    log.write_bytes(b"\xda\xff\n[1]\n{}\n" + log.read_bytes())
+    train(tmp_path, **{"train.steps": 9})
+    assert [record["step"] for record in log_lines(tmp_path)] == [3, 6, 9]

@@ -117,13 +117,13 @@ def forget_after(log: Path, step: int) -> None:
     if not log.is_file():
         return
     kept = []
-    for line in log.read_text().splitlines(keepends=True):
+    for line in log.read_bytes().splitlines(keepends=True):
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-        except json.JSONDecodeError:  # the line that a killed run was writing
+        except (ValueError, LookupError, TypeError):  # what a killed run was writing, or damaged
             continue
-    write_atomic(log, "".join(kept).encode())
+    write_atomic(log, b"".join(kept))
 
 
 def _scalars(tag: str, value: object) -> list[tuple[str, float]]:
