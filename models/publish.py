@@ -18,7 +18,7 @@ from specdraft.models.hub import PAGE, SUMS, push
 from specdraft.models.portable import portable, portable_json
 from specdraft.models.published import kind_there
 from specdraft.models.saved import CONFIG, check_sums, sums
-from specdraft.recipes.errors import HeadError, HubError
+from specdraft.recipes.errors import HeadError, HubError, in_a_line
 from specdraft.recipes.find import (
     KINDS,
     drafter_folder,
@@ -114,6 +114,15 @@ def pages(recipe: Recipe, card: Card) -> dict[str, bytes]:
     return {PAGE: text.encode()} | ({PICTURE: picture} if picture else {})
 
 
+def _report(path: Path) -> dict:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise HeadError(
+            f"{path} is damaged ({in_a_line(error)}); delete it, or measure again"
+        ) from error
+
+
 def measured(run: Path, folder: Path) -> list[dict]:
     """Return the reports of a drafter, that of its training first, then those of benchmarks of the
     same weights; paths are names in all of them."""
@@ -121,8 +130,7 @@ def measured(run: Path, folder: Path) -> list[dict]:
     if own is None:
         return []
     first, *others = (
-        portable(json.loads(path.read_text()))
-        for path in (own, *sorted(run.glob(f"{BENCH}/*/{REPORT}")))
+        portable(_report(path)) for path in (own, *sorted(run.glob(f"{BENCH}/*/{REPORT}")))
     )
     weights = set(first.get("drafter", ()))
     return [first, *(one for one in others if weights and weights <= set(one.get("drafter", ())))]
