@@ -34,6 +34,7 @@ from specdraft.models.publish import BENCH
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import comma_separated, recipe_parser
 from specdraft.recipes.errors import entry
+from specdraft.recipes.find import KINDS, kinds_of
 from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
@@ -56,7 +57,7 @@ def main() -> None:
         load_recipe(options.recipe, [*options.overrides, *overrides], check=problems)
         for overrides in variants(options)
     ]
-    out = options.out or Path(recipes[0].output.dir) / BENCH / settings_of(recipes)
+    out = options.out or place_of(options.recipe, recipes)
     with output_lock(out), keeping(lambda: f"{out / NAME} has what was measured"):
         report = measure(recipes, out)
     if any(run["failures"] for run in report["runs"]):
@@ -77,6 +78,15 @@ def variants(options: argparse.Namespace) -> list[list[str]]:
         if values is not None
     ]
     return [[*common, *chosen] for chosen in product(*given)]
+
+
+def place_of(name: str, recipes: list[Recipe]) -> Path:
+    """Where the report of a recipe, of this name, goes by itself: where a run has drafters of
+    several kinds, a place for each."""
+    run, settings, last = Path(recipes[0].output.dir), settings_of(recipes), Path(name).name
+    if len(kinds_of(run)) > 1:
+        settings = f"{last if last in KINDS else recipes[0].kind}-{settings}"
+    return run / BENCH / settings
 
 
 def settings_of(recipes: list[Recipe]) -> str:

@@ -15,6 +15,7 @@ from commands import run_here, start
 from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
+from specdraft.eval.bench import place_of
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.request import Completion, Step
 from specdraft.eval.engine.timing import Timing
@@ -302,3 +303,17 @@ def test_a_later_turn_counts_for_its_own_question_where_the_first_one_failed(tin
     prompts = [replace(one, later=()), replace(other, turn=2)]  # of `other`, the second turn alone
     parts = [replace(OUTCOME, seconds=seconds) for seconds in (1.0, 4.0)]
     assert macro(prompts, parts)["macro_tokens_per_second"] == (2 / 1 + 2 / 4) / 2
+
+
+def test_a_report_has_a_place_for_its_settings_and_among_several_kinds_for_its_drafter(tmp_path):
+    run = tmp_path / "mine"
+    (run / "falcon").mkdir(parents=True)
+    (run / "falcon" / "config.json").write_text("{}")
+    recipes = [
+        load_recipe("tiny", [f"output.dir={run}", f"eval.batch_size={rows}"]) for rows in (1, 8)
+    ]
+    assert place_of("tiny", recipes) == run / "bench" / "tiny_chat-b1+8-t0"
+    (run / "medusa").mkdir()
+    (run / "medusa" / "config.json").write_text("{}")
+    assert place_of("tiny", recipes).name == "falcon-tiny_chat-b1+8-t0"
+    assert place_of(f"{run}/medusa", recipes).name == "medusa-tiny_chat-b1+8-t0"
