@@ -96,6 +96,7 @@ def run_here(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.
     with (
         patch.dict(os.environ, SURROUNDINGS | {"ACCELERATE_USE_CPU": "true"} | environment),
         patch.object(sys, "argv", list(command)),
+        patch.object(sys, "orig_argv", ["python", *command]),
         chdir(cwd),
         redirect_stdout(out),
         redirect_stderr(err),

@@ -24,13 +24,16 @@ from specdraft.recipes.errors import RecipeError
 
 @pytest.mark.parametrize(
     "command",
-    [["train/falcon.py", "recipes/tiny.yaml"], ["eval/bench.py", "recipes/tiny.yaml"]],
+    [
+        ["train/falcon.py", "recipes/tiny.yaml", "output.dir={}"],
+        ["eval/bench.py", "recipes/tiny.yaml", "--out", "{}"],
+    ],
     ids=lambda command: command[0],
 )
 def test_a_second_run_in_an_output_folder_is_refused_and_told_who_is_there(tmp_path, command):
     with output_lock(tmp_path):
         there = {path: path.read_bytes() for path in tmp_path.iterdir()}
-        done = run(*command, f"output.dir={tmp_path}")
+        done = run(*(word.format(tmp_path) for word in command))
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
     assert done.returncode == 2
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))

@@ -312,7 +312,7 @@ def test_a_saved_table_comes_back_and_replaces_the_one_before(tmp_path):
             assert torch.equal(getattr(loaded, name), tensor)
         assert loaded.next_id.dtype == torch.int32
         assert [path.name for path in folder.parent.iterdir()] == ["table"]
-    names = {"README.md", "SHA256SUMS", "config.json", "model.safetensors"}
+    names = {"SHA256SUMS", "config.json", "model.safetensors"}
     assert {path.name for path in folder.iterdir()} == names
 
 

@@ -16,6 +16,7 @@ from random_models import random_head, random_target
 from transformers import AutoTokenizer
 
 from specdraft.data.sealed import read_sealed
+from specdraft.data.sources import bundled_file
 from specdraft.data.store import storage
 from specdraft.eval.checkup import drafters as drafter_checkup
 from specdraft.eval.checkup.served import check_served
@@ -224,7 +225,8 @@ def test_another_template_and_another_tokenizer_fail_their_lines(doctor, ill, tm
     tokenizer = AutoTokenizer.from_pretrained(target)
     tokenizer.add_tokens(["<|odd|>"])
     tokenizer.save_pretrained(target)
-    code, outcomes, remedies, _ = doctor(ill, f"target.model={target}")
+    prompts = f"eval.prompts={bundled_file('prompts.jsonl')}"  # as anybody's own
+    code, outcomes, remedies, _ = doctor(ill, f"target.model={target}", prompts)
     assert (code, failing(outcomes)) == (1, ["tokenizer"])
     assert "rebuild both caches" in remedies["tokenizer"]
 

@@ -180,7 +180,7 @@ def test_a_run_loads_what_its_methods_need_and_nothing_else(tmp_path):
     tiny = Target.load("tiny")
     nothing = recipe("eval.methods=[plain, generate, prompt_lookup:padded]")
     assert load_trained(nothing, tiny) == Trained()
-    with pytest.raises(HeadError, match=f"no trained head at {tmp_path / 'head'}"):
+    with pytest.raises(HeadError, match=f"no trained head at {tmp_path / 'falcon'}"):
         load_trained(recipe("eval.methods=[falcon_tree:padded]", f"output.dir={tmp_path}"), tiny)
 
 

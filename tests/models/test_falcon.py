@@ -405,7 +405,7 @@ def test_a_saved_head_is_the_same_head(target, tmp_path):
     ahead, features = pairs(2, 6)
     blocks = block_index(6, 2, 2).expand(2, -1)
     assert torch.equal(again(ahead, features, blocks), head(ahead, features, blocks))
-    expected = {"config.json", "model.safetensors", "README.md", "SHA256SUMS"}
+    expected = {"config.json", "model.safetensors", "SHA256SUMS"}
     assert expected == {path.name for path in tmp_path.iterdir()}
 
 

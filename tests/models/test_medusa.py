@@ -350,7 +350,6 @@ def test_saved_heads_are_the_same_heads(target, tmp_path):
         assert {path.name for path in folder.iterdir()} == {
             "config.json",
             "model.safetensors",
-            "README.md",
             "SHA256SUMS",
         }
 

@@ -44,7 +44,7 @@ def test_no_engine_at_the_path_is_said_with_how_to_get_one(tmp_path):
 def test_a_method_without_a_route_is_refused(tmp_path):
     done = parity("--python", "python", "--methods", "falcon_tree")
     assert done.returncode == 2
-    assert "verifies chains; known: eagle_chain, falcon_chain" in done.stderr
+    assert "verifies chains; known: eagle_chain, eagle3_chain, falcon_chain" in done.stderr
 
 
 def test_another_version_is_said_and_an_engine_that_dies_is_heard(tmp_path):

@@ -21,7 +21,7 @@ from specdraft.models.falcon import FalconHead
 from specdraft.models.saved import write_sums
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import CacheError, RecipeError
-from specdraft.recipes.interrupt import StopRequest
+from specdraft.recipes.interrupt import SIGNALS, StopRequest
 from specdraft.train.fit.checkpoint import (
     FREE,
     Checkpoints,
@@ -400,7 +400,18 @@ def test_only_a_second_ctrl_c_skips_a_save_and_none_that_has_begun(capfd):
     assert line.startswith("saving after this step ..")
 
 
-def test_what_ends_a_launcher_ends_its_command_once(monkeypatch):
+@pytest.fixture
+def signals_heard():
+    """Those that a shell has its background commands ignore, too."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_what_ends_a_launcher_ends_its_command_once(monkeypatch, signals_heard):
     with StopRequest():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
