@@ -172,7 +172,8 @@ class Plan:
             segment = self.placed[0][1]
             keys, values = self.pool.read(layer, segment.row, segment.first, segment.stop)
             return attention(query, keys, values, segment.bias, segment.is_causal, scores)
-        output = query.new_empty(*query.shape[:3], self.pool.value_dim)
+        count, heads = query.shape[2], query.shape[1]  # laid out as the model reads it
+        output = query.new_empty(1, count, heads, self.pool.value_dim).transpose(1, 2)
         for group in self.groups:
             group.attend(layer, query, output, scores)
         return output
@@ -281,7 +282,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, plan=Non
     plan = plan.within(plan.pool.windows[layer]).on(query.device)
     scores = Scores(scaling, options.get("softcap"), options.get("s_aux"))
     attended = plan.attend(layer, query, key, value, scores)
-    return attended.transpose(1, 2), None
+    return attended.transpose(1, 2).contiguous(), None  # some families take views of it
 
 
 class PackedTarget:

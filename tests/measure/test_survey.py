@@ -11,10 +11,10 @@ from specdraft.eval.checkup import survey
 
 def test_families_are_tried_each_by_itself_and_once(tmp_path, monkeypatch):
     kept = tmp_path / "families.json"
-    names = ["llama", "gpt_oss", "cohere", "mamba", "bloom"]
+    names = ["llama", "gpt_oss", "cohere", "mamba", "bloom", "jetmoe"]  # which views attention
     rows = {row["family"]: row for row in survey.survey(kept, names)}
     assert [rows[name]["result"] for name in names] == [
-        "works", "works", "works", "refused", "works",
+        "works", "works", "works", "refused", "works", "works",
     ]  # fmt: skip
     assert rows["gpt_oss"]["special"] == ["windows in some layers", "sinks"]
     assert rows["cohere"]["special"] == ["scaled logits"]
