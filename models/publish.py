@@ -14,6 +14,7 @@ import yaml
 from specdraft.models.cards.card import PICTURE, model_card
 from specdraft.models.cards.curve import curve
 from specdraft.models.cards.lines import Card, generate_file, tree_name
+from specdraft.models.cards.log import LOG
 from specdraft.models.hub import PAGE, SUMS, push
 from specdraft.models.portable import portable, portable_json
 from specdraft.models.published import kind_there
@@ -48,7 +49,7 @@ WHOLE = (
     "vocab.txt",
     "merges.txt",
 )
-REPORT, LOG = "report.json", "log.jsonl"  # of a run, or in the folder of its drafter
+REPORT = "report.json"  # of a run, or in the folder of its drafter
 BENCH = "bench"  # in a run's folder: a folder for every setting that eval/bench.py has measured
 REQUIREMENTS = "specdraft>=0.1.0\n"  # of custom_generate/generate.py
 

@@ -20,7 +20,7 @@ from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
 from specdraft.train.fit.accelerator import check_launch, load_target, make_accelerator
 from specdraft.train.fit.checkpoint import check_run
-from specdraft.train.fit.room import make_room
+from specdraft.train.fit.set_aside import set_aside_others
 from specdraft.train.plan import known_sizes, make_plan, measured_flops, plan_lines
 
 LoadTarget = Callable[..., Target]  # `accelerator.load_target` of the recipe that is run
@@ -54,7 +54,7 @@ def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda
     ranks = Ranks.of(accelerator)
     with output_lock(out, ranks):
         if ranks.is_first:
-            make_room(out, recipe.kind)
+            set_aside_others(out, recipe.kind)
         ranks.wait()
         check_run(out, recipe.to_dict())
         train(recipe, accelerator, partial(load_target, recipe, accelerator))

@@ -5,8 +5,7 @@ for a head, a Hub id, which is read with the recipe of the first run among them.
 best method that its recipe measures, with the tree and the settings that were fitted to it.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch import nn
 from specdraft.eval.drafters.registry import drafted_tree, featured, load_trained, needs, problems
 from specdraft.eval.drafters.setup import tree_method
 from specdraft.eval.drafters.trained import Trained
+from specdraft.models.cards.log import LOG, records
 from specdraft.models.hub import is_hub_id
 from specdraft.models.saved import CONFIG
 from specdraft.models.target import Target
@@ -24,7 +24,6 @@ from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import TREE
 
-LOG = "log.jsonl"
 SAME = ("model", "revision", "dtype", "chat_template")  # of one target
 # What an answer depends on, and its time: all decode by the first one's.
 COMMON = (
@@ -120,7 +119,7 @@ def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant],
         except (HeadError, RecipeError) as error:
             left_out[given] = in_a_line(error)
             continue
-        log = list(_train_records(given, recipe)) if needs(method) != ("table",) else []
+        log = _train_records(given, recipe) if needs(method) != ("table",) else []
         steps, done = recipe.train.steps, log[-1]["step"] if log else None
         if done and steps and done < steps and recipe.train.max_minutes is None:
             left_out[given] = f"training stands at step {done} of {steps}; let it finish"
@@ -149,16 +148,10 @@ def _short(name: str, every: dict[str, Recipe]) -> str:
     return name if sum(Path(other).stem == last for other in every) > 1 else last
 
 
-def _train_records(given: str, recipe: Recipe) -> Iterator[dict]:
+def _train_records(given: str, recipe: Recipe) -> list[dict]:
     """What the log of a drafter's training has recorded. It lies in the drafter's own folder where
     another kind was trained in its run after it, else in the run's."""
     run = Path(recipe.output.dir)
     files = (folder / LOG for folder in (Path(given), run / recipe.kind, run))
-    file = next((file for file in files if file.is_file()), None)
-    for line in file.read_text(encoding="utf-8").splitlines() if file else ():
-        try:
-            record = json.loads(line)
-            if record["kind"] == "train":
-                yield record
-        except (ValueError, KeyError, TypeError):  # the line that a killed run was writing
-            continue
+    file = next((file for file in files if file.is_file()), run / LOG)
+    return [*records(file, "train")]

@@ -17,6 +17,7 @@ Shapes: R rows, E nodes that are read at a level, C children of each, V vocabula
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from specdraft.eval.drafters.level import Growth, LevelDrafter
@@ -67,7 +68,26 @@ class Weighed(Growth):
         return shape(tuple(parents)), order
 
 
-class BestFirst(LevelDrafter):
+class Rewarded:
+    """What rows begin and commit is told to `worth`, beside the drafter that this is mixed into."""
+
+    worth: Worth
+
+    def start(self, row: int, request: Request) -> None:
+        super().start(row, request)
+        self.worth.admit(row)
+
+    def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
+        super().observe(row, tokens, features)
+        self.worth.earn(row, len(tokens))
+
+
+def usual_width(device: torch.device) -> int:
+    """Nodes of a level that get children: where it takes its launches, more take no longer."""
+    return 1 if device.type == "cpu" else 4
+
+
+class BestFirst(Rewarded, LevelDrafter):
     """Draft best first with a draft LM, as much as is worth it.
 
     paths: nodes that are read at a level at most. costs: of this machine; None: those of
@@ -85,21 +105,13 @@ class BestFirst(LevelDrafter):
         nodes: int = 48,
         paths: int | None = None,
     ):
-        if paths is None:  # where a level takes its launches, more nodes take no longer
-            paths = 1 if student.device.type == "cpu" else 4
+        if paths is None:
+            paths = usual_width(student.device)
         # What is read is placed behind the cache, whether it is verified or not.
         super().__init__(student, rows, capacity, depth, max(nodes, paths * depth))
         self.nodes, self.paths = nodes, paths
         self.width = min(out_degree, student.vocab_size)
         self.worth = Worth(costs, 1, nodes)
-
-    def start(self, row: int, request: Request) -> None:
-        super().start(row, request)
-        self.worth.admit(row)
-
-    def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
-        super().observe(row, tokens, features)
-        self.worth.earn(row, len(tokens))
 
     def draft(self, rows: list[int]) -> list[Tree]:
         self.worth.begin(rows, sum(map(self.num_committed_tokens, rows)) / len(rows))

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdraft.eval.drafters.best_first import SHARPNESS, Weighed
+from specdraft.eval.drafters.best_first import SHARPNESS, Rewarded, Weighed, usual_width
 from specdraft.eval.drafters.drawing import ranking
 from specdraft.eval.drafters.falcon import HeadDrafter, Hidden
 from specdraft.eval.engine.cost import CostModel
-from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import download, upload
@@ -79,7 +78,7 @@ class Blocks(Weighed):
         return [node for block in blocks for node in block]
 
 
-class DynamicFalcon(HeadDrafter):
+class DynamicFalcon(Rewarded, HeadDrafter):
     """Draft best first, as much as is worth it.
 
     costs: of this machine; None: those of eval/engine/worth.py. Of a draft at most: width, nodes of
@@ -101,8 +100,8 @@ class DynamicFalcon(HeadDrafter):
         nodes: int = 48,
         passes: int = 8,
     ):
-        if width is None:  # where a level takes its launches, more nodes take no longer
-            width = 1 if target.device.type == "cpu" else 4
+        if width is None:
+            width = usual_width(target.device)
         depth = passes * head.config.block_size
         super().__init__(head, target, rows, capacity, depth, paths * depth)
         self.width, self.paths = width, paths
@@ -110,14 +109,6 @@ class DynamicFalcon(HeadDrafter):
         self.max_nodes = max(nodes, depth)
         self.worth = Worth(costs, self.k, self.max_nodes)
         self._masks: dict[tuple, Hidden] = {}  # of a lineage's last pass
-
-    def start(self, row: int, request: Request) -> None:
-        super().start(row, request)
-        self.worth.admit(row)
-
-    def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
-        super().observe(row, tokens, features)
-        self.worth.earn(row, len(tokens))
 
     def grow(self, rows: list[int]) -> list[Tree]:
         self.worth.begin(rows, sum(self.pool.lengths[row] for row in rows) / len(rows))

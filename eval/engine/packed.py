@@ -30,7 +30,7 @@ from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology, chain
 from specdraft.eval.families.probe import measure
 from specdraft.eval.families.support import check_forward, check_positions, check_supported
-from specdraft.models.families.alibi import handed, has_alibi
+from specdraft.models.families.alibi import attention_inputs, has_alibi
 from specdraft.models.families.scores import PLAIN, Scores, attention
 from specdraft.models.feature_layers import Layers, wide_features
 from specdraft.models.placement import shared
@@ -333,7 +333,7 @@ class PackedTarget:
 
     def _run(self, ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         inputs = {"input_ids": ids[None], "position_ids": positions[None]}
-        inputs |= handed(self.base, _attention, plan=plan)
+        inputs |= attention_inputs(self.base, _attention, plan=plan)
         return wide_features(self.base, self.layers, ids.device, **inputs)[0]
 
     @torch.inference_mode()

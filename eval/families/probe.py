@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from specdraft.eval.families.support import refusal, refusing
-from specdraft.models.families.alibi import handed, has_alibi, replace_attention
+from specdraft.models.families.alibi import attention_inputs, has_alibi, replace_attention
 from specdraft.models.target import Target
 
 PROBE = "specdraft_probe"
@@ -81,7 +81,7 @@ def measure(target: Target, view: nn.Module) -> Geometry:
     with torch.inference_mode(), refusing(target, "its layers cannot be looked at"):
         # A bound method, for accelerate would hand a list on as a copy.
         view.base_model(
-            input_ids=ids, use_cache=False, **handed(view, _attention, probe=calls.append)
+            input_ids=ids, use_cache=False, **attention_inputs(view, _attention, probe=calls.append)
         )
     if not calls:
         raise refusal(target, "its layers pass no keyword arguments on to their attention")

@@ -1,8 +1,9 @@
 """The training curve of a run as a picture: loss, and tokens per step where it was measured."""
 
 import io
-import json
 from pathlib import Path
+
+from specdraft.models.cards.log import records
 
 
 def curve(log: Path) -> bytes | None:
@@ -11,11 +12,8 @@ def curve(log: Path) -> bytes | None:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    if not log.is_file():
-        return None
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    losses = _points(records, "train", "loss")
-    measured = _points(records, "eval", "tokens_per_step")
+    losses = _points(log, "train", "loss")
+    measured = _points(log, "eval", "tokens_per_step")
     if not losses:
         return None
     figure = Figure(figsize=(7, 3.5), layout="constrained")
@@ -33,5 +31,5 @@ def curve(log: Path) -> bytes | None:
     return picture.getvalue()
 
 
-def _points(records: list[dict], kind: str, name: str) -> list[tuple[int, float]]:
-    return [(r["step"], r[name]) for r in records if r["kind"] == kind and name in r]
+def _points(log: Path, kind: str, name: str) -> list[tuple[int, float]]:
+    return [(r["step"], r[name]) for r in records(log, kind) if name in r]

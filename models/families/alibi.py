@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Handed:
+class CacheStandIn:
     """Stands for an empty cache on its way to the layers: an attention function, its options."""
 
     def __init__(self, attention: Callable, options: dict):
@@ -37,12 +37,12 @@ class Handed:
         return self.attention(layer, *heads, None, **options)[0].flatten(2)
 
 
-def _bloom(self, hidden_states, residual, *_, layer_past: Handed, **__):
+def _bloom(self, hidden_states, residual, *_, layer_past: CacheStandIn, **__):
     heads = self._reshape(self.query_key_value(hidden_states))
     return residual + self.dense(layer_past.attend(self, heads, self.inv_norm_factor)), None
 
 
-def _mpt(self, hidden_states, *_, past_key_values: Handed, **__):
+def _mpt(self, hidden_states, *_, past_key_values: CacheStandIn, **__):
     mixed = self.Wqkv(hidden_states)
     if self.clip_qkv:
         mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -87,6 +87,6 @@ def replace_attention(view: nn.Module) -> None:
             module.forward = MethodType(family.forward, module)
 
 
-def handed(model: nn.Module, attention: Callable, **options) -> dict:
+def attention_inputs(model: nn.Module, attention: Callable, **options) -> dict:
     """What a forward of the model is given, so that its layers hand options to an attention."""
-    return {"past_key_values": Handed(attention, options)} if has_alibi(model) else options
+    return {"past_key_values": CacheStandIn(attention, options)} if has_alibi(model) else options

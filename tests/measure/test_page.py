@@ -19,7 +19,8 @@ from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.page.colours import COLOURS, method_colours
 from specdraft.eval.page.page import COLUMNS, TIMES, draft_lines, write_page
 from specdraft.eval.page.plots import node_tree
-from specdraft.eval.page.training import LOG, POINTS, training_curve
+from specdraft.eval.page.training import POINTS, training_curve
+from specdraft.models.cards.log import LOG
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.load import load_recipe

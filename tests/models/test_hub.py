@@ -20,6 +20,7 @@ from random_models import random_eagle3
 from specdraft.eval.drafters.trained import CARDS
 from specdraft.models.cards.card import PICTURE, head_facts
 from specdraft.models.cards.curve import curve
+from specdraft.models.cards.log import LOG, records
 from specdraft.models.hub import fetch, is_hub_id
 from specdraft.models.publish import contents, portable
 from specdraft.models.published import kind_there
@@ -577,6 +578,16 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
     log.write_text('{"kind": "train", "step": 1, "loss": 2.0}\n')
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert curve(log) is None
+
+
+def test_a_log_that_a_killed_run_left_is_read_as_far_as_it_is_whole(tmp_path):
+    log = tmp_path / LOG
+    lines = ['{"kind": "train", "step": 1, "loss": 2.0}', "5", "[]", '{"kind": "train"}', "\xff"]
+    lines += ['{"kind": "eval", "step": 1}', '{"kind": "train", "step": 2, "lo']
+    log.write_text("\n".join(lines))
+    assert [*records(log, "train")] == [{"kind": "train", "step": 1, "loss": 2.0}]
+    assert [*records(tmp_path / "none.jsonl", "train")] == []
+    assert curve(log) is not None
 
 
 def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):

@@ -12,7 +12,7 @@ from typing import Self
 from tqdm import tqdm
 
 from specdraft.data.atomic import stating_shortfall, write_atomic
-from specdraft.eval.page.training import LOG
+from specdraft.models.cards.log import LOG
 from specdraft.train.fit.trackers import Trackers
 
 

@@ -4,7 +4,7 @@ import json
 
 from test_loop import log_lines, train
 
-from specdraft.train.fit.room import make_room
+from specdraft.train.fit.set_aside import set_aside_others
 
 EAGLE = {"head.block_size": 1, "head.fusion": "linear", "k": 1}
 
@@ -14,12 +14,12 @@ def test_kinds_of_drafters_take_turns_in_a_folder(tmp_path):
     run = tmp_path / "shared"
     train(run, **{"train.steps": 6, "train.max_minutes": 1e-9})  # as far as its first step
     steps = [line["step"] for line in log_lines(run)] if (run / "log.jsonl").stat().st_size else []
-    make_room(run, "eagle")
+    set_aside_others(run, "eagle")
     assert not (run / "checkpoints").exists()
     train(run, **EAGLE)
     eagle = (run / "eagle" / "model.safetensors").read_bytes()
     assert {line["step"] for line in log_lines(run)} == {3, 6}
-    make_room(run, "falcon")
+    set_aside_others(run, "falcon")
     there = [json.loads(line)["step"] for line in (run / "log.jsonl").open()]
     assert [step for step in there if step in steps] == steps
     state, again = train(run, **{"train.steps": 6})
@@ -32,5 +32,5 @@ def test_kinds_of_drafters_take_turns_in_a_folder(tmp_path):
 def test_a_kind_that_goes_on_has_its_room(tmp_path):
     train(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    make_room(tmp_path, "falcon")
+    set_aside_others(tmp_path, "falcon")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

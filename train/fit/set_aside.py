@@ -13,7 +13,7 @@ from specdraft.train.fit.checkpoint import complete_ones, read_state
 LEFT = ("log.jsonl", "tensorboard", "checkpoints")  # the last one says whose the others are
 
 
-def make_room(out: Path, kind: str) -> None:
+def set_aside_others(out: Path, kind: str) -> None:
     """Put away what another kind's training left in `out`, and bring back what this one's had."""
     there = _trained_last(out)
     if there not in (None, kind):
