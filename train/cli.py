@@ -9,6 +9,7 @@ Over several processes the scripts themselves are launched:
 """
 
 import sys
+from argparse import ArgumentParser
 from importlib import import_module
 from importlib.metadata import version
 
@@ -17,9 +18,10 @@ from specdraft.recipes.errors import RecipeError, entry
 from specdraft.recipes.fields import nearest
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import tell
+from specdraft.train.kinds import overrides_of
 
 COMMANDS = {
-    "train": ("", "train what a recipe drafts with, measure it, and keep it"),
+    "train": ("", "train what a recipe drafts with, or --kind KIND of it, and measure it"),
     "cache": ("data.cache", "the data stage alone: tokens and features of the target"),
     "bench": ("eval.bench", "measure methods beside each other"),
     "curve": ("train.curve", "how much data gives what acceptance"),
@@ -51,6 +53,8 @@ def main() -> None:
             f"(there are {', '.join(COMMANDS)})"
         )
     else:
+        if name == "train":
+            arguments = with_kind(arguments)
         for module in trainers(arguments) if name == "train" else [COMMANDS[name][0]]:
             sys.argv = [f"specdraft {name}", *arguments]
             import_module(f"specdraft.{module}").main()
@@ -64,13 +68,32 @@ def usage() -> str:
     return "\n".join([head, "", *rows])
 
 
+def with_kind(arguments: list[str]) -> list[str]:
+    """The arguments of `train` with what `--kind KIND` stands for behind the recipe. RecipeError
+    for a kind that there is not."""
+    parser = ArgumentParser(prog="specdraft train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--kind")
+    parsed, rest = parser.parse_known_args(arguments)
+    given = named(rest)
+    if parsed.kind is None or not given:
+        return rest
+    behind = rest.index(given[0]) + 1
+    return [*rest[:behind], *overrides_of(parsed.kind, given[0], given[1:]), *rest[behind:]]
+
+
+def named(arguments: list[str]) -> list[str]:
+    """The recipe, and what it is overridden by: what is no option."""
+    recipe, *others = [one for one in arguments if not one.startswith("-")] or [""]
+    overrides = [one for one in others if "=" in one or one.endswith(".yaml")]
+    return [recipe, *overrides] if recipe else []
+
+
 def trainers(arguments: list[str]) -> list[str]:
     """The scripts that train what a recipe's methods draft with, in their order."""
-    given = [one for one in arguments if not one.startswith("-")]
+    given = named(arguments)
     if not given:
         return ["train.falcon"]  # which says what is missing
-    overrides = [one for one in given[1:] if "=" in one or one.endswith(".yaml")]
-    recipe = load_recipe(given[0], overrides, check=problems)
+    recipe = load_recipe(given[0], given[1:], check=problems)
     scripts = [find(name)[0].trainer for name in recipe.eval.methods]
     found = list(dict.fromkeys(script for script in scripts if script))
     if not found:

@@ -25,8 +25,8 @@ from specdraft.recipes.errors import DataError, RecipeError, entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import tell
-from specdraft.train.data_curve import draw_curves, make_curves, print_curves
-from specdraft.train.sizes import FORMS, plan_sizes
+from specdraft.train.curves.data_curve import draw_curves, make_curves, print_curves
+from specdraft.train.curves.sizes import FORMS, plan_sizes
 
 FEWEST = 3  # sizes that a curve is fitted to
 

@@ -15,6 +15,7 @@ from specdraft.recipes.errors import RecipeError
 KINDS = {
     "rivals": RivalTable,
     "heads": RivalTable,
+    "heads_stories": RivalTable,
     "minutes": RivalTable,
     "gsd": GraphTable,
     "tau": TauTable,

@@ -10,9 +10,9 @@ from commands import run_here
 
 from specdraft.data.chat import split_holdout
 from specdraft.recipes.load import load_recipe
-from specdraft.train.data_curve import make_curves, sentence
-from specdraft.train.saturation import Saturation, fit_saturation, predict
-from specdraft.train.sizes import EQUAL, FORMS, GROWING, plan_sizes
+from specdraft.train.curves.data_curve import make_curves, sentence
+from specdraft.train.curves.saturation import Saturation, fit_saturation, predict
+from specdraft.train.curves.sizes import EQUAL, FORMS, GROWING, plan_sizes
 
 ROWS = [100, 300, 1000, 3000, 10000]
 TRUE = Saturation(5.0, 8.0, 0.4)

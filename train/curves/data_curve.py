@@ -13,8 +13,8 @@ from rich.text import Text
 from specdraft.eval.page.colours import method_colours
 from specdraft.eval.page.plots import curves, write_png
 from specdraft.recipes.terminal import Screen
-from specdraft.train.saturation import fit_saturation, predict
-from specdraft.train.sizes import FORMS, Size
+from specdraft.train.curves.saturation import fit_saturation, predict
+from specdraft.train.curves.sizes import FORMS, Size
 
 BACK_TEST = 3  # the first sizes, which predict the largest
 

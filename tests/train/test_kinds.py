@@ -1,0 +1,60 @@
+"""Any kind of drafter of any recipe: `specdraft train RECIPE --kind KIND`."""
+
+import pytest
+from commands import run_here
+
+from specdraft.eval.drafters.registry import problems
+from specdraft.models.shapes import target_shape
+from specdraft.recipes.find import BUNDLED, KINDS
+from specdraft.recipes.load import load_recipe
+from specdraft.train.cli import named, trainers, with_kind
+from specdraft.train.kinds import low_middle_high
+
+SCRIPTS = dict(
+    zip(KINDS, ("falcon", "eagle", "eagle3", "medusa", "distill", "maxgram"), strict=True)
+)
+OF_NO_TRAINING = ("tiny_cascade", "tiny_cascades", "llama2_70b_draft")  # they say no steps
+TRAINED = [path.stem for path in BUNDLED.glob("*.yaml") if path.stem not in OF_NO_TRAINING]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_recipe_makes_every_kind(kind):
+    for name in TRAINED:
+        arguments = with_kind([name, "--kind", kind])
+        recipe = load_recipe(name, named(arguments)[1:], check=problems)
+        assert trainers(arguments) == [f"train.{SCRIPTS[kind]}"], name
+        assert kind == "table" or recipe.kind == kind, name
+        shared = load_recipe(name)
+        assert (recipe.target, recipe.optim, recipe.output) == (
+            shared.target,
+            shared.optim,
+            shared.output,
+        )
+
+
+def test_the_users_overrides_have_the_last_word_and_options_stay():
+    arguments = with_kind(["--dry-run", "own", "medusa.heads=3", "--kind=medusa"])
+    assert (arguments[0], arguments[1], arguments[-1]) == ("--dry-run", "own", "medusa.heads=3")
+    assert load_recipe("own", named(arguments)[1:]).medusa.heads == 3
+
+
+def test_layers_are_of_the_target_that_is_named_behind():
+    arguments = with_kind(["own", "target.model=Qwen/Qwen3-8B", "--kind", "eagle3"])
+    recipe = load_recipe("own", named(arguments)[1:])
+    assert target_shape(recipe)[0].layers == 36
+    assert recipe.data.feature_layers == (2, 18, 33)  # of the published heads
+
+
+@pytest.mark.parametrize("count", range(2, 90))
+def test_three_layers_are_of_the_target_and_ascend(count):
+    layers = low_middle_high(count)
+    assert list(layers) == sorted({*layers})
+    assert layers[0] >= 1
+    assert layers[-1] < count
+    assert len(layers) == 3 or count < 5
+
+
+def test_an_unknown_kind_is_told_the_nearest():
+    done = run_here("train/cli.py", "train", "tiny", "--kind", "eagel3")
+    assert done.returncode == 2
+    assert "--kind eagel3: no such kind; nearest is eagle3 (there are falcon, " in done.stderr
