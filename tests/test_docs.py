@@ -104,7 +104,7 @@ DECODING = ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=4", "eval.
 STEPS = ["train.steps=2", "train.batch_size=4", "train.threads=1"]
 STEPS += ["train.eval_every=null", "train.save_every=null"]
 TRAINERS = ("train/falcon.py", "train/eagle.py", "train/eagle3.py")
-TRAINERS += ("train/medusa.py", "train/distill.py")
+TRAINERS += ("train/medusa.py", "train/distill.py", "train/cli.py")
 # What a command reads must have been made before, by recipe.
 MADE_BY = {
     "recipes/tiny.yaml": [TRAIN],
@@ -136,6 +136,7 @@ ELSEWHERE = {
     "python eval/parity.py": "it runs vLLM; tests/serve does where there is one",
     "python models/push.py": "the Hub; tests/models/test_hub.py pushes to one of its own",
     "python train/curve.py": "an hour; tests/train/test_data_curve.py fits known curves",
+    "specdraft compare": "two runs; tests/measure/test_compare.py has some",
     "python eval/compare.py": "two runs; tests/measure/test_compare.py has some",
     "python eval/table.py": "a report; tests/measure/test_field_table.py has one",
     "python eval/paper.py": "half an hour; tests/papers runs small tables",
@@ -164,6 +165,8 @@ def script_and_arguments(command: str) -> tuple[str, list[str]]:
         if launch.config_file:
             assert (ROOT / launch.config_file).is_file()
         return launch.training_script, launch.training_script_args
+    if words[0] == "specdraft":
+        return "train/cli.py", words[1:]
     assert words[0] == "python"
     return words[1], words[2:]
 
