@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from threading import Thread
+from select import select
+from threading import Event, Thread
 
 import psutil
 from commands import ROOT, SURROUNDINGS, run, start
@@ -125,13 +126,16 @@ class Session:
                 os.chdir(ROOT)
                 os.environ.update(SURROUNDINGS)
                 os.execv(sys.executable, [sys.executable, *LAUNCHERS[launcher], *command])
-        self.reader = Thread(target=self._read, args=(self.terminal,), daemon=True)
+        self.closing = Event()
+        self.reader = Thread(target=self._read, daemon=True)
         self.reader.start()
 
-    def _read(self, terminal: int) -> None:
-        with suppress(OSError):  # it ends with the last who has the terminal, or when it is closed
-            while part := os.read(terminal, 4096):
-                self.said += part
+    def _read(self) -> None:
+        # Who waits within a read keeps the terminal open: nothing that is silent would be hung up.
+        with suppress(OSError):  # it ends with the last who has the terminal
+            while not self.closing.is_set():
+                if select([self.terminal], [], [], 0.05)[0]:
+                    self.said += os.read(self.terminal, 4096)
 
     def is_at_work(self) -> bool:
         """Whether a file was written in its folder."""
@@ -159,6 +163,8 @@ class Session:
     def end(self, how: str) -> None:
         """Do to it what a user, a shell or a scheduler does."""
         if how == "closed":
+            self.closing.set()
+            self.reader.join()
             os.close(self.terminal)
             self.terminal = None
         elif how.startswith("ctrl-c"):

@@ -1,10 +1,12 @@
 """The short part of a hostile hour: some inputs of every kind, and a run that is tampered with."""
 
+import signal
 from pathlib import Path
 from random import Random
 
 import pytest
 from fuzz import KINDS, fuzz
+from kills import Session
 from mangle import WAYS
 from place import Place
 from tampers import tamper
@@ -27,6 +29,16 @@ def test_spoilt_inputs_are_refused_in_a_few_words_or_are_no_matter(place, tmp_pa
 
 def test_what_was_tampered_with_is_not_taken_as_whole(place, tmp_path):
     assert tamper(0, tmp_path, place) == (1, None)
+
+
+def test_a_closed_terminal_hangs_up_who_has_nothing_to_say(tmp_path):
+    (script := tmp_path / "silent.py").write_text("import time\ntime.sleep(60)\n")
+    session = Session("python", [str(script)], tmp_path)
+    assert session.lasts(1)
+    session.end("closed")
+    assert not session.lasts(10)
+    assert session.code == -signal.SIGHUP
+    assert session.aftermath() is None
 
 
 def test_the_attacks_find_what_they_look_for():
