@@ -6,6 +6,8 @@
 A run that is cut off goes on where it stopped. Training with the same recipe finds both caches.
 """
 
+from specdraft.recipes.entry import entry
+
 from datetime import timedelta
 from functools import partial
 
@@ -19,7 +21,6 @@ from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_caches
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
-from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen

@@ -8,6 +8,8 @@ Writes models/tiny/ (weights, tokenizer, CARD.md, metrics.json) and data/tiny/ (
 conversations for drafters, evaluation prompts). Everything follows from --seed and --steps.
 """
 
+from specdraft.recipes.entry import entry
+
 import argparse
 import itertools
 import json
@@ -75,6 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@entry
 def main() -> None:
     """Write the data, train the target and measure it, as the options say."""
     args = parse_arguments()

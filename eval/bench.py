@@ -14,6 +14,8 @@ eval/measure/logbook.py). A method that fails on a prompt is shown as failed the
 on, and the exit code is 1.
 """
 
+from specdraft.recipes.entry import entry
+
 import argparse
 import re
 import sys
@@ -33,7 +35,6 @@ from specdraft.eval.measure.table import print_curves, print_report
 from specdraft.models.publish import BENCH
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import comma_separated, recipe_parser
-from specdraft.recipes.errors import entry
 from specdraft.recipes.find import KINDS, kinds_of
 from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.load import load_recipe

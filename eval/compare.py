@@ -9,6 +9,8 @@ drafts. What is not finished is told and left out. Writes DIR/report.json, repor
 matplotlib, PNGs; one of them is the frontier of speed over the minutes of training.
 """
 
+from specdraft.recipes.entry import entry
+
 import argparse
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ from specdraft.eval.comparing.race import race
 from specdraft.eval.comparing.show import frontier, print_comparison
 from specdraft.eval.measure.report import write_report
 from specdraft.models.target import Target
-from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.terminal import tell
 
 

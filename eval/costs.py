@@ -12,6 +12,8 @@ model costs here is known before it is downloaded. A shape is llama1b, llama7b, 
 or the path of any config.json. It goes to output.dir/costs_SHAPE.json.
 """
 
+from specdraft.recipes.entry import entry
+
 import argparse
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole, whole_numbers
-from specdraft.recipes.errors import DataError, RecipeError, entry
+from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe

@@ -5,6 +5,8 @@
 Nothing is built, trained or changed. Exit code 1 if a line fails.
 """
 
+from specdraft.recipes.entry import entry
+
 import sys
 from dataclasses import replace
 
@@ -17,7 +19,6 @@ from specdraft.eval.checkup.served import check_served
 from specdraft.eval.drafters.registry import problems
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
-from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import Screen
 

@@ -8,13 +8,14 @@ Takes the head of `output.dir` and writes config.json and model.safetensors in t
 heads and Max-Gram tables have no such layout: vLLM loads them as they are (eval/serve/README.md).
 """
 
+from specdraft.recipes.entry import entry
+
 from pathlib import Path
 
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.serve.layouts import served_head
 from specdraft.models.serving import ENGINES
 from specdraft.recipes.arguments import recipe_parser
-from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import tell
 

@@ -12,6 +12,8 @@ recipe, for any command behind the recipe:
     python eval/bench.py recipes/tiny_cascade.yaml runs/tiny_cascade/fitted_cascade.yaml
 """
 
+from specdraft.recipes.entry import entry
+
 from pathlib import Path
 
 from specdraft.data.lock import output_lock
@@ -24,7 +26,6 @@ from specdraft.eval.drafters.registry import METHODS, find, fitted, problems
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
-from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 
 

@@ -10,6 +10,8 @@ stops an answer. Uses what was trained in `output.dir`; sampling follows eval.te
 top_k, top_p and seed.
 """
 
+from specdraft.recipes.entry import entry
+
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +22,7 @@ from specdraft.eval.generation.live import Answer, show
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
-from specdraft.recipes.errors import UserError, entry
+from specdraft.recipes.errors import UserError
 from specdraft.recipes.interrupt import Terminated
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import Screen

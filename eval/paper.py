@@ -12,6 +12,8 @@ here are those of every run, but for table.key, which sets what the table itself
 a report.json. Wall-clock is worth reading only with --jobs 1 on an idle machine.
 """
 
+from specdraft.recipes.entry import entry
+
 import argparse
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from specdraft.eval.papers.result import show, write_result
 from specdraft.eval.papers.table import Plan, with_settings
 from specdraft.eval.papers.tables import all_tables, table_of
 from specdraft.recipes.arguments import whole, whole_numbers
-from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.terminal import tell
 
 

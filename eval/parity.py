@@ -10,6 +10,8 @@ tensor that differ are named. Writes DIR/parity.json (default: `output.dir`). Ex
 something differs.
 """
 
+from specdraft.recipes.entry import entry
+
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +26,6 @@ from specdraft.eval.serve.routes import methods_of
 from specdraft.eval.serve.show import print_parity
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import comma_separated, recipe_parser
-from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import Screen, say, tell
 

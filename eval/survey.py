@@ -6,12 +6,13 @@ Takes minutes. Writes OUT/families.json, and goes on behind what the same versio
 has there (delete it to try all again); and OUT/families.md.
 """
 
+from specdraft.recipes.entry import entry
+
 import argparse
 import logging
 from pathlib import Path
 
 from specdraft.eval.checkup.survey import families, page, survey
-from specdraft.recipes.errors import entry
 from specdraft.recipes.terminal import say, tell
 
 

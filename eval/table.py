@@ -7,11 +7,12 @@ where they are of one target on one machine. What papers report and these lack i
 command that measures it.
 """
 
+from specdraft.recipes.entry import entry
+
 import argparse
 from pathlib import Path
 
 from specdraft.eval.comparing.field_table import field_table
-from specdraft.recipes.errors import entry
 from specdraft.recipes.terminal import say, tell
 
 

@@ -6,12 +6,13 @@
 What training does by itself with hub.repo_id=you/falcon-tiny; after a failure, the way to go on.
 """
 
+from specdraft.recipes.entry import entry
+
 import argparse
 
 from specdraft.eval.drafters.trained import CARDS
 from specdraft.models.hub import check_login
 from specdraft.models.publish import contents, kind_named, manifest, publish
-from specdraft.recipes.errors import entry
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import tell
 

@@ -3,6 +3,8 @@
 Each is started as a user starts it, sent SIGTERM in the middle of its work, and started again.
 """
 
+from specdraft.recipes.entry import entry
+
 import json
 import os
 import pty
@@ -26,7 +28,6 @@ from rich.console import Console
 from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdraft.recipes.errors import entry
 from specdraft.recipes.interrupt import Terminated, resume_command
 
 BENCH = ["eval/bench.py", "recipes/tiny.yaml", "--methods", "plain,generate,prompt_lookup"]
@@ -216,6 +217,26 @@ def test_a_rank_whose_like_is_gone_is_no_fault_of_ours(monkeypatch, capsys, rank
     with pytest.raises(SystemExit):
         main()
     assert "internal error: RuntimeError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "rank", "told"),
+    [
+        (["eval/bench.py"], signal.SIGINT, "0", ["interrupted before anything began"]),
+        (["-m", "specdraft.train.cli"], signal.SIGHUP, "0", ["interrupted before anything began"]),
+        (["train/falcon.py"], signal.SIGTERM, "1", []),
+    ],
+)
+def test_a_command_that_is_stopped_while_it_imports_says_so(
+    monkeypatch, command, number, rank, told
+):
+    monkeypatch.setenv("RANK", rank)
+    process = start_afresh([*command, "--help"])
+    wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.split("\n") == (["", *told, ""] if told else [""])
 
 
 def test_a_run_does_not_begin_where_its_parent_has_ended(tmp_path):

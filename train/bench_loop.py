@@ -15,6 +15,8 @@ What is timed takes turns, and medians stand. The rows are those of 400 conversa
 nothing is kept of them. Glancing stays at its first share, where it reveals most.
 """
 
+from specdraft.recipes.entry import entry
+
 import copy
 import json
 import os
@@ -38,7 +40,7 @@ from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.environment import environment
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
-from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import OutputSection, Recipe
 from specdraft.recipes.terminal import Screen

@@ -8,13 +8,15 @@ Over several processes the scripts themselves are launched:
 `accelerate launch -m specdraft.train.falcon RECIPE`.
 """
 
+from specdraft.recipes.entry import entry
+
 import sys
 from argparse import ArgumentParser
 from importlib import import_module
 from importlib.metadata import version
 
 from specdraft.eval.drafters.registry import find, problems
-from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import nearest
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import tell

@@ -13,6 +13,8 @@ Cut off, the same command goes on where it stopped. Writes DIR/curve.json and, w
 PNGs.
 """
 
+from specdraft.recipes.entry import entry
+
 from pathlib import Path
 
 from specdraft.data.chat import split_holdout
@@ -21,7 +23,7 @@ from specdraft.eval.drafters.registry import problems
 from specdraft.eval.measure.report import write_json
 from specdraft.eval.papers.jobs import run_all
 from specdraft.recipes.arguments import comma_separated, recipe_parser, whole, whole_numbers
-from specdraft.recipes.errors import DataError, RecipeError, entry
+from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import tell

@@ -7,6 +7,8 @@ The student lies in `output.dir`/student as a plain Hugging Face model. Every st
 an earlier run stopped. A student that is used as it is (student.training=none) is only measured.
 """
 
+from specdraft.recipes.entry import entry
+
 import logging
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from specdraft.eval.generation.answers import build_caches, build_token_cache
 from specdraft.models.hub import check_login
 from specdraft.models.student import finished_student, make_student
 from specdraft.models.target import Target
-from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import LoadTarget, run

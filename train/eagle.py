@@ -7,9 +7,11 @@ EAGLE-1 (arXiv 2401.15077) is the Falcon head with one token per pass and a line
 LSTM; with k = 1 there is nothing to glance at. `python eval/export.py` writes it for an engine.
 """
 
+from specdraft.recipes.entry import entry
+
 from functools import partial
 
-from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import run
 from specdraft.train.heads import Kind, sar_head, train_head

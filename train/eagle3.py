@@ -7,9 +7,11 @@ EAGLE-3 (arXiv 2503.01840) reads layers of the target instead of its last featur
 alone, over its own outputs (`train.rollout` passes). eval/export.py writes it for an engine.
 """
 
+from specdraft.recipes.entry import entry
+
 from functools import partial
 
-from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import run
 from specdraft.train.heads import Kind, eagle3_head, train_head

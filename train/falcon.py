@@ -6,9 +6,10 @@
 Every stage continues where an earlier run stopped; the results lie in `output.dir`.
 """
 
+from specdraft.recipes.entry import entry
+
 from functools import partial
 
-from specdraft.recipes.errors import entry
 from specdraft.train.command import run
 from specdraft.train.heads import sar_head, train_head
 

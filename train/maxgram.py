@@ -7,6 +7,8 @@
 A run that is cut off goes on where it stopped. The table lies in `output.dir`/table.
 """
 
+from specdraft.recipes.entry import entry
+
 import logging
 from pathlib import Path
 
@@ -26,7 +28,6 @@ from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.shapes import target_shape
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser
-from specdraft.recipes.errors import entry
 from specdraft.recipes.find import RECIPE
 from specdraft.recipes.load import dump, load_recipe
 from specdraft.recipes.schema import Recipe

@@ -6,9 +6,11 @@
 Every stage continues where an earlier run stopped; the heads lie in `output.dir`/medusa.
 """
 
+from specdraft.recipes.entry import entry
+
 from functools import partial
 
-from specdraft.recipes.errors import RecipeError, entry
+from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import run
 from specdraft.train.heads import Kind, medusa_heads, train_head

@@ -15,8 +15,8 @@ from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import environment
 from specdraft.models.shapes import TargetShape
 from specdraft.models.target import Target
-from specdraft.recipes.errors import say
 from specdraft.recipes.schema import Recipe
+from specdraft.recipes.terminal import say
 
 NAME = "costs.json"  # in the folder of a run
 

@@ -1,6 +1,6 @@
 """A hostile hour: kills, spoilt inputs, tampered files, two of everything at once.
 
-    python tests/hostile/attack.py [fuzz kills tampers pairs] [--work DIR] [--count 200]
+    python tests/hostile/attack.py [fuzz kills tampers pairs] [--work DIR] [--count 200] [--first 0]
 
 Every attack has a number and is drawn from it. DIR/attacks.jsonl keeps what came of each: the same
 command goes on where it stopped, and ends with a summary. Exit code 1 if anything was found.
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "hostile"))
     parser.add_argument("--count", type=int, help="of each kind; default: as many as there are")
+    parser.add_argument("--first", type=int, default=0, help="number; others attack otherwise")
     options = parser.parse_args()
     work = options.work.resolve()
     os.chdir(ROOT)
@@ -53,7 +54,7 @@ def main() -> None:
     known = {(each["kind"], each["number"]) for each in done}
     for kind in options.kinds or KINDS:
         attack, count = KINDS[kind]
-        for number in range(options.count or count):
+        for number in range(options.first, options.first + (options.count or count)):
             if (kind, number) not in known:
                 done.append({"kind": kind, "number": number} | attacked(attack, number, place))
                 with log.open("a") as file:

@@ -46,9 +46,9 @@ def of_command(code: int, output: str) -> str | None:
 
 
 def _our_traceback(output: str) -> str | None:
-    """A traceback through a file of ours, unless Ctrl-C came before its `main`: in an import."""
+    """A traceback through a file of ours: launchers tell of their end by theirs."""
     for part in output.split("Traceback (most recent call last)")[1:]:
-        if OURS.search(part) and "in guarded" in part:  # launchers tell of their end by theirs
+        if OURS.search(part):
             return f"Traceback{part[:1500]}"
     return None
 

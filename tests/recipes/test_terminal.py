@@ -1,5 +1,7 @@
 """What others say is shown on a terminal, never obeyed."""
 
+from specdraft.recipes.entry import entry
+
 import io
 import re
 
@@ -10,7 +12,7 @@ from rich.text import Text
 
 from specdraft.eval.checkup.finding import failed, print_findings
 from specdraft.eval.measure.show import ACCEPTED, BONUS, print_sample
-from specdraft.recipes.errors import DataError, entry, in_a_line
+from specdraft.recipes.errors import DataError, in_a_line
 from specdraft.recipes.terminal import Screen, say, tell, visible
 
 ATTACKS = {

@@ -4,6 +4,8 @@ As a script it is the job that other processes of these tests run:
     python tests/train/test_loop.py OUT [section.key=value ..] [pace=SECONDS per row read]
 """
 
+from specdraft.recipes.entry import entry
+
 import itertools
 import json
 import re
@@ -20,7 +22,7 @@ from safetensors.torch import load_file
 
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconConfig, FalconHead
-from specdraft.recipes.errors import DataError, RecipeError, entry
+from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.batches import Loader, SamplingPlan, collate
