@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from commands import end, start, start_ranks
 from safetensors.torch import load_file
-from test_loop import ToyRows, assert_close, log_lines, train
+from test_loop import ToyRows, assert_close, log_lines, make_head, train
 
 from specdraft.models.falcon import FalconHead
 from specdraft.models.saved import write_sums
@@ -28,6 +27,7 @@ from specdraft.train.fit.checkpoint import (
     Launch,
     TrainState,
     check_run,
+    expected_bytes,
     read_state,
     save_drafter,
 )
@@ -374,12 +374,24 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint_and_says_how_to_go_on(
     assert_equal(whole, cut)
 
 
-def test_saving_a_head_never_leaves_a_mixture(tmp_path, monkeypatch):
-    from test_loop import make_head
+def test_a_disk_that_is_too_small_for_the_first_checkpoint_says_by_how_much(tmp_path):
+    train(tmp_path / "whole", **{"train.steps": 2})
+    written = sum(path.stat().st_size for path in (tmp_path / "whole").glob("checkpoints/*/*"))
+    expected = expected_bytes(make_head())
+    assert expected < written < expected + 40_000  # its random states, and names
+    limit = (tmp_path / "whole" / "falcon" / "model.safetensors").stat().st_size // 2
+    early = ["train.steps=2", "train.save_every=1"]
+    _, errors = spawn(tmp_path / "cut", *early, largest_file=limit).communicate()
+    needed = f"{expected / 2**20:.1f} MiB"
+    assert f"out of disk: {tmp_path}/cut/checkpoints/step-1 needs {needed} and " in errors
+    assert errors.strip().endswith("make room, and the same command goes on from the start")
 
+
+def test_saving_a_head_never_leaves_a_mixture(tmp_path, monkeypatch):
     save_drafter(make_head(), tmp_path / "head")
     before = {p.name: p.read_bytes() for p in (tmp_path / "head").iterdir()}
-    failing = SimpleNamespace(save_pretrained=lambda folder: (_ for _ in ()).throw(OSError(28)))
+    failing = make_head()
+    monkeypatch.setattr(failing, "save_pretrained", lambda _: (_ for _ in ()).throw(OSError(28)))
     with pytest.raises(OSError, match="28"):
         save_drafter(failing, tmp_path / "head")
     assert {p.name: p.read_bytes() for p in (tmp_path / "head").iterdir()} == before

@@ -84,8 +84,16 @@ class Launch:
 class Checkpoints:
     """The checkpoints of one run, below `<out>/checkpoints`."""
 
-    def __init__(self, out: Path, recipe: dict, rows: int, accelerator: Accelerator, keep: int):
-        self.folder = out / "checkpoints"
+    def __init__(
+        self,
+        out: Path,
+        recipe: dict,
+        rows: int,
+        accelerator: Accelerator,
+        keep: int,
+        needed: int | None = None,  # bytes that the first one takes; see `expected_bytes`
+    ):
+        self.folder, self.needed = out / "checkpoints", needed
         self.recipe, self.rows, self.accelerator, self.keep = recipe, rows, accelerator, keep
         self.launch, self.ranks = Launch.of(accelerator), Ranks.of(accelerator)
         if self.launch.engine is None:
@@ -137,7 +145,7 @@ class Checkpoints:
     def _shortfall(self, final: Path) -> str:
         newest = self.newest()
         if newest is None:
-            return f"{atomic.shortfall(final, None)} from the start"
+            return f"{atomic.shortfall(final, self.needed)} from the start"
         needed = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
         return f"{atomic.shortfall(final, needed)} from {newest.name}"
 
@@ -218,6 +226,11 @@ class Checkpoints:
             shutil.rmtree(gone, ignore_errors=True)
 
 
+def expected_bytes(drafter: nn.Module) -> int:
+    """About what a checkpoint takes: the weights, and AdamW's two moments of those trained."""
+    return sum(one.nbytes * (1 + 2 * one.requires_grad) for one in drafter.parameters())
+
+
 def complete_ones(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a folder, the newest first."""
     return [path for path in _by_step(folder) if (path / STATE).is_file()][::-1]
@@ -278,7 +291,8 @@ def save_drafter(drafter, folder: Path) -> None:
     """
     writing = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(writing, ignore_errors=True)
-    with atomic.cleaned_up(writing, folder):
+    needed = sum(weight.nbytes for weight in drafter.state_dict().values())
+    with atomic.cleaned_up(writing, folder, needed):
         drafter.save_pretrained(writing)
         atomic.sync_tree(writing)
     folder.mkdir(parents=True, exist_ok=True)

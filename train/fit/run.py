@@ -25,7 +25,13 @@ from specdraft.recipes.interrupt import StopRequest
 from specdraft.recipes.load import dump
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.batches import Batch, Key, Loader, Rows, SamplingPlan
-from specdraft.train.fit.checkpoint import SHARDING, Checkpoints, TrainState, save_drafter
+from specdraft.train.fit.checkpoint import (
+    SHARDING,
+    Checkpoints,
+    TrainState,
+    expected_bytes,
+    save_drafter,
+)
 from specdraft.train.fit.journal import Journal, StepTimer
 from specdraft.train.fit.optimizer import make_optimizer
 from specdraft.train.fit.schedules import learning_rate, total_steps
@@ -93,10 +99,11 @@ class Run:
         sharding = accelerator.distributed_type in SHARDING and self.ranks.is_first
         # Where the launcher shards the drafter: what its weights are gathered into.
         self.whole = copy.deepcopy(drafter) if sharding else None
+        needed = expected_bytes(drafter)
         self.model, self.optimizer = accelerator.prepare(drafter.train(), optimizer)
         self.drafter = accelerator.unwrap_model(self.model)
         self.checkpoints = Checkpoints(
-            self.out, recipe.to_dict(), len(data), accelerator, train.keep
+            self.out, recipe.to_dict(), len(data), accelerator, train.keep, needed
         )
         self.state = self.checkpoints.resume() or TrainState()
         self.sums = self._restored(self.state.sums)  # of this rank since the last line of the log
