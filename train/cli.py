@@ -18,6 +18,7 @@ from importlib.metadata import version
 from specdraft.eval.drafters.registry import find, problems
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import nearest
+from specdraft.recipes.find import KINDS
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import tell
 from specdraft.train.kinds import overrides_of
@@ -76,6 +77,8 @@ def with_kind(arguments: list[str]) -> list[str]:
     parser = ArgumentParser(prog="specdraft train", add_help=False, allow_abbrev=False)
     parser.add_argument("--kind")
     parsed, rest = parser.parse_known_args(arguments)
+    if {"-h", "--help"} & {*rest}:
+        tell(f"--kind KIND trains another kind of drafter by the same recipe: {', '.join(KINDS)}\n")
     given = named(rest)
     if parsed.kind is None or not given:
         return rest
