@@ -36,6 +36,7 @@ class StopRequest:
     def __init__(self, saves: bool = False) -> None:
         self.asked, self._saves = False, saves
         self._ended = self._cut = self._saving = False
+        self._raised, self._lost = 0, False  # a signal's number; whether what it raised got lost
         self._parent = os.getppid()
         self._previous: dict[int, object] = {}
 
@@ -49,9 +50,11 @@ class StopRequest:
                 ignored = signal.getsignal(number) == signal.SIG_IGN
                 if not ignored or (self._saves and number == signal.SIGINT):
                     self._previous[number] = signal.signal(number, self._ask)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._raise_again
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        sys.unraisablehook = self._hook
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self.asked and not is_first_process() and kind and issubclass(kind, Exception):
@@ -77,6 +80,14 @@ class StopRequest:
         finally:
             self._saving = False
 
+    def _raise_again(self, lost: "sys.UnraisableHookArgs") -> None:
+        """Have an interruption that came in a `__del__`, where Python drops it, come once more."""
+        if not self._raised or not issubclass(lost.exc_type, KeyboardInterrupt):
+            self._hook(lost)
+            return
+        self._lost = True
+        threading.Timer(0.01, os.kill, (os.getpid(), self._raised)).start()
+
     def _ask(self, number: int, _: object) -> None:
         again, self.asked, pressed = self.asked, True, number == signal.SIGINT
         # One Ctrl-C or closed terminal ends launcher and shell, whose signals come behind it.
@@ -88,7 +99,8 @@ class StopRequest:
             raises = pressed and not self._saving if again else self._cut
         else:
             raises = pressed or not echo
-        if raises:
+        if raises or (self._lost and not self._saving):
+            self._raised, self._lost = number, False
             raise KeyboardInterrupt if pressed else Terminated
 
 

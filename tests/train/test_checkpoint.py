@@ -20,7 +20,7 @@ from specdraft.models.falcon import FalconHead
 from specdraft.models.saved import write_sums
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import CacheError, RecipeError
-from specdraft.recipes.interrupt import SIGNALS, StopRequest
+from specdraft.recipes.interrupt import SIGNALS, StopRequest, Terminated
 from specdraft.train.fit.checkpoint import (
     FREE,
     Checkpoints,
@@ -421,6 +421,19 @@ def signals_heard():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+class Interrupted:
+    """Whose end a signal interrupts."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_that_comes_where_python_drops_exceptions_is_heard(signals_heard, capfd):
+    with StopRequest(), pytest.raises(Terminated):
+        time.sleep(10 * isinstance(Interrupted(), Interrupted))
+    assert capfd.readouterr().err == ""
 
 
 def test_what_ends_a_launcher_ends_its_command_once(monkeypatch, signals_heard):
