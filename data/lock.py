@@ -4,12 +4,13 @@ The system holds the lock (flock), and lets it go when the process ends, however
 file says for people who holds it, or who did when it was killed: {"pid", "host", "since",
 "command"}; it is touched now and then as long as its holder lives. Network file systems may keep
 locks within a host (NFS with local_lock, sshfs) or have none. There the file counts: a holder on
-another host is alive until its file has not been touched for five minutes, by clocks that agree to
+another host is alive until its file has not been touched for two minutes, by clocks that agree to
 within less. Two hosts that come within the same second may both get such a lock.
 """
 
 import errno
 import json
+import math
 import os
 import shlex
 import socket
@@ -27,7 +28,7 @@ from specdraft.data.ranks import ALONE, Ranks
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.terminal import say
 
-SIGN, SILENT = 20.0, 300.0  # seconds between two signs of life, and without one: then it is dead
+SIGN, SILENT = 20.0, 120.0  # seconds between two signs of life, and without one: then it is dead
 _NOT_WRITABLE = (errno.EACCES, errno.EROFS)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -79,8 +80,13 @@ def _acquire(held: ExitStack, path: Path, folder: Path) -> str | None:
                 raise
             locked = False
         if there := _holder(path):
-            if _may_live(there, path, locked):
-                return f"{_told(there)}, unless it gives no sign of life for {SILENT:.0f} s"
+            silent = _silent(path)
+            # On this host the lock would be its own.
+            if silent < SILENT and not (locked and there["host"] == socket.gethostname()):
+                return (
+                    f"{_told(there)}, whose last sign of life came {silent:.0f} s ago (after "
+                    f"{SILENT:.0f} s without one it is taken for dead)"
+                )
             say(f"{folder} was left behind by {_told(there)}, which is no more: taking over")
         _own(attempt, path)
         held.push(attempt.pop_all())
@@ -108,14 +114,12 @@ def _show_life(path: Path, done: threading.Event) -> None:
             os.utime(path)
 
 
-def _may_live(owner: dict[str, Any], path: Path, locked: bool) -> bool:
-    """Whether a holder is beyond what the system's lock tells, and its file was touched lately."""
-    if locked and owner["host"] == socket.gethostname():
-        return False  # the lock would be its own
+def _silent(path: Path) -> float:
+    """Seconds since a holder's last sign of life; endless where its file is gone meanwhile."""
     try:
-        return time.time() - path.stat().st_mtime < SILENT
-    except OSError:  # gone meanwhile
-        return False
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return math.inf
 
 
 def _holder(path: Path) -> dict[str, Any] | None:
