@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from specdraft.models.families.finish import PLAIN, Finish, finish_of
-from specdraft.models.target_files import model_folder, read_tensors
+from specdraft.models.target_files import auto_class, model_folder, read_tensors
 from specdraft.recipes.errors import TargetError, in_a_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,13 +46,17 @@ class TargetEmbeddings:
         folder = model_folder(name, revision)
         empty = model_without_weights(folder, DTYPES[dtype])
         check_no_bias(empty.get_output_embeddings(), name)
-        matrices = (empty.get_input_embeddings().weight, empty.get_output_embeddings().weight)
-        # A tied tensor has two names, and a file may hold it under either.
+        ends = (empty.get_input_embeddings(), empty.get_output_embeddings())
+        matrices = [end.weight for end in ends]
+        # A tied tensor has two names, and a file may hold it under either; or, in spite of the
+        # config, a tensor under each (FLAN-T5): a name of its own goes first.
         named = [*empty.named_parameters(remove_duplicate=False)]
+        own = [f"{n}.weight" for end in ends for n, m in empty.named_modules() if m is end]
         names = [{n for n, p in named if p is matrix} for matrix in matrices]
         tensors = read_tensors(folder, set.union(*names), _renaming(empty))
         if getattr(empty.config, "tie_word_embeddings", False):
             names = [set.union(*names)] * 2
+        names = [[one, *sorted(alias - {one})] for one, alias in zip(own, names, strict=True)]
         found = [next((tensors[n] for n in alias if n in tensors), None) for alias in names]
         for alias, tensor in zip(names, found, strict=True):
             if tensor is None:
@@ -137,7 +141,7 @@ def model_without_weights(
     try:
         config = AutoConfig.from_pretrained(folder, **trust)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **trust)
+            model = auto_class(config).from_config(config, dtype=dtype, **trust)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises what it likes for a file that is none

@@ -209,6 +209,12 @@ def finished_student(section: StudentSection, folder: Path, target: Target) -> T
 
 def check_tokens(student: Target, target: Target) -> None:
     """Raise TargetError unless every token id means the same to both, naming what differs."""
+    if student.reads_source != target.reads_source:
+        reading, other = (student, target) if student.reads_source else (target, student)
+        raise TargetError(
+            f"{reading.name} is an encoder-decoder and {other.name} is none; take a student that "
+            "reads sources where its target does"
+        )
     check_vocabulary(student.name, student.vocab_size, target.name, target.vocab_size)
     names = f"the student {student.name} and the target {target.name}"
     if student.tokenizer is None or target.tokenizer is None:

@@ -1,8 +1,11 @@
 """The frozen target: a causal language model whose tokens we want sooner.
 
-Shapes: B rows, T time, H hidden, V vocabulary. A feature `f_i` is the last hidden state AFTER the
-final norm, exactly what lm_head consumes: `p(. | t_<=i) = softmax(finish(lm_head(f_i)))`; in most
-families there is nothing to finish (families/finish.py).
+An encoder-decoder is one, too, given a source (families/encoder_decoder.py): its features are the
+decoder's.
+
+Shapes: B rows, T time, S tokens of a source, H hidden, V vocabulary. A feature `f_i` is the last
+hidden state AFTER the final norm, exactly what lm_head consumes: `p(. | t_<=i) =
+softmax(finish(lm_head(f_i)))`; in most families there is nothing to finish (families/finish.py).
 """
 
 import copy
@@ -12,12 +15,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdraft.models.embeddings import (
     DTYPES,
@@ -25,10 +23,12 @@ from specdraft.models.embeddings import (
     check_no_bias,
     model_without_weights,
 )
+from specdraft.models.families.encoder_decoder import base_of, is_encoder_decoder, start_ids
 from specdraft.models.families.finish import finish_of
 from specdraft.models.feature_layers import Layers, check_layers, wide_features
 from specdraft.models.placement import is_kept_elsewhere, loading_options, runs_on, shared
 from specdraft.models.target_files import (
+    auto_class,
     folder_here,
     hash_weights,
     identity_of,
@@ -42,12 +42,15 @@ from specdraft.recipes.sections.target import TargetSection
 
 # Where families write how many positions they have.
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len")
+NO_SOURCE = "it is an encoder-decoder, and was given no source; set data.format=seq2seq"
 _PROBES = 8  # ids that lm_head is checked on, spread over the vocabulary
 
 
 def context_length(config: PretrainedConfig) -> int | None:
     """How many positions a model was made for; None where its config names no end."""
     text = config.get_text_config()
+    if hasattr(text, "relative_attention_num_buckets"):  # T5's config names one, and it has none
+        return None
     return next((size for key in _CONTEXTS if (size := getattr(text, key, None))), None)
 
 
@@ -72,6 +75,8 @@ class Target:
         self.embedding = model.get_input_embeddings()
         self.lm_head = model.get_output_embeddings()
         self.finish = finish_of(model)  # what comes after lm_head
+        self.base = base_of(model)  # what makes features
+        self.start_ids = start_ids(model.config, model.generation_config)  # of an encoder-decoder
         self._identity: dict | None = None
         # Weights come and go with a module's forward: two threads must not be in the same module.
         self._lock = threading.Lock() if is_kept_elsewhere(model) else nullcontext()
@@ -163,7 +168,7 @@ class Target:
         """A target with the sizes of a config and random weights, drawn on `device`; it has no
         tokenizer, and its identity is its name's."""
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = auto_class(config).from_config(config, dtype=dtype)
         target = cls(model, None, name)
         sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         target._identity = {"name": name, "revision": None, "weights": f"random {name}"} | sizes
@@ -230,16 +235,39 @@ class Target:
         eos = self.model.generation_config.eos_token_id
         return frozenset(() if eos is None else eos if isinstance(eos, list) else [eos])
 
+    @property
+    def reads_source(self) -> bool:
+        """Whether it is an encoder-decoder."""
+        return is_encoder_decoder(self.config)
+
     @torch.inference_mode()
     def features(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, layers: Layers = ()
+        self,
+        input_ids: Tensor,  # [B, T]
+        attention_mask: Tensor | None = None,
+        layers: Layers = (),
+        source: Tensor | None = None,  # [B, S], of an encoder-decoder
+        source_mask: Tensor | None = None,
     ) -> Tensor:
-        """Run ids [B, T] and return the features [B, T, H] after the final norm, wide with
-        `layers` (see feature_layers.py)."""
+        """Run ids and return the features [B, T, H] after the final norm, wide with `layers` (see
+        feature_layers.py)."""
         self.check_runs()
+        if self.reads_source and source is None:
+            raise TargetError(f"{self.name}: {NO_SOURCE}")
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if source is not None:
+            inputs["encoder_hidden_states"] = self.encode(source, source_mask)
+            inputs["encoder_attention_mask"] = source_mask
         with self._lock:
-            return wide_features(self.model.base_model, layers, self.device, **inputs)
+            return wide_features(self.base, layers, self.device, **inputs)
+
+    @torch.inference_mode()
+    def encode(self, source: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Run an encoder-decoder's encoder on ids [B, S], once a request: [B, S, H]."""
+        self.check_runs()
+        with self._lock:
+            read = self.model.get_encoder()(input_ids=source, attention_mask=mask)
+        return read.last_hidden_state.to(self.device)
 
     def logits(self, features: Tensor) -> Tensor:
         """lm_head, and what comes after it: features [.., H] to logits [.., V]."""
@@ -278,13 +306,20 @@ class Target:
     @torch.inference_mode()
     def _check_lm_head(self) -> None:
         """Refuse models whose logits are not those of their features."""
-        if self.lm_head is None or getattr(self.config, "is_encoder_decoder", False):
-            raise TargetError(f"{self.name}: only decoder-only models with lm_head work")
+        if self.lm_head is None:
+            raise TargetError(f"{self.name}: only models with lm_head work")
+        if self.reads_source and not self.start_ids:
+            raise TargetError(
+                f"{self.name}: its config names no decoder_start_token_id, so an encoder-decoder's "
+                "generation has nothing to begin with; add one to its config.json"
+            )
         # Some embeddings are zero, of padding mostly, and zero equals zero at any scale.
         count = self.embedding.weight.shape[0]
         ids = torch.tensor([[count * n // _PROBES for n in range(_PROBES)]], device=self.device)
-        expected = self.model(input_ids=ids, use_cache=False).logits
-        error = (self.logits(self.features(ids)) - expected).abs().max()
+        sources = {"decoder_input_ids": ids} if self.reads_source else {}
+        expected = self.model(input_ids=ids, use_cache=False, **sources).logits
+        features = self.features(ids, source=ids if sources else None)
+        error = (self.logits(features) - expected).abs().max()
         largest = expected.abs().max()
         if not 0 < largest < torch.inf:
             raise TargetError(

@@ -17,13 +17,18 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
 
+from specdraft.models.families.encoder_decoder import start_ids
 from specdraft.recipes.errors import TargetError, in_a_line
 from specdraft.recipes.sections.target import BUNDLED
 
@@ -75,6 +80,19 @@ def folder_here(name: str) -> Path | None:
     return folder if name and (folder / "config.json").is_file() else None
 
 
+def read_start_ids(name: str, revision: str | None = None) -> list[int]:
+    """Ids that an encoder-decoder's generations begin with; none of another model. Raises
+    TargetError."""
+    folder = model_folder(name, revision)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        given = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(folder) if given else GenerationConfig()
+    except Exception as error:  # transformers raises what it likes for a file that is none
+        raise TargetError(f"cannot load {folder}: {in_a_line(error)}") from error
+    return start_ids(config, generation)
+
+
 # -- which weights they are ------------------------------------------------------------------------
 
 
@@ -116,15 +134,23 @@ def hash_weights(model: nn.Module) -> str:
 # -- loaded, whole or not at all -------------------------------------------------------------------
 
 
+def auto_class(config: PretrainedConfig) -> type:
+    """The class of transformers that makes a model with lm_head of a config."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
 def load_causal_lm(folder: Path, **options: Any) -> PreTrainedModel:
-    """Load a causal LM from its folder as `from_pretrained` does, and take none that is not whole.
+    """Load a causal LM, or an encoder-decoder, from its folder as `from_pretrained` does, and take
+    none that is not whole.
 
     Where a config asks for what the weights do not have, transformers draws it at random. Raises
     TargetError for that, for layers that a config leaves out, and for weights that are no numbers.
     """
     try:
         with _quietly():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            trust = {"trust_remote_code": options.get("trust_remote_code", False)}
+            kind = auto_class(AutoConfig.from_pretrained(folder, **trust))
+            model, found = kind.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except Exception as error:  # transformers raises what it likes for a file that is none

@@ -49,13 +49,13 @@ class Foreseeing:
     topology = Topology([-1, 0, 0, 2, 2, 4, 4])
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]]):
-        """answers: the tokens that follow each prompt."""
+        """answers: the tokens that follow each prompt, or each source."""
         self.answers, self.coming = answers, {}
 
     def start(self, row, request):
-        prompt = tuple(request.prompt)
-        unheard = () if self.from_tokens else prompt[1:]
-        self.coming[row] = [*unheard, *self.answers[prompt]]
+        unheard = () if self.from_tokens else request.prompt[1:]
+        answer = self.answers[tuple(request.source or request.prompt)]
+        self.coming[row] = [*unheard, *answer]
 
     def observe(self, row, tokens, features):
         assert len(tokens) == len(features)

@@ -1,8 +1,9 @@
 """Which families of transformers decode here as their own models do: each one tried, tiny.
 
-A family is a model type with a causal LM. Its own configuration, made small by the names that
-sizes have, gives a random model; that is loaded as a target, and what is decoded with right and
-wrong drafts, two rows at a time, is compared with what the model itself says, greedily.
+A family is a model type with a causal LM, or an encoder-decoder. Its own configuration, made small
+by the names that sizes have, gives a random model; that is loaded as a target, and what is decoded
+with right and wrong drafts, two rows at a time, is compared with what the model itself says,
+greedily.
 """
 
 import json
@@ -10,12 +11,16 @@ import multiprocessing
 import queue
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.engine.decoder import Decoder
@@ -23,6 +28,7 @@ from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.request import Request
 from specdraft.eval.measure.report import write_json
 from specdraft.models.target import Target
+from specdraft.models.target_files import auto_class
 from specdraft.recipes.errors import TargetError, in_a_line
 
 MOST = 2e7  # parameters of a model that is tiny
@@ -52,28 +58,39 @@ SIZES = {
     "init_std": 0.3,
     "tie_word_embeddings": False,
 }
+SOURCED = {  # of encoder-decoders
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 32),
+    "d_kv": 8,
+}
 
 
 def families() -> list[str]:
-    """The model types with a causal LM, as this version of transformers names them."""
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys()))
+    """The model types with a causal LM, or an encoder besides, as this version of transformers
+    names them."""
+    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
+    return sorted(names & set(CONFIG_MAPPING.keys()))
 
 
 def tiny_model(family: str) -> PreTrainedModel:
     """A random model of a family. Raises whatever its code raises for sizes that do not fit."""
     kind = CONFIG_MAPPING[family]
     names = kind().to_dict()
-    sizes = {name: size for name, size in SIZES.items() if name in names}
+    sizes = SIZES | (SOURCED if names.get("is_encoder_decoder") else {})
+    sizes = {name: size for name, size in sizes.items() if name in names}
     if "kv_lora_rank" in names:  # every head has keys of its own
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
         sizes.pop("head_dim", None)
     config = _cut(kind(**sizes, **{name: names[name] and 1 for name in ENDS if name in names}))
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id = 2
     with torch.device("meta"):  # what has more parts than a text model stays large
-        count = AutoModelForCausalLM.from_config(config).num_parameters()
+        count = auto_class(config).from_config(config).num_parameters()
     if count > MOST:
         raise ValueError(f"its smallest model here has {count / 1e6:,.0f} million parameters")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = auto_class(config).from_config(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any() or parameter.dim() == 1:
@@ -98,8 +115,8 @@ def special(target: Target) -> list[str]:
         words.append("windows" if all(windows) else "windows in some layers")
     if packed.pool.kv[0][0].shape != packed.pool.kv[0][1].shape:
         words.append("latent attention")
-    if packed.pool.slopes is not None:
-        words.append("ALiBi")
+    if packed.pool.leaning is not None:
+        words.append("relative bias" if target.reads_source else "ALiBi")
     if any("sinks" in name for name, _ in target.model.named_parameters()):
         words.append("sinks")
     if getattr(config, "attn_logit_softcapping", None):
@@ -140,8 +157,12 @@ def _compare(target: Target) -> dict:
     prompts = [
         torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in (3, WINDOW + 5, 9)
     ]
-    expected = [_own_tokens(target, prompt) for prompt in prompts]
-    requests = [Request(prompt, NEW, eos_ids=frozenset()) for prompt in prompts]
+    requests = [
+        Request(target.start_ids or prompt, NEW, source=prompt if target.start_ids else ())
+        for prompt in prompts
+    ]
+    requests = [replace(request, eos_ids=frozenset()) for request in requests]
+    expected = [_own_tokens(target, request) for request in requests]
     for drafter in (None, SSD(target, 2, CAPACITY, gamma=3)):
         decoder = Decoder(target, drafter, 2, CAPACITY, prefill=7)
         done = sorted(decoder.run(requests), key=lambda completion: completion.index)
@@ -151,12 +172,18 @@ def _compare(target: Target) -> dict:
 
 
 @torch.inference_mode()
-def _own_tokens(target: Target, prompt: list[int]) -> list[int]:
-    ids = list(prompt)
+def _own_tokens(target: Target, request: Request) -> list[int]:
+    ids = list(request.prompt)
     for _ in range(NEW):
-        logits = target.model(input_ids=torch.tensor([ids]), use_cache=False).logits
+        read = {"input_ids": torch.tensor([ids])}
+        if request.source:
+            read = {
+                "input_ids": torch.tensor([request.source]),
+                "decoder_input_ids": read["input_ids"],
+            }
+        logits = target.model(use_cache=False, **read).logits
         ids.append(int(logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+    return ids[len(request.prompt) :]
 
 
 def survey(path: Path, names: list[str], seconds: float = 60.0) -> Iterator[dict]:
@@ -206,7 +233,8 @@ def page(rows: list[dict], command: str) -> str:
     lines = [
         "# Families of targets",
         "",
-        f"Every causal LM of transformers {transformers.__version__}, tiny and random:",
+        f"Every causal LM and encoder-decoder of transformers {transformers.__version__}, tiny and",
+        "random:",
         f"{counts['works']} of {len(rows)} decode token for token as their own models, "
         f"{counts['refused']} are refused. Made by",
         "",

@@ -48,8 +48,9 @@ class Reviewer:
         self.cached: list[list[int]] = [[] for _ in range(rows)]  # token ids
         self.settled = [0] * rows  # of them, those that have been compared once committed
 
-    def start(self, row: int) -> None:
+    def start(self, row: int, request: Request) -> None:
         self.cached[row], self.settled[row] = [], 0
+        self.packed.start(row, request.source)
 
     def read(
         self, rows: list[int], tokens: list[list[int]], committed: list[int], starts: list[int]
@@ -153,7 +154,7 @@ class CascadeDrafter:
         self.memory[row] = Memory(request, list(request.prompt))
         self.maxgram.start(row, request)
         for reviewer in self.reviewers:
-            reviewer.start(row)
+            reviewer.start(row, request)
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         self.memory[row].tokens += tokens

@@ -3,7 +3,8 @@
 Max-Gram (CS Drafting, arXiv 2312.11462) copies what followed the first occurrence of the longest
 suffix that occurs earlier in prompt or generation; where the copy runs out, or nothing occurs
 again, a bigram table goes on. Prompt lookup (LLMA, PLD) bounds the suffix and has no table: no
-occurrence, no draft. Drafts are deterministic: no distribution stands behind them.
+occurrence, no draft. Drafts are deterministic: no distribution stands behind them. The source of an
+encoder-decoder is a part of its prompt.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +58,7 @@ class MaxGramDrafter:
 
     def start(self, row: int, request: Request) -> None:
         self.memory[row] = self.suffixes()
-        self.memory[row].extend(request.prompt)
+        self.memory[row].extend([*request.source, *request.prompt])
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         self.memory[row].extend(tokens)

@@ -107,12 +107,12 @@ class Decoder:
 
     def _start(self, slot: int, index: int, request: Request) -> Row:
         """Move a request into a free row. Raises DataError for one that cannot be decoded."""
-        drafter, pool = self.drafter, self.packed.pool
+        drafter, packed = self.drafter, self.packed
         draft, rules = (drafter.max_nodes, drafter.rules) if drafter else (0, RULES)
-        check_request(f"request {index}", request, self.target, pool.capacity, draft, rules)
+        check_request(f"request {index}", request, self.target, packed.pool.capacity, draft, rules)
         eos = self.target.eos_ids if request.eos_ids is None else request.eos_ids
         row = Row(slot, index, request, list(request.prompt), eos, is_drafting=drafter is not None)
-        pool.lengths[slot] = 0
+        packed.start(slot, request.source)
         if drafter:
             with self._fallback.of([row]):
                 drafter.start(slot, request)

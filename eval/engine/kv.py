@@ -23,9 +23,9 @@ class KVPool:
     """Keys and values of R rows, [2, R, kv_heads, C, D] per entry of `layers`; `lengths[r]` valid.
 
     devices: one per layer, where it runs. The layers of one device lie in one tensor. windows: how
-    many tokens each layer sees, the newest included; None: all. slopes: by which scores of each
-    head fall with the distance (ALiBi). Where there is either, positions of slots are kept, too.
-    value_dim: of values, where it is not that of keys (latent attention).
+    many tokens each layer sees, the newest included; None: all. leaning: what is added to scores
+    of each head at each distance (ALiBi, T5), [heads, capacity]. Where there is either, positions
+    of slots are kept, too. value_dim: of values, where it is not that of keys (latent attention).
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         windows: Sequence[int | None] = (),
-        slopes: Tensor | None = None,
+        leaning: Tensor | None = None,
         value_dim: int | None = None,
     ):
         self.value_dim = value_dim or head_dim
@@ -59,8 +59,8 @@ class KVPool:
         self.pads = [0] * rows  # of these slots, those that hold no token
         self.windows = windows or [None] * len(devices)
         self.positions = None  # [R, C]
-        self.slopes = slopes
-        if slopes is not None or any(self.windows):
+        self.leaning = leaning
+        if leaning is not None or any(self.windows):
             self.positions = torch.zeros(rows, capacity, dtype=torch.long, device=devices[0])
         # Every row's keys and values, [1, kv_heads, C, D] each: making a view costs as much as
         # the work on it where a target is small.

@@ -17,7 +17,7 @@ Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dime
 
 import copy
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -26,17 +26,19 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from specdraft.eval.engine.kv import KVPool
+from specdraft.eval.engine.source import Sources
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology, chain
 from specdraft.eval.families.probe import measure
 from specdraft.eval.families.support import check_forward, check_positions, check_supported
 from specdraft.models.families.alibi import attention_inputs, has_alibi
+from specdraft.models.families.encoder_decoder import Places
 from specdraft.models.families.scores import PLAIN, Scores, attention
 from specdraft.models.feature_layers import Layers, wide_features
 from specdraft.models.placement import shared
 from specdraft.models.target import Target
 
-ATTENTION = "specdraft_packed"
+ATTENTION, BESIDE_SOURCE = "specdraft_packed", "specdraft_packed_beside_source"
 CAUSAL = None  # a segment without a bias is a chain that starts an empty row
 LONG = 64  # tokens; a longer segment is a prompt: it attends alone and its mask is not kept
 FEW = 16  # tokens; so few of a row and pads beside them cost a CPU less than a call
@@ -110,9 +112,9 @@ class Plan:
         self.pool.positions[rows, slots] = positions
 
     def within(self, window: int | None) -> "Plan":
-        """The plan for layers whose tokens see `window` tokens, themselves included, with ALiBi
-        where there is some, made when the first one asks; itself while it would be the same."""
-        if self.pool.slopes is None and (
+        """The plan for layers whose tokens see `window` tokens, themselves included, and what
+        their distances add, made when the first one asks; itself while it would be the same."""
+        if self.pool.leaning is None and (
             window is None or all(segment.stop <= window for segment in self.segments)
         ):
             return self
@@ -123,7 +125,7 @@ class Plan:
 
     def _narrowed(self, segment: Segment, window: int | None) -> Segment:
         """The segment without what lies `window` positions or more before each of its tokens, and
-        with what ALiBi takes off."""
+        with what its distance adds."""
         row, pool = segment.row, self.pool
         # All that is read now comes after what is committed, whose slots, pads aside, are its
         # positions.
@@ -140,8 +142,8 @@ class Plan:
             bias = bias[:, first:]
         if window is not None:
             bias = bias.masked_fill(distance >= window, -torch.inf)
-        if pool.slopes is not None:
-            bias = bias - (pool.slopes[:, None, None] * distance).to(bias.dtype)
+        if pool.leaning is not None:  # what is later is hidden
+            bias = bias + pool.leaning[:, distance.clamp(min=0)]
         return segment._replace(first=first, bias=bias)
 
     def attend(
@@ -206,7 +208,7 @@ class Group:
 
     def _mask(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
         """[S, 1 or heads, T, slots]; what no token asks for stays visible: nothing is NaN."""
-        heads = 1 if self.pool.slopes is None else len(self.pool.slopes)
+        heads = 1 if self.pool.leaning is None else len(self.pool.leaning)
         shape = (self.size, heads, self.count, self.stop - self.first)
         mask = torch.zeros(shape, dtype=self.pool.dtype, device=device)
         for segment in segments:
@@ -285,6 +287,15 @@ def _attention(module, query, key, value, attention_mask, scaling=None, plan=Non
     return attended.transpose(1, 2).contiguous(), None  # some families take views of it
 
 
+def _attention_beside_source(module, query, key, value, *mask, sources=None, sight=None, **options):
+    if not module.reads_source:
+        return _attention(module, query, key, value, *mask, **options)
+    layer, sight = module.layer_idx, sight.on(query.device)
+    sources.write(layer, key, value)
+    attended = sight.read(layer, query, Scores(options.get("scaling")))
+    return attended.transpose(1, 2).contiguous(), None
+
+
 class PackedTarget:
     """A target ready for packed forwards: its own KV pool, the target's tensors, shared.
 
@@ -296,15 +307,19 @@ class PackedTarget:
         check_supported(target)
         check_positions(target, capacity)
         AttentionInterface.register(ATTENTION, _attention)
+        AttentionInterface.register(BESIDE_SOURCE, _attention_beside_source)
         # A structural copy that shares every tensor, so that the caller's model keeps its own
         # attention function.
-        view = copy.deepcopy(target.model, shared(target.model))
-        geometry = measure(target, view)
+        self.base = view = copy.deepcopy(target.base, shared(target.model))
+        geometry, of_sources = measure(target, view, capacity)
         if not has_alibi(view):
-            view.config._attn_implementation = ATTENTION
-        self.base = view.base_model
+            view.config._attn_implementation = BESIDE_SOURCE if of_sources else ATTENTION
         self.target, self.layers = target, layers
-        self.pool = KVPool(**vars(geometry), rows=rows, capacity=capacity, dtype=target.dtype)
+        sizes = {"rows": rows, "dtype": target.dtype}
+        self.pool = KVPool(**vars(geometry), **sizes, capacity=capacity)
+        self.sources = None
+        if of_sources:
+            self.sources = Sources(target, partial(KVPool, **vars(of_sources), **sizes))
         self.inputs = 0  # tokens that the linear layers saw in the last forward, pads included
 
         def bias(topology: Topology) -> TreeBias:
@@ -313,6 +328,12 @@ class PackedTarget:
         # Kept for the next draft of the same shape; not bound to self, which would be a cycle.
         self._bias, self._kept_bias = bias, lru_cache(KEPT_BIASES)(bias)
         check_forward(target, self._read_in_two, capacity, layers)
+
+    def start(self, row: int, source: Sequence[int] = ()) -> None:
+        """Empty a row for a new request, and read its source where there is one."""
+        self.pool.lengths[row] = 0
+        if self.sources:
+            self.sources.start(row, source)
 
     def segment(self, row: int, topology: Topology) -> Segment:
         """Plan one row's tree (or, on an empty row, its prompt as a chain) behind its cache."""
@@ -333,14 +354,27 @@ class PackedTarget:
 
     def _run(self, ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         inputs = {"input_ids": ids[None], "position_ids": positions[None]}
+        if self.sources:
+            inputs = {"input_ids": ids[None]} | self._beside_sources(positions, plan.segments)
         inputs |= attention_inputs(self.base, _attention, plan=plan)
         return wide_features(self.base, self.layers, ids.device, **inputs)[0]
+
+    def _beside_sources(self, positions: Tensor, segments: Sequence[Segment]) -> dict:
+        sources, device = self.sources, positions.device
+        return {
+            "encoder_hidden_states": sources.states([segment.row for segment in segments]),
+            "attention_mask": positions.new_ones(1, len(positions)),  # or it would be made
+            "past_key_values": Places(positions),
+            "sources": sources,
+            "sight": Plan(sources.pool, sources.sights(segments), device),
+        }
 
     @torch.inference_mode()
     def _read_in_two(self, ids: Tensor) -> Tensor:
         """Features [T, H] of one row read as a prompt and then a chain behind it."""
         positions, half = torch.arange(len(ids), device=ids.device), (len(ids) + 1) // 2
         features = []
+        PackedTarget.start(self, 0, ids.tolist())
         for part in (slice(0, half), slice(half, len(ids))):
             if count := len(ids[part]):
                 # Not self.segment: a subclass is not built yet when this runs.

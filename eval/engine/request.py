@@ -19,7 +19,7 @@ Process = Callable[[list[int], Tensor], Tensor]  # all tokens before, logits [V]
 class Request:
     """One prompt and how to continue it. Temperature 0 is greedy; top_k 0 and top_p 1 are off."""
 
-    prompt: Sequence[int]
+    prompt: Sequence[int]  # of an encoder-decoder: what its decoder begins with
     max_new_tokens: int
     temperature: float = 0.0
     top_k: int = 0
@@ -33,6 +33,7 @@ class Request:
     # What changes the target's logits before temperature, as a repetition penalty does. A function
     # of the request's own tokens, the prompt's first, so that it is exact at any node of a draft.
     process: Process | None = None
+    source: Sequence[int] = ()  # what the encoder of an encoder-decoder reads
 
 
 def check_request(
@@ -46,6 +47,7 @@ def check_request(
     prompt, length, vocab_size = request.prompt, request.max_new_tokens, target.vocab_size
     if not prompt:
         raise DataError(f"{name}: the prompt is empty; give at least one token")
+    _check_source(name, request.source, target)
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
         raise DataError(
             f"{name}: token ids {min(prompt)}..{max(prompt)} are outside the vocabulary "
@@ -76,6 +78,24 @@ def check_request(
         )
     if request.stop and (target.tokenizer is None or not all(request.stop)):
         raise DataError(f"{name}: stop strings need a tokenizer and must not be empty")
+
+
+def _check_source(name: str, source: Sequence[int], target: Target) -> None:
+    if bool(source) != target.reads_source:
+        reads = (
+            "reads a source, and this one is empty" if target.reads_source else "reads no source"
+        )
+        raise DataError(f"{name}: {target.name} {reads}")
+    if source and not 0 <= min(source) <= max(source) < target.vocab_size:
+        raise DataError(
+            f"{name}: token ids {min(source)}..{max(source)} of the source are outside the "
+            f"vocabulary 0..{target.vocab_size - 1}"
+        )
+    if target.context is not None and len(source) > target.context:
+        raise DataError(
+            f"{name}: a source of {len(source)} tokens exceeds the {target.context} positions of "
+            f"{target.name}'s encoder; shorten it"
+        )
 
 
 @dataclass(slots=True)

@@ -1,6 +1,8 @@
 """A target's layers, looked at: shapes, windows, and options of their attention.
 
-A copy of the target reads two tokens with an attention function that only takes notes. Which
+A copy of the target reads two tokens with an attention function that only takes notes; of an
+encoder-decoder the decoder does, behind a source of three, by which its two attentions are told
+apart. Which
 earlier tokens a layer sees is asked of the mask that the model makes for it: transformers hands the
 rule to whoever makes masks for an attention function, and ours, far into a text, looks how far back
 it goes.
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from specdraft.eval.families.support import refusal, refusing
+from specdraft.models.families import alibi, encoder_decoder
 from specdraft.models.families.alibi import attention_inputs, has_alibi, replace_attention
 from specdraft.models.target import Target
 
@@ -36,25 +39,28 @@ HARMLESS = {
 }
 MEANING = {"attention_mask": "a mask of its own"}
 FAR = 1 << 20  # a position at which masks are asked what is still seen
+SOURCE = 3  # tokens of a source
 ALL, OTHER = 0, -1  # what stands for a window where all is seen; where it is no window
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of a target's KV cache, and how much of it each layer sees."""
+    """The shape of a KV cache, and how much of it each layer sees."""
 
     devices: tuple[torch.device, ...]  # that each layer runs on
     kv_heads: int
     head_dim: int
-    windows: tuple[int | None, ...]  # tokens that each layer sees, the newest included; None: all
-    slopes: Tensor | None  # [heads], of ALiBi
     value_dim: int
+    # Tokens that each layer sees, the newest included; None: all.
+    windows: tuple[int | None, ...] = ()
+    leaning: Tensor | None = None  # [heads, capacity], added to scores by distance
 
 
 @dataclass(frozen=True)
 class Call:
     """What one layer handed to its attention: shapes [1, heads, T, D], options that were set."""
 
+    module: nn.Module
     layer: int | None
     device: torch.device
     key: torch.Size
@@ -64,11 +70,12 @@ class Call:
     options: tuple[str, ...]
 
 
-def measure(target: Target, view: nn.Module) -> Geometry:
-    """Run two tokens through a copy of the target and read the geometry off its attention calls.
+def measure(target: Target, view: nn.Module, capacity: int) -> tuple[Geometry, Geometry | None]:
+    """Run two tokens through a copy of the target's base and read the geometry off its attention
+    calls: of what a row has decoded and, in an encoder-decoder, of its source.
 
-    Sets the view's attention function. Raises TargetError where layers differ, have no attention,
-    or hand over options that the packed attention does not know.
+    Sets the view's attention function, and marks what `reads_source`. Raises TargetError where
+    layers differ, have no attention, or hand over options that the packed attention does not know.
     """
     calls: list[Call] = []
     AttentionInterface.register(PROBE, _attention)
@@ -77,20 +84,38 @@ def measure(target: Target, view: nn.Module) -> Geometry:
         replace_attention(view)
     else:
         view.config._attn_implementation = PROBE
-    ids = torch.tensor([[0, 1]], device=target.device)
+    inputs = {"input_ids": torch.tensor([[0, 1]], device=target.device)}
+    leaning = encoder_decoder.leaning_of(view, capacity)
+    if leaning is not None:
+        encoder_decoder.drop_own_bias(view)
+    if target.reads_source:
+        states = torch.zeros(1, SOURCE, target.hidden_size, dtype=target.dtype)
+        inputs["encoder_hidden_states"] = states.to(target.device)
     with torch.inference_mode(), refusing(target, "its layers cannot be looked at"):
         # A bound method, for accelerate would hand a list on as a copy.
-        view.base_model(
-            input_ids=ids, use_cache=False, **attention_inputs(view, _attention, probe=calls.append)
-        )
+        inputs |= attention_inputs(view, _attention, probe=calls.append)
+        view(use_cache=False, **inputs)
     if not calls:
         raise refusal(target, "its layers pass no keyword arguments on to their attention")
-    options = sorted({name for call in calls for name in call.options})
-    if any(call.window == OTHER for call in calls):
+    crossing = [call for call in calls if target.reads_source and call.key[2] == SOURCE]
+    for call in calls:
+        call.module.reads_source = call in crossing
+    decoding = [call for call in calls if call not in crossing]
+    options = {name for call in calls for name in call.options}
+    options = sorted(options - {"position_bias"} if leaning is not None else options)
+    if any(call.window == OTHER for call in decoding):
         options.append("attention_mask")
     if options:
         found = ", ".join(MEANING.get(name, f"the attention option {name!r}") for name in options)
         raise refusal(target, f"its attention uses {found}, which is not supported")
+    if calls[0].slopes is not None:
+        leaning = alibi.leaning_of(calls[0].slopes, capacity)
+    windows = tuple(call.window or None for call in decoding)
+    geometry = _geometry(target, decoding, windows=windows, leaning=leaning)
+    return geometry, _geometry(target, crossing) if crossing else None
+
+
+def _geometry(target: Target, calls: list[Call], **seen) -> Geometry:
     if [call.layer for call in calls] != list(range(len(calls))):
         raise refusal(target, "its layers do not each call attention once, in order")
     shapes = {(call.key[1], call.key[3], call.value[1], call.value[3]) for call in calls}
@@ -98,9 +123,8 @@ def measure(target: Target, view: nn.Module) -> Geometry:
     if len(shapes) > 1 or value_heads != kv_heads:
         found = "; ".join(f"{k} x {d} and {v} x {e}" for k, d, v, e in sorted(shapes))
         raise refusal(target, f"layers must have keys and values of one shape, found {found}")
-    windows = tuple(call.window or None for call in calls)
     devices = tuple(call.device for call in calls)
-    return Geometry(devices, kv_heads, key_dim, windows, calls[0].slopes, value_dim)
+    return Geometry(devices, kv_heads, key_dim, value_dim, **seen)
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, probe=None, **options):
@@ -112,7 +136,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, probe=No
             window = int(attention_mask.flatten()[0]) if ours else OTHER
         used = tuple(n for n, value in options.items() if n not in HARMLESS and value is not None)
         layer = getattr(module, "layer_idx", None)
-        probe(Call(layer, key.device, key.shape, value.shape, window, slopes, used))
+        probe(Call(module, layer, key.device, key.shape, value.shape, window, slopes, used))
     # [1, T, heads, D], as an attention's output; its values are never looked at.
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 

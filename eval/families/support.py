@@ -38,7 +38,8 @@ def _unsupported(target: Target) -> str | None:
         return None
     if hasattr(model.base_model, "build_alibi_tensor") or getattr(config, "alibi", False):
         return "it adds ALiBi in attention code of its own, which cannot be replaced"
-    if not getattr(model, "_supports_attention_backend", False):
+    backend = target.reads_source or getattr(model, "_supports_attention_backend", False)
+    if not backend:  # of an encoder-decoder nothing is said
         return (
             "its attention cannot be replaced through transformers' AttentionInterface; "
             "families like Llama, Mistral, Qwen2/3, OPT, GPT-2 and GPT-NeoX can"
@@ -85,7 +86,8 @@ def check_forward(
     sqrt(eps) of their length.
     """
     ids = _probe_ids(target, min(PROBE_TOKENS, capacity))
-    expected = target.features(ids[None], layers=layers)[0].float()
+    source = ids[None] if target.reads_source else None
+    expected = target.features(ids[None], layers=layers, source=source)[0].float()
     with refusing(target, "a packed forward fails"):
         found = packed(ids).float()
     found, expected = (x.unflatten(-1, (1 + len(layers), -1)) for x in (found, expected))

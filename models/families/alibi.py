@@ -87,6 +87,11 @@ def replace_attention(view: nn.Module) -> None:
             module.forward = MethodType(family.forward, module)
 
 
+def leaning_of(slopes: Tensor, capacity: int) -> Tensor:
+    """What slopes [heads] add to scores at distances 0 .. capacity - 1, [heads, capacity]."""
+    return -slopes[:, None] * torch.arange(capacity, device=slopes.device)
+
+
 def attention_inputs(model: nn.Module, attention: Callable, **options) -> dict:
     """What a forward of the model is given, so that its layers hand options to an attention."""
     return {"past_key_values": CacheStandIn(attention, options)} if has_alibi(model) else options

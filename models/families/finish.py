@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from specdraft.models.families.encoder_decoder import base_of, is_encoder_decoder
 
 _LARGE, _SMALL = 1e6, 2.0**-10  # where a cap is all there is, and where it is not felt
 _ASKED = (_LARGE, -_LARGE, _SMALL, 0.0, *range(-64, 65, 8))
@@ -43,15 +44,20 @@ PLAIN = Finish()
 
 def finish_of(model: PreTrainedModel) -> Finish:
     """Ask a model, its weights or not, what it does after lm_head; PLAIN where it does not tell."""
-    base, head = model.base_model, model.get_output_embeddings()
-    stand_ins = {id(base): _Base(), id(head): _Head()}
+    bases, asking = [model.base_model], {}
+    if is_encoder_decoder(model.config):  # T5's is its own base model
+        bases += [model.get_encoder(), base_of(model)]
+        asking["decoder_input_ids"] = torch.zeros(1, 1, dtype=torch.long)
+    stand_ins = {id(base): _Base() for base in bases}
+    stand_ins[id(model.get_output_embeddings())] = _Head()
     view = copy.copy(model)  # its children are replaced in the copy alone
     view._modules = {n: stand_ins.get(id(part), part) for n, part in model._modules.items()}
     asked = torch.tensor(_ASKED)
     try:
         ids = torch.zeros(1, 1, dtype=torch.long)
         # Of the class: launchers hang a forward of their own on the object.
-        said = type(model).forward(view, input_ids=ids, use_cache=False).logits.flatten().float()
+        said = type(model).forward(view, input_ids=ids, use_cache=False, **asking).logits
+        said = said.flatten().float()
         large, small = float(said[0]) / _LARGE, float(said[2]) / _SMALL
         finish = Finish(large)
         if abs(large - small) > 1e-3 * abs(small):
@@ -62,11 +68,18 @@ def finish_of(model: PreTrainedModel) -> Finish:
     return finish
 
 
-class _Base(nn.Module):
-    """Stands for all layers: one feature of one number."""
+class _Output(tuple):
+    """One feature of one number, and None for whatever else an output may hold."""
 
-    def forward(self, **_) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=torch.ones(1, 1, 1))
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+class _Base(nn.Module):
+    """Stands for all layers."""
+
+    def forward(self, *_, **__) -> _Output:
+        return _Output((torch.ones(1, 1, 1),))
 
 
 class _Head(nn.Module):

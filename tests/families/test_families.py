@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import transformers
 from decoding import PATHS, Foreseeing, decode, plain_tokens
 from random_families import GQA, MLP, random_model
 from random_models import HIDDEN, VOCAB, random_head
@@ -192,14 +191,6 @@ def test_what_cannot_work_is_refused_with_the_reason(reason):
     with pytest.raises(TargetError, match=reason) as error:
         PackedTarget(Target(model, None, "refused"), 1, 64)
     assert f"refused ({model.config.model_type}): " in str(error.value)
-
-
-def test_an_encoder_decoder_is_no_target():
-    config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=HIDDEN, d_kv=4, d_ff=16, num_layers=1, num_heads=4
-    )
-    with pytest.raises(TargetError, match="only decoder-only models"):
-        Target(transformers.T5ForConditionalGeneration(config), None, "t5")
 
 
 class Reversed(nn.Embedding):

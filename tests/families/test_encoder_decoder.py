@@ -1,0 +1,184 @@
+"""Encoder-decoders decode as the family's own `generate`, of sources of any lengths."""
+
+import pytest
+import torch
+from decoding import PATHS, Foreseeing, decode, prompts
+from random_models import HIDDEN, VOCAB, random_head, random_target
+from random_seq2seq import FAMILIES, asked, generated, random_seq2seq
+
+from specdraft.eval.drafters.cascade import CascadeDrafter
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.drafters.maxgram import MaxGramDrafter, PromptLookup
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.suffix import FirstSuffixes
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.engine.padded import PADDINGS, PaddedDecoder
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.source import ROOM, Sources
+from specdraft.models.embeddings import TargetEmbeddings
+from specdraft.models.target import Target
+from specdraft.recipes.errors import TargetError
+
+SOURCES, NEXT = prompts(8), [*range(1, VOCAB), 0]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request) -> Target:
+    return random_seq2seq(request.param)
+
+
+def own(target: Target, length: int = 12) -> list[list[int]]:
+    return [generated(target, source, length) for source in SOURCES]
+
+
+def foreseeing(expected: list[list[int]]) -> Foreseeing:
+    return Foreseeing({tuple(s): answer for s, answer in zip(SOURCES, expected, strict=True)})
+
+
+def drafters(target: Target, rows: int) -> list:
+    """One of every kind; a student that is not the target, and the target as a student."""
+    other = random_seq2seq(target.name, seed=3)
+    table = MaxGramDrafter(FirstSuffixes, 4, next_id=NEXT, rows=rows)
+    return [
+        SSD(target, rows, 60, gamma=3),
+        SSD(other, rows, 60, gamma=3),
+        CascadeDrafter([target, other], table, [[2, 1, 1], [0, 1, 2], [0, 0, 2]], 1.0, rows, 60),
+        PromptLookup(1, 4, rows),
+        MaxGramDrafter(FirstSuffixes, 4, branches=2, next_id=NEXT, rows=rows),
+        FalconDrafter(random_head(target, 2), target, StaticTree(PATHS, 2), rows, 60),
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_decoding_gives_the_models_own_tokens(target, rows):
+    expected = own(target)
+    assert len({tuple(answer) for answer in expected}) > 5  # the source decides
+    for drafter in (None, foreseeing(expected)):
+        decoder = Decoder(target, drafter, rows, 60, prefill=3)
+        assert decode(decoder, asked(target, SOURCES)) == expected
+
+
+def test_drafters_of_every_kind_change_nothing(target):
+    expected = own(target)
+    for drafter in drafters(target, 3):
+        decoder = Decoder(target, drafter, 3, 60)
+        assert decode(decoder, asked(target, SOURCES), accepts=False) == expected, drafter
+
+
+def test_samples_share_their_noise(target):
+    requests = asked(target, SOURCES, temperature=1.3, top_k=15, top_p=0.95)
+    expected = [decode(Decoder(target, None, 1, 60), [request])[0] for request in requests]
+    assert expected != own(target)
+    for drafter in (None, foreseeing(expected), SSD(target, 3, 60, gamma=3)):
+        assert decode(Decoder(target, drafter, 3, 60), requests, accepts=False) == expected, drafter
+
+
+def test_padded_batches_change_nothing(target):
+    expected = own(target)
+    for paddings in PADDINGS.values():
+        decoder = PaddedDecoder(target, foreseeing(expected), 3, 100, *paddings)
+        decoder.packed.begin(3)
+        assert decode(decoder, asked(target, SOURCES)[:3]) == expected[:3]
+
+
+def test_a_longer_source_gets_room_while_others_run():
+    target, sources = random_seq2seq("t5"), [*SOURCES[:2], [*range(VOCAB)] * 9, SOURCES[3]]
+    assert len(sources[2]) > ROOM
+    expected = [generated(target, source, 3 * n + 3) for n, source in enumerate(sources)]
+    requests = [
+        Request(target.start_ids, 3 * n + 3, source=source) for n, source in enumerate(sources)
+    ]
+    assert decode(Decoder(target, None, 2, 60), requests) == expected
+
+
+def test_the_encoder_runs_once_a_request(target):
+    decoder, reads = Decoder(target, None, 3, 60), []
+    note = lambda *_: reads.append(1)  # noqa: E731
+    hook = target.model.get_encoder().register_forward_hook(note)
+    decode(decoder, asked(target, SOURCES))
+    hook.remove()
+    assert len(reads) == len(SOURCES)
+
+
+def test_the_callers_model_keeps_its_attention(target):
+    before = target.base.config._attn_implementation
+    PackedTarget(target, 1, 32)
+    assert target.base.config._attn_implementation == before
+    assert generated(target, SOURCES[2], 4) == own(target)[2][:4]
+
+
+# -- mistakes that the claims above would find --------------------------------------------------
+
+
+def test_another_rows_source_would_be_noticed(target, monkeypatch):
+    sources = [source[-3:] for source in SOURCES]
+    expected = [generated(target, source, 12) for source in sources]
+    decoder = Decoder(target, None, 3, 60)
+    assert decode(decoder, asked(target, sources)) == expected
+    read = Sources.states
+
+    def turned(kept, rows):
+        states = read(kept, rows)
+        kept._new.reverse()
+        return states
+
+    monkeypatch.setattr(Sources, "states", turned)
+    assert decode(decoder, asked(target, sources)) != expected
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_nodes_number_as_its_position_would_be_noticed(name, monkeypatch):
+    """Of a tree's nodes several have one position."""
+    target = random_seq2seq(name)
+    expected = own(target)
+    place = PackedTarget.forward
+
+    def by_slots(packed, ids, positions, segments):
+        found = [n for segment in segments for n in range(segment.start, segment.stop)]
+        return place(packed, ids, torch.tensor(found), segments)
+
+    monkeypatch.setattr(PackedTarget, "forward", by_slots)
+    decoder = Decoder(target, foreseeing(expected), 3, 60)
+    assert decode(decoder, asked(target, SOURCES)) != expected
+
+
+# -- files, and what is refused -----------------------------------------------------------------
+
+
+def test_files_give_the_same_target(target, tmp_path):
+    target.model.save_pretrained(tmp_path)
+    small = random_seq2seq(target.name)  # a tokenizer is not asked for here
+    loaded = type(target.model).from_pretrained(tmp_path)
+    again = Target(loaded, None, "again")
+    assert again.start_ids == small.start_ids
+    assert again.finish == target.finish
+    ids = torch.tensor([[1, 2, 3]])
+    features = again.features(ids, source=ids)
+    torch.testing.assert_close(features, target.features(ids, source=ids))
+    both = TargetEmbeddings.load(str(tmp_path))
+    assert torch.equal(both.embedding, target.embedding.weight)
+    logits = both.finish(features @ both.lm_head_weight.T)
+    torch.testing.assert_close(logits, target.logits(features))
+
+
+def test_a_request_has_a_source_where_the_target_reads_one():
+    for target, request in (
+        (random_seq2seq("t5"), Request([0], 4)),
+        (random_target(), Request([0], 4, source=[1, 2])),
+        (random_seq2seq("t5"), Request([0], 4, source=[1, VOCAB])),
+        (random_seq2seq("bart"), Request([2], 4, source=[1] * 129)),
+    ):
+        (done,) = Decoder(target, None, 1, 60).run([request])
+        assert done.reason == "refused"
+        assert "source" in str(done.error)
+
+
+def test_what_cannot_work_is_refused_with_the_reason():
+    target = random_seq2seq("t5")
+    target.model.generation_config.decoder_start_token_id = None
+    target.config.decoder_start_token_id = None
+    with pytest.raises(TargetError, match="decoder_start_token_id"):
+        Target(target.model, None, "t5")
+    assert target.hidden_size == HIDDEN
