@@ -4,6 +4,8 @@
     messages   {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", ..}]}
     alpaca     {"instruction": "..", "input": "..", "output": ".."}
     text       {"text": ".."}      for base models: no chat, the target just goes on
+    seq2seq    {"source": "..", "target": ".."}, or as XSum, CNN/DailyMail and WMT are published:
+               for encoder-decoders, and never found out
 
 A rejected row is one that is broken (no JSON, no known shape or role) or useless (no answer, an
 empty or an endless turn, turns that do not alternate). Broken rows mean a wrong file or a wrong
@@ -43,6 +45,13 @@ _FOLLOWS = {  # which roles may follow a role
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
+# Of seq2seq: the keys of source and target, and what is put before the source.
+_PAIRS = (
+    ("source", "target", ""),
+    ("document", "summary", "Summarize: "),
+    ("article", "highlights", "Summarize: "),
+    ("en", "de", "Translate English to German: "),
+)
 _FIRST_ROWS = 16  # of a source, looked at to tell its format
 
 
@@ -139,6 +148,8 @@ def parse(value: Any, format: str) -> tuple[list[dict[str, str]], str | None]:
     """Turn one row into (messages, text). Raises BrokenRowError, UselessRowError."""
     if not isinstance(value, dict):
         raise BrokenRowError(f"is {type(value).__name__}, not an object")
+    if format == "seq2seq":
+        return _usable(_pair(value)), None
     for key in _KEYS[format]:
         if value.get(key) is None:
             keys = shortened(", ".join(value), 300) or "none"
@@ -155,6 +166,18 @@ def parse(value: Any, format: str) -> tuple[list[dict[str, str]], str | None]:
     else:
         turns = read_turns(value[_KEYS[format][0]])
     return _usable(turns), None
+
+
+def _pair(value: dict) -> list[tuple[str, str]]:
+    """Source and target of a row, as a question and its answer. Raises BrokenRowError."""
+    value = value["translation"] if isinstance(value.get("translation"), dict) else value
+    for source, target, before in _PAIRS:
+        if value.get(source) is not None and value.get(target) is not None:
+            asked = before + _string(value[source], source)
+            return [("user", asked), ("assistant", _string(value[target], target))]
+    known = ", ".join(f"{source} and {target}" for source, target, _ in _PAIRS)
+    keys = shortened(", ".join(value), 300) or "none"
+    raise BrokenRowError(f"has neither of {known} (format seq2seq; keys: {keys})")
 
 
 def detect_format(value: Any) -> str | None:

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from specdraft.data.chat import BrokenRowError, Conversation, read_turns, split_holdout
 from specdraft.data.prompt_sets import SETS, is_prompt_set, read_questions
 from specdraft.data.sources import Source, bundled_file
-from specdraft.data.template import Messages, Renderer, UnrenderableError
+from specdraft.data.template import Messages, Renderer, UnrenderableError, renderer_of
 from specdraft.models.target_files import bundled_target_dir, load_tokenizer
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
@@ -40,6 +40,8 @@ _IDS = ("id", "question_id", "task_id", "conversation_id")
 class Prompt:
     """One prompt: the ids the target reads, and the question as text for people.
 
+    Of an encoder-decoder, `input_ids` are what its decoder begins with.
+
     The turns of one question are prompts of the same id, one after the other.
     """
 
@@ -50,6 +52,7 @@ class Prompt:
     messages: Messages = field(default_factory=list)  # of a chat, this turn's question the last
     turn: int = 1
     later: tuple[str, ...] = ()  # what the user says next, turn by turn
+    source: list[int] = field(default_factory=list)  # that an encoder-decoder's encoder reads
 
 
 def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -79,7 +82,7 @@ def next_turn(
     question, *later = prompt.later
     said = [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
     followed = _of_chat(
-        Renderer(tokenizer, recipe.data), prompt.id, prompt.category, prompt.messages + said
+        renderer_of(recipe, tokenizer), prompt.id, prompt.category, prompt.messages + said
     )
     return replace(followed, turn=prompt.turn + 1, later=tuple(later))
 
@@ -113,7 +116,7 @@ def _check_world(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _all_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    name, renderer = recipe.eval.prompts, Renderer(tokenizer, recipe.data)
+    name, renderer = recipe.eval.prompts, renderer_of(recipe, tokenizer)
     if name == BUNDLED:
         _check_world(recipe, tokenizer)
     if name == HOLDOUT:
@@ -125,7 +128,7 @@ def _all_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Pro
         try:
             if text is None:
                 prompt = _of_chat(renderer, identifier, category, messages)
-                prompts.append(replace(prompt, later=later))
+                prompts.append(replace(prompt, later=() if renderer.start else later))
             else:
                 prompts.append(_of_text(recipe, renderer, identifier, category, text))
         except UnrenderableError as error:
@@ -141,7 +144,7 @@ def chat_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, messages: Me
     Raises: DataError for a chat that the template refuses.
     """
     try:
-        return _of_chat(Renderer(tokenizer, recipe.data), "chat", "chat", messages)
+        return _of_chat(renderer_of(recipe, tokenizer), "chat", "chat", messages)
     except UnrenderableError as error:
         raise DataError(str(error)) from error
 
@@ -234,6 +237,9 @@ def _open_question(messages: Messages) -> Messages:
 
 def _of_chat(renderer: Renderer, identifier: str, category: str, messages: Messages) -> Prompt:
     question = messages[-1]["content"]
+    if renderer.start:
+        source = renderer.source_ids(question)
+        return Prompt(identifier, category, renderer.start, question, messages, source=source)
     if renderer.tokenizer.chat_template:
         ids = renderer.template.prompt(messages)
     else:

@@ -16,8 +16,8 @@ end of the turn), or with the turn where the template has no such token.
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
@@ -26,8 +26,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specdraft.data.chat import Conversation, Reject
+from specdraft.models.target_files import read_start_ids
 from specdraft.recipes.errors import DataError, in_a_line
-from specdraft.recipes.schema import DataSection
+from specdraft.recipes.schema import DataSection, Recipe
 
 MARKS = "«", "»"  # around what is learnt, where it is shown
 Messages = list[dict[str, str]]
@@ -154,13 +155,19 @@ class Example:
     ids: list[int]
     mask: list[bool]  # token i was written by the assistant
     origin: str
+    source: list[int] = field(default_factory=list)  # what an encoder reads
 
 
 class Renderer:
-    """Renders chats with the template, texts as they are; keeps what it had to reject."""
+    """Renders chats with the template, texts as they are; keeps what it had to reject.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSection):
-        self.tokenizer, self.data = tokenizer, data
+    start: ids that the decoder of an encoder-decoder begins with.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: DataSection, start: Sequence[int] = ()
+    ):
+        self.tokenizer, self.data, self.start = tokenizer, data, [*start]
         self.rejects: list[Reject] = []
 
     @cached_property
@@ -176,10 +183,28 @@ class Renderer:
         ids = self.tokenizer(check_characters(text), verbose=False)["input_ids"]
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id else ids
 
+    def source_ids(self, text: str) -> list[int]:
+        """Tokenise a text as an encoder reads it: with the tokenizer's ends. Raises as above."""
+        return self.tokenizer(check_characters(text), verbose=False)["input_ids"]
+
+    def _pair(self, conversation: Conversation) -> Example:
+        """An encoder's source, and what its decoder learns to say."""
+        asked, said = (check_characters(one["content"]) for one in conversation.messages[-2:])
+        answer = self.tokenizer(text_target=said, verbose=False)["input_ids"]
+        if answer[:1] == self.start[1:2]:  # the token that is forced anyhow
+            answer = answer[1:]
+        if answer[-1:] != [self.tokenizer.eos_token_id]:
+            answer = [*answer, self.tokenizer.eos_token_id]
+        mask = [False] * len(self.start) + [True] * len(answer)
+        return Example(self.start + answer, mask, conversation.origin, self.source_ids(asked))
+
     def examples(self, conversations: Iterable[Conversation]) -> Iterator[Example]:
         """Render conversations with the answers they have; unrenderable ones are rejected."""
         for conversation in conversations:
             try:
+                if self.data.format == "seq2seq":
+                    yield self._pair(conversation)
+                    continue
                 if conversation.text is None:
                     ids, mask = self.template.render(conversation.messages)
                 else:
@@ -195,6 +220,20 @@ class Renderer:
         """Note a conversation that could not be rendered, or (not broken) is of no use."""
         file, _, line = conversation.origin.rpartition(":")
         self.rejects.append(Reject(file, int(line), reason, broken))
+
+
+def renderer_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Renderer:
+    """What renders a recipe's texts. Raises DataError for a target that is of the other kind than
+    data.format says."""
+    if recipe.data.format != "seq2seq":
+        return Renderer(tokenizer, recipe.data)
+    start = read_start_ids(recipe.target.model, recipe.target.revision)
+    if not start:
+        raise DataError(
+            f"data.format = seq2seq: {recipe.target.model} is no encoder-decoder, or its config "
+            "names no decoder_start_token_id; take another format, or another target"
+        )
+    return Renderer(tokenizer, recipe.data, start)
 
 
 def check_rendered(rendered: int, rejects: list[Reject]) -> None:

@@ -126,7 +126,9 @@ def depends_on(
     recipes: list[Recipe], target: Target, trained: Trained, prompts: dict[str, list[Prompt]]
 ) -> dict:
     """All that the figures depend on."""
-    asked = {name: [[p.input_ids, p.later] for p in some] for name, some in prompts.items()}
+    asked = {
+        name: [[p.input_ids, p.source, p.later] for p in some] for name, some in prompts.items()
+    }
     parts = {
         "recipe": [recipe.to_dict() for recipe in recipes],
         "prompts": asked,

@@ -39,11 +39,12 @@ from specdraft.eval.families.support import position_limit
 from specdraft.eval.generation.generate_call import GenerateCall, read_call
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
+from specdraft.models.families.encoder_decoder import is_encoder_decoder
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.published import find_drafter
 from specdraft.models.target import Target
-from specdraft.recipes.errors import DataError
+from specdraft.recipes.errors import DataError, TargetError
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.static_trees import AUTO
 
@@ -237,6 +238,8 @@ class BorrowedModel:
     """A copy of a model's structure over the model's own tensors, and a decoder over that."""
 
     def __init__(self, model: PreTrainedModel, make_drafter: MakeDrafter):
+        if is_encoder_decoder(model.config):
+            raise TargetError("custom_generate is not for encoder-decoders yet; eval/bench.py is")
         self._model, self._tensors = weakref.ref(model), _addresses(model)
         self.target, self.make_drafter = Target.of_model(model), make_drafter
         self._decoder: Decoder | None = None

@@ -166,7 +166,7 @@ class Bench:
         sizes = (storage.counts(self.tokens), self.target.hidden_size, storage)
         plan = plan_shards(lengths, *sizes, SHARD_BYTES)
         padded = [
-            pad([self.tokens[row] for row in rows]).to(self.target.device)
+            pad([self.tokens[row]["input_ids"] for row in rows]).to(self.target.device)
             for shard in plan.values()
             for rows in batches(shard, lengths, BATCH_TOKENS)
         ]

@@ -30,7 +30,7 @@ from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.sources import Source, each_source
 from specdraft.data.store.tokens import TokenCache
-from specdraft.data.template import Renderer, check_rendered
+from specdraft.data.template import check_rendered, renderer_of
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.interrupt import keeping
@@ -96,7 +96,7 @@ class StreamedTexts:
     ):
         self.data, self.everything = recipe.data, everything
         self.tokens = None  # unknown before they are read
-        self.renderer, self.shard_characters = Renderer(tokenizer, recipe.data), shard_characters
+        self.renderer, self.shard_characters = renderer_of(recipe, tokenizer), shard_characters
         names = ("format", "limit", "prompt_tokens")
         self.settings = {
             "sources": [

@@ -285,7 +285,7 @@ class _Builder:
         """Compute the tensors of one shard, and the moments of features, errors and embeddings."""
         ids, masks, stored, found, errors = [], [], [], [], []
         layers, last = self.storage.layers, slice(self.target.hidden_size)
-        for batch in batches(rows, self.tokens.lengths, batch_tokens):
+        for batch in batches(rows, self.tokens.room, batch_tokens):
             for item, features in read_features(self.target, self.tokens, batch, layers):
                 kept = features[self.storage.kept(item["loss_mask"]).to(self.target.device)]
                 encoded = self.storage.encode(kept)  # of [M, H]

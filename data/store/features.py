@@ -99,8 +99,14 @@ def read_features(
     with `layers`, which lie where the target does. Raises: DataError when a feature is not finite.
     """
     items = [tokens[row] for row in rows]
+    read = {}
+    if tokens.has_sources:  # an encoder sees padding, unless it is masked
+        sources = [item.pop("source_ids") for item in items]
+        mask = pad([torch.ones_like(source) for source in sources])
+        read = {"source": pad(sources).to(target.device), "source_mask": mask.to(target.device)}
     # No attention mask: attention is causal, so padding on the right is seen by nobody.
-    hidden = target.features(pad(items).to(target.device), layers=layers)  # [B, T, H]
+    ids = pad([item["input_ids"] for item in items]).to(target.device)
+    hidden = target.features(ids, layers=layers, **read)  # [B, T, H]
     for line, item, row in zip(hidden, items, rows, strict=True):
         features = line[: len(item["input_ids"])]
         if not features.isfinite().all():
@@ -111,9 +117,9 @@ def read_features(
         yield item, features
 
 
-def pad(items: list[dict[str, Tensor]]) -> Tensor:
-    """Return the ids of rows, padded on the right: [B, T]."""
-    return torch.nn.utils.rnn.pad_sequence([i["input_ids"] for i in items], batch_first=True)
+def pad(rows: list[Tensor]) -> Tensor:
+    """Return the ids of rows, padded on the right with zeros: [B, T]."""
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 @torch.inference_mode()
@@ -127,7 +133,7 @@ def sample_scales(
     every = -(-sum(tokens.lengths) // sample)
     rows = sorted(range(0, len(tokens), every), key=tokens.lengths.__getitem__, reverse=True)
     ids, found = [], []
-    for batch in batches(rows, tokens.lengths, BATCH_TOKENS):
+    for batch in batches(rows, tokens.room, BATCH_TOKENS):
         for item, features in read_features(target, tokens, batch):
             ids.append(item["input_ids"])
             found.append(moments(features))

@@ -16,10 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -32,7 +34,7 @@ from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.regenerate import Generate, Rewriter
 from specdraft.data.sealed import read_sealed, write_sealed
 from specdraft.data.sources import Source, each_source
-from specdraft.data.template import Example, Renderer, check_rendered
+from specdraft.data.template import Example, check_rendered, renderer_of
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.schema import Recipe
 
@@ -55,7 +57,9 @@ class TokenCache:
         self.directory, self.dataset, self.meta = directory, dataset, meta
         self.key: str = meta["key"]  # the hash that names this cache
         self.lengths: list[int] = meta["lengths"]  # tokens of every row
-        self._tensors = dataset.with_format("torch", columns=["input_ids", "loss_mask"])
+        self.has_sources = "source_ids" in dataset.column_names  # of an encoder-decoder
+        columns = ["input_ids", "loss_mask", *(["source_ids"] if self.has_sources else [])]
+        self._tensors = dataset.with_format("torch", columns=columns)
 
     @classmethod
     def open(cls, directory: str | Path) -> "TokenCache":
@@ -117,9 +121,19 @@ class TokenCache:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return {"input_ids": [T] int64, "loss_mask": [T] bool}."""
+        """Return {"input_ids": [T] int64, "loss_mask": [T] bool}, and "source_ids" [S] of rows
+        that have a source."""
         row = self._tensors[index]
-        return {"input_ids": row["input_ids"].long(), "loss_mask": row["loss_mask"].bool()}
+        item = {"input_ids": row["input_ids"].long(), "loss_mask": row["loss_mask"].bool()}
+        return item | ({"source_ids": row["source_ids"].long()} if self.has_sources else {})
+
+    @cached_property
+    def room(self) -> list[int]:
+        """Tokens that a forward has to have room for, for every row: of itself or of a source."""
+        if not self.has_sources:
+            return self.lengths
+        longest = pc.max(pc.list_value_length(self.dataset.data.column("source_ids"))).as_py()
+        return [max(length, longest) for length in self.lengths]
 
     def masks(self) -> Iterator[Tensor]:
         """Yield the loss mask [T] of every row, without the rest: many times faster."""
@@ -162,6 +176,8 @@ def token_settings(
             for name in ("format", "answers", "max_length", "limit", "holdout", "prompt_tokens")
         },
     }
+    if data.format == "seq2seq":
+        settings["start"] = renderer_of(recipe, tokenizer).start
     if data.answers == "target":
         names = ("samples", "temperature", "max_new_tokens", "seed")
         settings |= {name: getattr(data, name) for name in names}
@@ -205,7 +221,7 @@ def _build(
 ) -> None:
     started, rewriter = time.monotonic(), None
     partial = directory.with_name(f"{directory.name}.partial")
-    renderer = Renderer(tokenizer, recipe.data)
+    renderer = renderer_of(recipe, tokenizer)
     rewrite = recipe.data.answers == "target"
     corpus = split_holdout(recipe.data)[0] if ranks.is_first or rewrite else None
     if rewrite:
@@ -221,7 +237,7 @@ def _build(
         counts = Counter()
         rows = _learnable(examples, recipe.data.max_length, settings["min_tokens"], counts)
         partial.mkdir(parents=True, exist_ok=True)
-        lengths = _write_arrow(rows, partial)
+        lengths = _write_arrow(rows, partial, bool(renderer.start))
         rejects = corpus.rejects + renderer.rejects
         _check_mask(counts, renderer.rejects, f"the tokenizer {tokenizer.name_or_path}")
         meta = {
@@ -251,7 +267,7 @@ def _learnable(
             counts["dropped_unsupervised"] += 1
         else:
             counts.update(rows=1, tokens=len(ids), supervised=sum(mask))
-            yield Example(ids, mask, example.origin)
+            yield Example(ids, mask, example.origin, example.source[:max_length])
 
 
 def _check_mask(counts: Counter, rejects: list[Reject], what: str) -> None:
@@ -271,18 +287,19 @@ def _check_mask(counts: Counter, rejects: list[Reject], what: str) -> None:
         )
 
 
-def _write_arrow(examples: Iterable[Example], partial: Path) -> list[int]:
+def _write_arrow(examples: Iterable[Example], partial: Path, sources: bool) -> list[int]:
     """Write the rows as a dataset that `datasets.load_from_disk` opens; return their lengths."""
     from datasets.arrow_writer import ArrowWriter
 
+    columns = datasets.Features(_ROW | ({"source_ids": _ROW["input_ids"]} if sources else {}))
     lengths, raw = [], partial / "rows"
     raw.mkdir(exist_ok=True)
     # Row by row: `Dataset.from_generator` would keep a second copy in the user's home.
-    with ArrowWriter(path=str(raw / "rows.arrow"), features=_ROW) as writer:
+    with ArrowWriter(path=str(raw / "rows.arrow"), features=columns) as writer:
         for example in examples:
             lengths.append(len(example.ids))
             row = {"input_ids": example.ids, "loss_mask": example.mask, "origin": example.origin}
-            writer.write(row)
+            writer.write(row | ({"source_ids": example.source} if sources else {}))
         writer.finalize()
     if lengths:
         with _without_bars():

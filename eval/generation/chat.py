@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 
-from specdraft.data.prompts import chat_prompt
+from specdraft.data.prompts import Prompt, chat_prompt
 from specdraft.data.template import Messages
 from specdraft.eval.drafters.registry import METHODS, load_trained
 from specdraft.eval.engine.request import Request, Update
@@ -74,10 +74,10 @@ class Chat:
         Raises DataError, and forgets nothing, for a question that is too long by itself.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
-        while len(prompt := self._prompt(messages)) > self.room:
+        while (count := len((prompt := self._prompt(messages)).input_ids)) > self.room:
             if len(messages) == 1:
                 raise DataError(
-                    f"the question has {len(prompt)} tokens; {self.room} fit into a context of "
+                    f"the question has {count} tokens; {self.room} fit into a context of "
                     f"{self.context} beside {self.recipe.eval.max_new_tokens} of an answer"
                 )
             messages = messages[2:]
@@ -95,8 +95,8 @@ class Chat:
         else:
             self.messages.pop()
 
-    def _prompt(self, messages: Messages) -> list[int]:
-        return chat_prompt(self.recipe, self.target.tokenizer, messages).input_ids
+    def _prompt(self, messages: Messages) -> Prompt:
+        return chat_prompt(self.recipe, self.target.tokenizer, messages)
 
 
 def steps_of(method: DecodingMethod, request: Request) -> Iterator[Update]:

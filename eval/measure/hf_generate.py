@@ -93,10 +93,17 @@ class Generate:
 
     def _generate(self, batch: list[Request]) -> list[list[int]]:
         """New tokens of every row, as `generate` pads them."""
-        longest = max(len(request.prompt) for request in batch)
-        pads = [longest - len(request.prompt) for request in batch]
-        ids = [[self.pad] * p + list(r.prompt) for p, r in zip(pads, batch, strict=True)]
+        read = [request.source or request.prompt for request in batch]
+        longest = max(map(len, read))
+        pads = [longest - len(ids) for ids in read]
+        ids = [[self.pad] * p + list(one) for p, one in zip(pads, read, strict=True)]
         mask = [[0] * p + [1] * (longest - p) for p in pads]
+        begun = {}
+        if batch[0].source:  # T5's and BART's encoders take padding on the right
+            ids = [row[p:] + row[:p] for p, row in zip(pads, ids, strict=True)]
+            mask = [row[::-1] for row in mask]
+            starts = [list(request.prompt) for request in batch]
+            begun = {"decoder_input_ids": torch.tensor(starts, device=self.target.device)}
         output = self.target.model.generate(
             input_ids=torch.tensor(ids, device=self.target.device),
             attention_mask=torch.tensor(mask, device=self.target.device),
@@ -104,8 +111,9 @@ class Generate:
             pad_token_id=self.pad,
             **_sampling(batch[0]),
             **self.options,
+            **begun,
         )
-        return output[:, longest:].tolist()
+        return output[:, len(batch[0].prompt) if begun else longest :].tolist()
 
     def _completion(self, tokens: list[int], forwards: int) -> Completion:
         ends = (n for n, token in enumerate(tokens, start=1) if token in self.target.eos_ids)

@@ -25,7 +25,7 @@ class Difference:
 
 
 def first_difference(
-    target: Target, prompt: list[int], plain: list[int], ours: list[int]
+    target: Target, prompt: Prompt, plain: list[int], ours: list[int]
 ) -> Difference | None:
     """Compare an output with plain decoding's; None when they are identical."""
     if plain == ours:
@@ -36,8 +36,9 @@ def first_difference(
     )
     if shared in (len(plain), len(ours)):  # one stops where the other goes on: never a near-tie
         return Difference(shared, None, None, float("inf"), False)
-    ids = torch.tensor([prompt + plain[:shared]], device=target.device)
-    logits = target.logits(target.features(ids)[0, -1]).float()
+    ids = torch.tensor([prompt.input_ids + plain[:shared]], device=target.device)
+    source = torch.tensor([prompt.source], device=target.device) if prompt.source else None
+    logits = target.logits(target.features(ids, source=source)[0, -1]).float()
     gap = float((logits[plain[shared]] - logits[ours[shared]]).abs())
     limit = ROUNDING_UNITS * torch.finfo(target.dtype).eps * float(logits.abs().max())
     return Difference(shared, plain[shared], ours[shared], gap, gap <= limit)
@@ -48,7 +49,7 @@ def differences(
 ) -> list[tuple[Prompt, Difference]]:
     """Return every prompt whose output is not plain decoding's, with where it leaves it."""
     found = [
-        (prompt, first_difference(target, prompt.input_ids, a, b))
+        (prompt, first_difference(target, prompt, a, b))
         for prompt, a, b in zip(prompts, plain, ours, strict=True)
     ]
     return [(prompt, difference) for prompt, difference in found if difference]

@@ -27,7 +27,7 @@ def expand_turns(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> l
     played = [[prompt] for prompt in prompts]
     first = [0, *accumulate(1 + len(prompt.later) for prompt in prompts)]  # place among all turns
     while waiting := [n for n, turns in enumerate(played) if turns[-1].later]:
-        numbered = ((played[n][-1].input_ids, first[n] + len(played[n]) - 1) for n in waiting)
+        numbered = ((played[n][-1], first[n] + len(played[n]) - 1) for n in waiting)
         length = recipe.eval.max_new_tokens
         requests = [make_request(recipe.eval, *prompt, length) for prompt in numbered]
         for n, answer in zip(waiting, _answers(recipe, target, requests), strict=True):
@@ -63,15 +63,15 @@ def make_requests(settings: EvalSection, prompts: Sequence[Prompt]) -> list[Requ
         lengths = [round(n * settings.spread ** (-i / steps)) for i, n in enumerate(lengths)]
         random.Random(settings.seed).shuffle(lengths)
     return [
-        make_request(settings, prompt.input_ids, number, max(length, 1))
+        make_request(settings, prompt, number, max(length, 1))
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
 
 
-def make_request(settings: EvalSection, prompt: Sequence[int], number: int, length: int) -> Request:
+def make_request(settings: EvalSection, prompt: Prompt, number: int, length: int) -> Request:
     """Return the request of a prompt with the settings of a recipe and a seed of its own."""
     return Request(
-        prompt,
+        prompt.input_ids,
         length,
         settings.temperature,
         settings.top_k,
@@ -79,4 +79,5 @@ def make_request(settings: EvalSection, prompt: Sequence[int], number: int, leng
         settings.seed + number,
         settings.acceptance,
         eos_ids=frozenset() if settings.spread > 1 else None,
+        source=prompt.source,
     )

@@ -47,7 +47,8 @@ def take_turns(
 
     With repeats, the median by wall-clock of each batch stands; a failure among them is one of all.
     """
-    warm_up = Request(requests[0].prompt, min(WARM_UP_TOKENS, settings.max_new_tokens))
+    few = min(WARM_UP_TOKENS, settings.max_new_tokens)
+    warm_up = Request(requests[0].prompt, few, source=requests[0].source)
     for runner in runners.values():
         runner([warm_up])
     queued = [name for name in runners if is_queue(name)]

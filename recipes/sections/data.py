@@ -28,7 +28,7 @@ class DataSection(Section):
     """
 
     sources: tuple[str, ...]  # files, Hub ids, or "tiny" (the bundled conversations)
-    format: Literal["auto", "sharegpt", "messages", "alpaca", "text"] = "auto"
+    format: Literal["auto", "sharegpt", "messages", "alpaca", "text", "seq2seq"] = "auto"
     answers: Literal["dataset", "target"] = "dataset"  # "target": the target rewrites the answers
     max_length: Annotated[int, Interval(2, 10**7)] = 2048  # tokens kept of a conversation
     cache_dir: str = "cache"
@@ -84,6 +84,9 @@ class DataSection(Section):
         if self.samples > 1 and self.temperature == 0:
             way_out = "set data.temperature above 0, e.g. 1.0"
             yield self.complaint("samples", f"all would be the same greedy answer; {way_out}")
+        if self.format == "seq2seq":
+            what = "an encoder-decoder does not write its training's answers yet"
+            yield self.complaint("answers", f"{what}; set it to dataset")
         if self.format == "text" and self.prompt_tokens is None:
             what = "data.answers=target continues a prompt; say how many tokens of each text are "
             yield self.complaint("prompt_tokens", f"{what}the prompt, e.g. 16")

@@ -11,7 +11,7 @@ from commands import ROOT
 from random_models import random_target
 from rich.console import Console
 
-from specdraft.data.prompts import load_prompts
+from specdraft.data.prompts import Prompt, load_prompts
 from specdraft.eval.costing.tree_growth import best_paths, probability
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.registry import METHODS
@@ -130,8 +130,8 @@ def test_a_replay_tells_of_every_token_and_draft(tiny):
 
 def test_a_wrong_output_is_no_near_tie_and_a_tie_is():
     target = random_target()
-    prompt = [1, 2, 3]
-    logits = target.model(torch.tensor([prompt])).logits[0, -1]
+    prompt = Prompt("1", "any", [1, 2, 3], "")
+    logits = target.model(torch.tensor([prompt.input_ids])).logits[0, -1]
     best, second = logits.topk(2).indices.tolist()
     assert first_difference(target, prompt, [best, 4], [best, 4]) is None
     fault = first_difference(target, prompt, [best, 4], [second, 4])

@@ -98,7 +98,7 @@ def test_an_override_that_is_no_yaml_is_refused():
         ("optim.betas=[0.9]", "must have 2 entries, not 1"),
         ("optim.betas=[0.9,2]", "optim.betas = [0.9, 2]: entry 1 (2) must be >= 0 and <= 1"),
         ("eval.top_p=0", "eval.top_p = 0: must be > 0 and <= 1"),
-        ("data.format=sharegtp", "must be one of auto, sharegpt, messages, alpaca, text; nearest"),
+        ("data.format=sharegtp", "one of auto, sharegpt, messages, alpaca, text, seq2seq; nearest"),
         ("data.format=sharegtp", "nearest is sharegpt"),
         ("head.fusion=false", "head.fusion = False: must be one of lstm, linear"),
         ("train.precision=bf16", "must be one of float32, bfloat16; nearest is bfloat16"),
