@@ -32,6 +32,7 @@ from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Tree, chain
+from specdraft.eval.families.support import check_can_be_cut
 from specdraft.models.target import Target
 
 
@@ -39,6 +40,7 @@ class Reviewer:
     """A student that reads what others propose. Its cache outlives drafts, row by row."""
 
     def __init__(self, student: Target, rows: int, capacity: int, max_nodes: int):
+        check_can_be_cut(student, "a draft model")
         self.student = student
         # Beyond its own context a student has learned nothing, and some cannot run at all.
         slots = capacity + max_nodes

@@ -20,7 +20,7 @@ from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree, chain
-from specdraft.eval.families.support import position_limit
+from specdraft.eval.families.support import check_can_be_cut, position_limit
 from specdraft.models.target import Target
 
 
@@ -44,6 +44,7 @@ class LMDrafter:
     from_tokens = True
 
     def __init__(self, student: Target, rows: int, capacity: int, depth: int, max_nodes: int):
+        check_can_be_cut(student, "a draft model")
         self.student, self.depth = student, depth
         slots = capacity + max_nodes
         self.packed = PackedTarget(student, rows, min(slots, position_limit(student) or slots))

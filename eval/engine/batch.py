@@ -93,7 +93,7 @@ def pack(inputs: Sequence[RowInput], packed: PackedTarget) -> Batch:
     for one in inputs:
         row, start = one.row, one.row.num_cached_tokens
         topology = after_chain(one.count - 1, one.tree.topology)
-        segments.append(segment := packed.segment(row.slot, topology))
+        segments.append(segment := packed.segment(row.slot, topology, one.count))
         ids.append(upload(row.unread[: one.count], device))
         if one.stop - one.root > 1:
             ids.append(one.tree.tokens)

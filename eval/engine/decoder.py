@@ -154,7 +154,7 @@ class Decoder:
         features [A, H], of [N, H], of what is kept."""
         before = one.count - 1  # tokens of a prompt before the root
         kept = [*range(before), *(before + node for node in path)] if before else path
-        self.packed.pool.keep(one.row.slot, kept)
+        self.packed.keep(one.row.slot, kept)
         if kept[-1] < len(kept):  # a prefix of what was read: a view will do
             return features[one.first : one.first + len(kept)]
         places = [one.first + place for place in kept]

@@ -27,9 +27,11 @@ from transformers import AttentionInterface
 
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.source import Sources
+from specdraft.eval.engine.states import States
 from specdraft.eval.engine.transfer import upload
-from specdraft.eval.engine.tree import Topology, chain
+from specdraft.eval.engine.tree import Topology, TreeBias, chain
 from specdraft.eval.families.probe import measure
+from specdraft.eval.families.recurrent import recurrent_layers
 from specdraft.eval.families.support import check_forward, check_positions, check_supported
 from specdraft.models.families.alibi import attention_inputs, has_alibi
 from specdraft.models.families.encoder_decoder import Places
@@ -55,6 +57,8 @@ class Segment(NamedTuple):
     # to hide (one token) or, at start 0, a causal chain.
     bias: Tensor | None
     first: int = 0  # slots before it are out of sight
+    topology: Topology | None = None  # asked by recurrent layers
+    known: int = 1  # of its tokens, from the first, that are committed
 
     @property
     def stop(self) -> int:
@@ -261,26 +265,8 @@ def _attention_groups(
     return [[part for _, part in run] for _, run in groupby(enumerate(placed), key)]
 
 
-class TreeBias:
-    """Additive masks of one topology behind any number of cached tokens, without allocating.
-
-    One row-major tensor [T, C + T] holds zeros (the whole prefix is visible) and then the tree;
-    the mask behind `start` cached tokens is the view of its last start + T columns.
-    """
-
-    def __init__(self, visible: Tensor, capacity: int, dtype: torch.dtype, device: torch.device):
-        self.capacity = capacity
-        bias = torch.zeros(len(visible), capacity + visible.shape[1], dtype=dtype)
-        bias[:, capacity:].masked_fill_(~visible, float("-inf"))
-        self.full = bias.to(device)
-
-    def after(self, start: int) -> Tensor:
-        """The mask [T, start + T]."""
-        return self.full[:, self.capacity - start :]
-
-
 def _attention(module, query, key, value, attention_mask, scaling=None, plan=None, **options):
-    layer = module.layer_idx
+    layer = plan.pool.numbers[module.layer_idx]
     plan = plan.within(plan.pool.windows[layer]).on(query.device)
     scores = Scores(scaling, options.get("softcap"), options.get("s_aux"))
     attended = plan.attend(layer, query, key, value, scores)
@@ -311,7 +297,9 @@ class PackedTarget:
         # A structural copy that shares every tensor, so that the caller's model keeps its own
         # attention function.
         self.base = view = copy.deepcopy(target.base, shared(target.model))
-        geometry, of_sources = measure(target, view, capacity)
+        recurrent = recurrent_layers(target, view)
+        others = [layer.number for layer in recurrent]
+        geometry, of_sources = measure(target, view, capacity, others)
         if not has_alibi(view):
             view.config._attn_implementation = BESIDE_SOURCE if of_sources else ATTENTION
         self.target, self.layers = target, layers
@@ -320,6 +308,7 @@ class PackedTarget:
         self.sources = None
         if of_sources:
             self.sources = Sources(target, partial(KVPool, **vars(of_sources), **sizes))
+        self.states = States(recurrent, rows) if recurrent else None
         self.inputs = 0  # tokens that the linear layers saw in the last forward, pads included
 
         def bias(topology: Topology) -> TreeBias:
@@ -335,19 +324,30 @@ class PackedTarget:
         if self.sources:
             self.sources.start(row, source)
 
-    def segment(self, row: int, topology: Topology) -> Segment:
-        """Plan one row's tree (or, on an empty row, its prompt as a chain) behind its cache."""
+    def segment(self, row: int, topology: Topology, known: int = 1) -> Segment:
+        """Plan one row's tree (or, on an empty row, its prompt as a chain) behind its cache.
+
+        known: how many of its nodes, from the first, are committed, whatever is accepted.
+        """
         start, count = self.pool.lengths[row], len(topology)
-        if count == 1 or (start == 0 and topology.is_chain):
-            return Segment(row, start, count, CAUSAL)
-        bias = self._kept_bias if count <= LONG else self._bias
-        return Segment(row, start, count, bias(topology).after(start))
+        bias = CAUSAL
+        if count > 1 and (start or not topology.is_chain):
+            bias = (self._kept_bias if count <= LONG else self._bias)(topology).after(start)
+        return Segment(row, start, count, bias, 0, topology, known)
+
+    def keep(self, row: int, path: list[int]) -> None:
+        """Commit the accepted nodes of what a row has just read; see `KVPool.keep`."""
+        self.pool.keep(row, path)
+        if self.states:
+            self.states.keep(row, path)
 
     def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Run packed ids [N] at absolute positions [N]; return features [N, H], wide with layers of
         the target."""
         self.inputs = len(ids)
         plan = Plan(self.pool, segments, ids.device)
+        if self.states:
+            self.states.begin(segments, ids.device)
         if self.pool.positions is not None:
             plan.place(positions)
         return self._run(ids, positions, plan)
@@ -380,6 +380,6 @@ class PackedTarget:
                 # Not self.segment: a subclass is not built yet when this runs.
                 segments = [PackedTarget.segment(self, 0, chain(count - 1))]
                 features.append(PackedTarget.forward(self, ids[part], positions[part], segments))
-                self.pool.lengths[0] += count
+                self.keep(0, [*range(count)])
         self.pool.lengths[0] = 0
         return torch.cat(features)

@@ -21,6 +21,7 @@ from specdraft.eval.engine.packed import PackedTarget, Segment, hide_later
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology
 from specdraft.eval.engine.verdict import Verdict
+from specdraft.eval.families.support import check_can_be_cut
 from specdraft.models.feature_layers import Layers
 from specdraft.models.target import Target
 
@@ -40,6 +41,7 @@ class PaddedTarget(PackedTarget):
         pad_kv: bool,
         pad_inputs: bool,
     ):
+        check_can_be_cut(target, "decoded with pads")
         super().__init__(target, rows, capacity, layers)
         self.pad_kv, self.pad_inputs = pad_kv, pad_inputs
         self.members: list[int] = []
@@ -62,8 +64,8 @@ class PaddedTarget(PackedTarget):
             self.pool.pads[row] += longest - lengths[row]
             lengths[row] = longest
 
-    def segment(self, row: int, topology: Topology) -> Segment:
-        segment = super().segment(row, topology)
+    def segment(self, row: int, topology: Topology, known: int = 1) -> Segment:
+        segment = super().segment(row, topology, known)
         if not self.pad_kv or segment.start == 0:
             return segment
         bias = self._open(segment.count, segment.stop)

@@ -116,6 +116,24 @@ def after_chain(count: int, topology: Topology) -> Topology:
     return Topology([*range(-1, count - 1), *(parent + count for parent in topology.parents)])
 
 
+class TreeBias:
+    """Additive masks of one topology behind any number of cached tokens, without allocating.
+
+    One row-major tensor [T, C + T] holds zeros (the whole prefix is visible) and then the tree;
+    the mask behind `start` cached tokens is the view of its last start + T columns.
+    """
+
+    def __init__(self, visible: Tensor, capacity: int, dtype: torch.dtype, device: torch.device):
+        self.capacity = capacity
+        bias = torch.zeros(len(visible), capacity + visible.shape[1], dtype=dtype)
+        bias[:, capacity:].masked_fill_(~visible, float("-inf"))
+        self.full = bias.to(device)
+
+    def after(self, start: int) -> Tensor:
+        """The mask [T, start + T]."""
+        return self.full[:, self.capacity - start :]
+
+
 @dataclass(frozen=True)
 class Draws:
     """How the tokens of a tree were drawn, and from what: what rejection rules divide by.

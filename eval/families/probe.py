@@ -8,7 +8,7 @@ rule to whoever makes masks for an attention function, and ours, far into a text
 it goes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,7 @@ class Geometry:
     # Tokens that each layer sees, the newest included; None: all.
     windows: tuple[int | None, ...] = ()
     leaning: Tensor | None = None  # [heads, capacity], added to scores by distance
+    numbers: tuple[int, ...] = ()  # of the layers that have attention
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,15 @@ class Call:
     options: tuple[str, ...]
 
 
-def measure(target: Target, view: nn.Module, capacity: int) -> tuple[Geometry, Geometry | None]:
+def measure(
+    target: Target, view: nn.Module, capacity: int, others: Collection[int] = ()
+) -> tuple[Geometry, Geometry | None]:
     """Run two tokens through a copy of the target's base and read the geometry off its attention
     calls: of what a row has decoded and, in an encoder-decoder, of its source.
 
-    Sets the view's attention function, and marks what `reads_source`. Raises TargetError where
-    layers differ, have no attention, or hand over options that the packed attention does not know.
+    others: numbers of recurrent layers, where some have no attention. Sets the view's attention
+    function, and marks what `reads_source`. Raises TargetError where layers differ, have no
+    attention, or hand over options that the packed attention does not know.
     """
     calls: list[Call] = []
     AttentionInterface.register(PROBE, _attention)
@@ -95,7 +99,7 @@ def measure(target: Target, view: nn.Module, capacity: int) -> tuple[Geometry, G
         # A bound method, for accelerate would hand a list on as a copy.
         inputs |= attention_inputs(view, _attention, probe=calls.append)
         view(use_cache=False, **inputs)
-    if not calls:
+    if not calls and not others:
         raise refusal(target, "its layers pass no keyword arguments on to their attention")
     crossing = [call for call in calls if target.reads_source and call.key[2] == SOURCE]
     for call in calls:
@@ -108,23 +112,24 @@ def measure(target: Target, view: nn.Module, capacity: int) -> tuple[Geometry, G
     if options:
         found = ", ".join(MEANING.get(name, f"the attention option {name!r}") for name in options)
         raise refusal(target, f"its attention uses {found}, which is not supported")
-    if calls[0].slopes is not None:
+    if calls and calls[0].slopes is not None:
         leaning = alibi.leaning_of(calls[0].slopes, capacity)
     windows = tuple(call.window or None for call in decoding)
-    geometry = _geometry(target, decoding, windows=windows, leaning=leaning)
+    geometry = _geometry(target, decoding, others, windows=windows, leaning=leaning)
     return geometry, _geometry(target, crossing) if crossing else None
 
 
-def _geometry(target: Target, calls: list[Call], **seen) -> Geometry:
-    if [call.layer for call in calls] != list(range(len(calls))):
+def _geometry(target: Target, calls: list[Call], others: Collection[int] = (), **seen) -> Geometry:
+    numbers = tuple(call.layer for call in calls)
+    if [*numbers] != (sorted({*numbers}) if others else [*range(len(calls))]):
         raise refusal(target, "its layers do not each call attention once, in order")
     shapes = {(call.key[1], call.key[3], call.value[1], call.value[3]) for call in calls}
-    kv_heads, key_dim, value_heads, value_dim = next(iter(shapes))
+    kv_heads, key_dim, value_heads, value_dim = next(iter(shapes), (0, 0, 0, 0))
     if len(shapes) > 1 or value_heads != kv_heads:
         found = "; ".join(f"{k} x {d} and {v} x {e}" for k, d, v, e in sorted(shapes))
         raise refusal(target, f"layers must have keys and values of one shape, found {found}")
     devices = tuple(call.device for call in calls)
-    return Geometry(devices, kv_heads, key_dim, value_dim, **seen)
+    return Geometry(devices, kv_heads, key_dim, value_dim, numbers=numbers, **seen)
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, probe=None, **options):

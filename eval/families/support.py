@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdraft.models.families.alibi import has_alibi
 from specdraft.models.feature_layers import Layers
 from specdraft.models.target import Target
 from specdraft.recipes.errors import TargetError, in_a_line
 
+RECURRENT = {"conv", "hybrid", "linear_attention"}  # kinds of layers that have a state
+KINDS = RECURRENT | {"full_attention", "sliding_attention", "mlp", "moe"}
 PROBE_TOKENS = 4  # a forward of a large target on a CPU takes as long as it has tokens
 
 
@@ -28,23 +30,37 @@ def check_supported(target: Target) -> None:
 
 def _unsupported(target: Target) -> str | None:
     config, model = target.config.get_text_config(), target.model
-    layers = set(getattr(config, "layer_types", None) or ())
-    if kinds := layers - {"full_attention", "sliding_attention"}:
+    if kinds := _kinds(model) - KINDS:
         found = ", ".join(sorted(kinds))
-        return f"only full and sliding attention are supported, and this one has {found}"
-    if getattr(model, "_is_stateful", False):
-        return "it keeps a recurrent state, which cannot be taken back when a draft is rejected"
+        return f"only {', '.join(sorted(KINDS))} layers are supported, and this one has {found}"
     if has_alibi(model):
         return None
     if hasattr(model.base_model, "build_alibi_tensor") or getattr(config, "alibi", False):
         return "it adds ALiBi in attention code of its own, which cannot be replaced"
     backend = target.reads_source or getattr(model, "_supports_attention_backend", False)
-    if not backend:  # of an encoder-decoder nothing is said
+    if not (backend or is_recurrent(model)):  # of these two nothing is said
         return (
             "its attention cannot be replaced through transformers' AttentionInterface; "
             "families like Llama, Mistral, Qwen2/3, OPT, GPT-2 and GPT-NeoX can"
         )
     return None
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether a model says that some of its layers have a state (see recurrent.py)."""
+    return bool(_kinds(model) & RECURRENT) or getattr(model, "_is_stateful", False)
+
+
+def check_can_be_cut(target: Target, what: str) -> None:
+    """Raise TargetError for a target that more than one draft a step is read and taken back of."""
+    if is_recurrent(target.model):
+        raise refusal(
+            target, f"it has recurrent layers, whose state cannot be cut: it cannot be {what}"
+        )
+
+
+def _kinds(model: nn.Module) -> set[str]:
+    return {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
 
 
 def check_positions(target: Target, capacity: int) -> None:
@@ -98,7 +114,7 @@ def check_forward(
         raise refusal(
             target,
             f"a packed forward differs from the model's own by {error:.1e} of a feature's length "
-            f"(at most {limit:.1e} is rounding), so its attention or positions are not understood",
+            f"(at most {limit:.1e} is rounding), so its layers or positions are not understood",
         )
 
 

@@ -201,7 +201,7 @@ def _prompts(input_ids: Tensor, arguments: dict) -> list[list[int]]:
     given = {name: value for name, value in arguments.items() if value is not None}
     mask = given.pop("attention_mask", torch.ones_like(input_ids)).bool()
     positions = given.pop("position_ids", None)
-    cache = given.get("past_key_values")
+    cache = given.get("past_key_values", given.pop("cache_params", None))
     if cache is not None and getattr(cache, "_is_user_defined", False):
         raise DataError("generate: past_key_values cannot be continued; the decoder has its own")
     if unknown := sorted(given.keys() - UNUSED):

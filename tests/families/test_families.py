@@ -174,8 +174,8 @@ def test_a_padding_token_that_is_embedded_as_zero_is_no_reason_to_refuse(padding
 REFUSALS = {
     r"\(falcon\).*ALiBi": partial(random_model, "Falcon", alibi=True),
     r"\(rwkv\).*recurrent state": partial(random_model, "Rwkv", attention_hidden_size=HIDDEN),
-    r"\(mamba\).*linear_attention": partial(random_model, "Mamba", state_size=4),
-    r"\(qwen3_next\).*linear_attention": partial(random_model, "Qwen3Next", **GQA),
+    r"\(mamba\).*from an empty state only": partial(random_model, "Mamba", state_size=4),
+    r"\(glm_moe_dsa\).*has indexed_attention": partial(random_model, "GlmMoeDsa", **MLP),
     r"\(gpt_neo\).*AttentionInterface": partial(
         random_model, "GPTNeo", attention_types=[[["global"], 3]]
     ),
