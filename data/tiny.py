@@ -3,6 +3,9 @@
     python data/tiny.py                       # conversations, tokenizer, training, evaluation
     python data/tiny.py --evaluate            # only measure what is in --out
     python data/tiny.py --steps 50 --out DIR  # a quick trial
+    # in minutes, another family: the bundled target with these settings, trained on
+    python data/tiny.py --steps 300 --out runs/windowed --variant \
+        '{"model_type": "mistral", "sliding_window": 32}'
 
 Writes models/tiny/ (weights, tokenizer, CARD.md, metrics.json) and data/tiny/ (training
 conversations for drafters, evaluation prompts). Everything follows from --seed and --steps.
@@ -17,11 +20,12 @@ import logging
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 from specdraft.data.world.card import write_card
 from specdraft.data.world.measures import measure
 from specdraft.data.world.tokenizer import build_tokenizer
-from specdraft.data.world.training import TrainSettings, load_trained, train
+from specdraft.data.world.training import TrainSettings, build_variant, load_trained, train
 from specdraft.data.world.world import conversations, held_out_prompts
 from specdraft.recipes.arguments import whole
 
@@ -60,6 +64,14 @@ def evaluate(out: Path, training: dict[str, float]) -> None:
     write_card(out, model, training, metrics, answers)
 
 
+def train_variant(changes: dict, settings: TrainSettings, out: Path) -> None:
+    """Train the bundled target, as a model of another family, on; nothing is measured."""
+    bundled = ROOT / "models" / "tiny"
+    tokenizer = AutoTokenizer.from_pretrained(bundled)
+    tokenizer.save_pretrained(out)
+    train(settings, tokenizer, out, build_variant(bundled, changes))
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -74,6 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--evaluate", action="store_true", help="measure only, train nothing")
     parser.add_argument("--write-data", action="store_true", help="write the data only")
+    parser.add_argument("--variant", type=json.loads, metavar="JSON", help="changed settings")
     return parser.parse_args()
 
 
@@ -89,14 +102,17 @@ def main() -> None:
         training = json.loads((args.out / "metrics.json").read_text(encoding="utf-8"))["training"]
         evaluate(args.out, training)
         return
+    settings = TrainSettings(
+        steps=args.steps, minutes=args.minutes, compile=args.compile, seed=args.seed
+    )
+    if args.variant:
+        train_variant(args.variant, settings, args.out)
+        return
     write_prompts(args.data / "prompts.jsonl")
     write_conversations(args.data / "conversations.jsonl")
     if args.write_data:
         return
     tokenizer = build_tokenizer(conversations(TOKENIZER_SEED), args.out)
-    settings = TrainSettings(
-        steps=args.steps, minutes=args.minutes, compile=args.compile, seed=args.seed
-    )
     evaluate(args.out, train(settings, tokenizer, args.out))
 
 

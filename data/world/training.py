@@ -15,16 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from specdraft.data.world.tokenizer import ASSISTANT, END, PAD, USER, VOCAB_SIZE
 from specdraft.data.world.world import conversation
+from specdraft.models.families.finish import PLAIN, Finish, finish_of
 
 logger = logging.getLogger(__name__)
 SAVE_SECONDS = 300
@@ -78,6 +81,22 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
     return model
 
 
+def build_variant(start: Path, changes: dict) -> PreTrainedModel:
+    """Return the target in `start` with settings of its configuration changed, `model_type` among
+    them: what has the same name and shape there keeps its weights, the rest is random.
+
+    Raises ValueError where transformers has no such model.
+    """
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    values = {**model.config.to_dict(), **changes, "attn_implementation": "eager"}
+    torch.manual_seed(0)
+    variant = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    own, kept = variant.state_dict(), model.state_dict()
+    fitting = {name: w for name, w in kept.items() if name in own and own[name].shape == w.shape}
+    variant.load_state_dict(fitting, strict=False)
+    return variant
+
+
 def encode(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> tuple:
     """Return the tokens of a conversation and the weight class of each (True: the answer's)."""
     marks = {"user": USER, "assistant": ASSISTANT}
@@ -124,13 +143,13 @@ def _pad(
     return ids, weights
 
 
-def loss_of(model: LlamaForCausalLM, ids: Tensor, weights: Tensor) -> Tensor:
+def loss_of(model: PreTrainedModel, ids: Tensor, weights: Tensor, finish: Finish = PLAIN) -> Tensor:
     """Return the weighted mean cross-entropy of the next tokens, in nats."""
     # Rows are padded on the right, so the causal mask alone keeps padding out.
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]  # [B, T-1, H]
     labels, weights = ids[:, 1:], weights[:, 1:]
     kept = weights > 0
-    logits = model.lm_head(hidden[kept]).float()  # [kept, V]
+    logits = finish(model.lm_head(hidden[kept]).float())  # [kept, V]
     losses = F.cross_entropy(logits, labels[kept], reduction="none")
     return (losses * weights[kept]).sum() / weights.sum()
 
@@ -142,9 +161,9 @@ def learning_rate(settings: TrainSettings, step: int, share: float) -> float:
     return settings.lr * rise * fall
 
 
-def save(model: LlamaForCausalLM, out: Path) -> None:
+def save(model: PreTrainedModel, out: Path) -> None:
     """Write the weights as bfloat16 safetensors, with their config, to `out`."""
-    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    copy = type(model)(model.config).to(torch.bfloat16)
     copy.load_state_dict(model.state_dict())
     copy.generation_config = GenerationConfig(
         eos_token_id=model.config.eos_token_id,
@@ -155,13 +174,13 @@ def save(model: LlamaForCausalLM, out: Path) -> None:
     copy.save_pretrained(out)
 
 
-def load_trained(out: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def load_trained(out: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load what `save` wrote, in float32, as users of the target do."""
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(out)
 
 
-def _optimizer(model: LlamaForCausalLM, settings: TrainSettings) -> torch.optim.Optimizer:
+def _optimizer(model: PreTrainedModel, settings: TrainSettings) -> torch.optim.Optimizer:
     weights = list(model.parameters())
     groups = [
         {"params": [w for w in weights if w.dim() == 2], "weight_decay": settings.weight_decay},
@@ -171,13 +190,18 @@ def _optimizer(model: LlamaForCausalLM, settings: TrainSettings) -> torch.optim.
 
 
 def train(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerFast, out: Path
+    settings: TrainSettings,
+    tokenizer: PreTrainedTokenizerFast,
+    out: Path,
+    model: PreTrainedModel | None = None,
 ) -> dict[str, float]:
     """Train for `settings.steps` steps (or `settings.minutes`) and keep `out` up to date.
 
+    model: trained on; None: one made from nothing.
     Returns how long it took: steps, tokens (without padding), minutes and threads.
     """
-    model = build_model(tokenizer, settings.seed)
+    model = model or build_model(tokenizer, settings.seed)
+    finish = finish_of(model)
     if settings.compile:
         for layer in model.model.layers:
             # The index only serves a KV cache; equal layers share one compiled graph per shape.
@@ -197,7 +221,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model, ids, weights)
+            loss = loss_of(model, ids, weights, finish)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
