@@ -20,7 +20,7 @@ import logging
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from specdraft.data.world.card import write_card
 from specdraft.data.world.measures import measure
@@ -72,6 +72,18 @@ def train_variant(changes: dict, settings: TrainSettings, out: Path) -> None:
     train(settings, tokenizer, out, build_variant(bundled, changes))
 
 
+def settings_of(text: str) -> dict:
+    """Read the settings of a variant. Raises ArgumentTypeError for others than transformers has."""
+    try:
+        changes = json.loads(text)
+        known = changes.get("model_type", "llama") in CONFIG_MAPPING
+    except (ValueError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object ({error})") from error
+    if not known:
+        raise argparse.ArgumentTypeError(f"transformers has no model_type {changes['model_type']}")
+    return changes
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -86,7 +98,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--evaluate", action="store_true", help="measure only, train nothing")
     parser.add_argument("--write-data", action="store_true", help="write the data only")
-    parser.add_argument("--variant", type=json.loads, metavar="JSON", help="changed settings")
+    parser.add_argument("--variant", type=settings_of, metavar="JSON", help="changed settings")
     return parser.parse_args()
 
 

@@ -67,7 +67,9 @@ def check_positions(target: Target, capacity: int) -> None:
     """Raise TargetError when rows of this capacity would outgrow the target's positions.
 
     A learned table ends; frequencies that change with the longest row ("dynamic", "longrope")
-    would make a row's output depend on its neighbours. Other rotary positions have no end.
+    would make a row's output depend on its neighbours, as it does in the family's own `generate`;
+    and a row that crosses that length is read anew by some (Phi-3) and by others goes on with keys
+    of both kinds. Other rotary positions have no end.
     """
     limit = position_limit(target)
     if limit is not None and capacity > limit:

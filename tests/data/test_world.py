@@ -17,7 +17,16 @@ from specdraft.data.world.functions import Function
 from specdraft.data.world.lexicon import facts, say, texts, words
 from specdraft.data.world.measures import Answer, distinct, faithful, loops, perplexity
 from specdraft.data.world.retelling import Passage
-from specdraft.data.world.training import LENGTHS, TrainSettings, batches, encode, learning_rate
+from specdraft.data.world.training import (
+    LENGTHS,
+    TrainSettings,
+    batches,
+    build_variant,
+    encode,
+    learning_rate,
+    loss_of,
+    save,
+)
 from specdraft.data.world.world import (
     KINDS,
     conversations,
@@ -25,6 +34,7 @@ from specdraft.data.world.world import (
     is_held_out,
     to_messages,
 )
+from specdraft.models.families.finish import finish_of
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "models" / "tiny"
@@ -254,6 +264,32 @@ def test_training_rows_have_few_shapes_and_no_loss_on_padding(tokenizer):
         assert ids.shape[0] == 1024 // ids.shape[1]
         assert set(weights.unique().tolist()) <= {0.0, 0.25, 1.0}
         assert (weights[ids == tokenizer.pad_token_id] == 0).all()
+
+
+def test_a_variant_keeps_what_fits_and_learns_through_what_comes_after_lm_head(model, tmp_path):
+    changes = {
+        "model_type": "granite_swa",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 6,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 32**-0.5,
+    }
+    variant = build_variant(TARGET, changes)
+    save(variant, tmp_path)
+    variant = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert variant.config.model_type == "granite_swa"
+    kept, sinks = dict(model.named_parameters()), 0
+    for name, weight in variant.named_parameters():
+        if "sinks" in name:
+            sinks += 1
+        else:
+            assert torch.equal(weight, kept[name])
+    assert sinks == 12
+    ids = torch.arange(40).view(2, 20)
+    logits = variant(ids).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+    found = loss_of(variant, ids, torch.ones(2, 20), finish_of(variant)) * 38
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_learning_rate_rises_stays_and_falls():

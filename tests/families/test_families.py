@@ -218,6 +218,30 @@ def test_a_capacity_beyond_learned_positions_is_refused(name):
     assert done.tokens == plain_tokens(target, prompt, request.max_new_tokens)
 
 
+LONGROPE = {
+    **{**ROPE, "rope_type": "longrope", "original_max_position_embeddings": 24},
+    **{"short_factor": [1.0, 1.0], "long_factor": [1.5, 6.0]},
+}
+
+
+def test_frequencies_that_change_with_length_are_used_up_to_it_and_no_further():
+    """Beyond it a row's own output depends on its neighbours, in the family's own `generate`."""
+    changes = {"original_max_position_embeddings": 24, "rope_parameters": LONGROPE}
+    target = Target(random_model("Phi3", **GQA, **changes, sliding_window=None), None, "phi3")
+    with pytest.raises(TargetError, match=r"25 tokens .* 24 positions before its longrope rotary"):
+        PackedTarget(target, 1, 25)
+    short, long = prompts()[1:4:2]
+    answer = plain_tokens(target, short, 10)
+    decoder = Decoder(target, Foreseeing({tuple(short): answer}), 2, 24)
+    assert decode(decoder, [Request(short, 10)] * 3) == [answer] * 3
+    pads = len(long) - len(short)
+    ids = torch.tensor([[0] * pads + short, long])
+    mask = torch.tensor([[0] * pads + [1] * len(short), [1] * len(long)])
+    options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0}
+    beside = target.model.generate(ids, max_new_tokens=10, **options)
+    assert beside[0, len(long) :].tolist() != answer
+
+
 def test_rotary_positions_go_on_but_not_those_that_change_with_length():
     PackedTarget(random_family("llama"), 1, 400)
     dynamic = {**ROPE, "rope_type": "dynamic", "factor": 2.0}
