@@ -60,7 +60,7 @@ def wide_features(base: nn.Module, layers: Layers, device: torch.device, **input
         inputs["output_hidden_states"] = list(layers)  # no others are kept
     output = base(use_cache=False, **inputs)
     # Some add up their layers' outputs in float32 and leave it to lm_head to round.
-    features = output.last_hidden_state.to(device, base.get_input_embeddings().weight.dtype)
+    features = output.last_hidden_state.to(device, base.dtype)
     if not layers:
         return features
     states = getattr(output, "hidden_states", None) or ()

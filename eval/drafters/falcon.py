@@ -24,11 +24,11 @@ from torch.nn.utils.rnn import pad_sequence
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, wants_best
 from specdraft.eval.drafters.static import Pass, Round, StaticTree
 from specdraft.eval.engine.kv import KVPool
-from specdraft.eval.engine.packed import CAUSAL, LONG, Plan, Segment, TreeBias
+from specdraft.eval.engine.packed import CAUSAL, LONG, Plan, Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
-from specdraft.eval.engine.tree import Tree
+from specdraft.eval.engine.tree import Tree, TreeBias
 from specdraft.models.eagle3 import Eagle3Head, vocabulary_of
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.sar.fusion import State
