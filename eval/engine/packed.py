@@ -18,7 +18,7 @@ Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dime
 import copy
 from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, repeat
 from typing import NamedTuple
 
 import torch
@@ -115,28 +115,35 @@ class Plan:
         rows, slots = self.mapping
         self.pool.positions[rows, slots] = positions
 
-    def within(self, window: int | None) -> "Plan":
+    def within(self, window: int | None, positions: Tensor | None = None) -> "Plan":
         """The plan for layers whose tokens see `window` tokens, themselves included, and what
-        their distances add, made when the first one asks; itself while it would be the same."""
+        their distances add, made when the first one asks; itself while it would be the same.
+
+        positions: of the queries [N], where these are not the tokens at the ends of the segments.
+        """
         if self.pool.leaning is None and (
             window is None or all(segment.stop <= window for segment in self.segments)
         ):
             return self
         if window not in self._within:
-            segments = [self._narrowed(segment, window) for segment in self.segments]
+            counts = [segment.count for segment in self.segments]
+            own = repeat(None) if positions is None else positions.split(counts)
+            pairs = zip(self.segments, own, strict=False)
+            segments = [self._narrowed(segment, at, window) for segment, at in pairs]
             self._within[window] = Plan(self.pool, segments, self.device)
         return self._within[window]
 
-    def _narrowed(self, segment: Segment, window: int | None) -> Segment:
+    def _narrowed(self, segment: Segment, at: Tensor | None, window: int | None) -> Segment:
         """The segment without what lies `window` positions or more before each of its tokens, and
-        with what its distance adds."""
+        with what its distance adds. at: positions of its queries; None: of its tokens."""
         row, pool = segment.row, self.pool
         # All that is read now comes after what is committed, whose slots, pads aside, are its
         # positions.
         oldest = min(pool.lengths[row] - pool.pads[row], segment.start)
         first = 0 if window is None else max(oldest + 1 - window, 0)
         positions = pool.positions[row, first : segment.stop]
-        distance = positions[segment.start - first :, None] - positions
+        at = positions[segment.start - first :] if at is None else at
+        distance = at[:, None] - positions
         bias = segment.bias
         if bias is None:
             bias = torch.zeros(distance.shape, dtype=pool.dtype, device=self.device)

@@ -9,9 +9,10 @@ from test_eagle3 import read
 from test_falcon import check_draft, check_revision, check_rollout, check_rows, every_slot, pairs
 from test_feature_layers import Recording
 
-from specdraft.eval.drafters.falcon import FalconDrafter, HeadDrafter
+from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.packed import Plan
 from specdraft.eval.engine.request import Request
 from specdraft.models.eagle3 import vocabulary_of
 from specdraft.models.falcon import block_index
@@ -107,14 +108,15 @@ def test_output_is_that_of_plain_decoding(target, rows):
 
 def test_what_is_out_of_sight_is_not_read(target, monkeypatch):
     head, places = random_head(target, 2, window=9), []
-    narrowed = HeadDrafter._narrowed
+    narrowed = Plan._narrowed
 
     def spy(self, *inputs):
         segment = narrowed(self, *inputs)
-        places.append((segment.start - segment.first, self.pool.lengths[0]))
+        if self.pool.windows == [9]:  # not the target's
+            places.append((segment.start - segment.first, self.pool.lengths[0]))
         return segment
 
-    monkeypatch.setattr(HeadDrafter, "_narrowed", spy)
+    monkeypatch.setattr(Plan, "_narrowed", spy)
     drafter = Recording(head, target, StaticTree.chain(4, 2), 1, 128)
     next(Decoder(target, drafter, 1, 128).run([Request(prompts()[3], 30)]))
     assert max(length for _, length in places) > 30
