@@ -39,7 +39,7 @@ from specdraft.models.saved import (
 )
 from specdraft.models.target import Target
 from specdraft.recipes.errors import in_a_line
-from specdraft.recipes.fields import Few, Fraction, Interval, Width, shown
+from specdraft.recipes.fields import Few, Fraction, Interval, Tokens, Width, shown
 
 # Rotations that depend on no sequence's length.
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -59,6 +59,7 @@ class Eagle3Config(SavedConfig):
     kv_heads: Few = 4
     head_dim: Annotated[int, Interval(2, 10**4)] = 32
     intermediate_size: Width = 512
+    window: Tokens | None = None  # inputs that an input sees, itself included; None: all before it
     rope: dict = field(  # `rope_parameters` of transformers
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
@@ -264,7 +265,7 @@ class Eagle3Head(SavedHead, tags=["eagle3"]):
         for number in range(passes):
             if number > 0:
                 states = layout.inherited(outputs[-1], states, None)
-            mask = rollout_mask(blocks, valid, number)
+            mask = rollout_mask(blocks, valid, number, self.config.window)
             output, seen = self._pass(self.inputs(ahead, states), rope, seen, mask)
             outputs.append(output)
         outputs = torch.stack(outputs)

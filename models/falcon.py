@@ -42,7 +42,7 @@ from specdraft.models.saved import (
     Vocabulary,
     load_for,
 )
-from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Width, shown
+from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Tokens, Width, shown
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class FalconConfig(SavedConfig):
     heads: Few = 4
     kv_heads: Few = 4
     intermediate_size: Width = 512
+    window: Tokens | None = None  # inputs that an input sees, itself included; None: all before it
     input_norm: bool = True  # of the first decoder layer; EAGLE-1 has none
     rope_theta: Annotated[float, Interval(1, 1e12)] = 10000.0
     norm_eps: Fraction = 1e-5
@@ -257,7 +258,7 @@ class FalconHead(SavedHead, tags=["falcon"]):
             if number > 0:
                 features = layout.inherited(outputs[-1], features, keep)
             fused, state = self._fuse(self.inputs(ahead, features), state, layout)
-            mask = rollout_mask(blocks, valid, number)
+            mask = rollout_mask(blocks, valid, number, self.config.window)
             output, seen = self._predict(fused, rope, seen, mask, layout, chosen)
             outputs.append(output)
             if number == 0 and revised is not None:
@@ -288,7 +289,7 @@ class FalconHead(SavedHead, tags=["falcon"]):
         inputs = self.inputs(layout.gather(ahead), layout.gather(features))
         fused, _ = layout.fuse(self.fuse, inputs, state)
         # No other block sees the revision: what it adds to `seen` is forgotten.
-        rope, mask = self.rope(layout.positions), layout.mask(blocks, valid)
+        rope, mask = self.rope(layout.positions), layout.mask(blocks, valid, self.config.window)
         if chosen is not None:
             chosen = layout.gather(chosen)
         output, _ = self._predict(fused, rope, seen, mask, None, chosen)

@@ -94,6 +94,11 @@ def serve_eagle3(
     config, tensors = head.config, eagle3_tensors(head)
     if engine == "sglang" and (config.norm_residual or config.layer_norms == "joint"):
         raise HeadError("this head has no serving format: sglang lacks norms that it has")
+    if config.window is not None:
+        raise HeadError(
+            f"this head has no serving format: it sees {config.window} tokens, the layout's all: "
+            "train one with head.window=null"
+        )
     layers = list(config.feature_layers)
     # vLLM counts layers as we do, SGLang from 0.
     read = {"eagle_aux_hidden_state_layer_ids": layers}
@@ -172,6 +177,9 @@ def _check_eagle(config: FalconConfig) -> None:
     elif config.feature_layers:
         reason = f"it reads layers {list(config.feature_layers)} of the target, the layout's none: "
         reason += "train one with data.feature_layers=[]"
+    elif config.window is not None:
+        reason = f"it sees {config.window} tokens, the layout's all: train one with "
+        reason += "head.window=null"
     elif config.draft_vocab is not None:
         reason = f"it drafts among {config.draft_vocab} tokens, the layout's with all of lm_head: "
         reason += "train one with head.draft_vocab=null"

@@ -171,6 +171,8 @@ def _head_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
         kind += f", reads {head.reads}, coupling {head.coupling}" if head.block_size > 1 else ""
         if layers := recipe.data.feature_layers:
             kind += f", layers {', '.join(map(str, layers))} of the target"
+        if head.window is not None:
+            kind += f", a window of {head.window}"
         if head.draft_vocab is not None:
             kind += f", {head.draft_vocab} tokens drafted among"
         wanted = eagle3_config if head.fusion == "layers" else head_config

@@ -1,7 +1,7 @@
 """What training leaves in a run's folder: its kinds, how each is loaded and what its card says."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,14 @@ def _without_medusa(method: str, sections: Sections) -> list[str]:
     return [sections["eval"].complaint("tree", f"{deep}; {way_out}")]
 
 
+def _load_head(recipe: Recipe, target: Target, run: Path) -> FalconHead | Eagle3Head:
+    source = recipe.head.model or drafter_folder(run, recipe.head.kind)
+    head = load_head(source, target)
+    if recipe.head.window is not None:  # no weight depends on it
+        head.config = replace(head.config, window=recipe.head.window)
+    return head
+
+
 def _load_table(recipe: Recipe, target: Target, run: Path) -> MaxGramTable:
     tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
     folder = recipe.maxgram.table or run / "table"
@@ -127,9 +135,7 @@ def _load_table(recipe: Recipe, target: Target, run: Path) -> MaxGramTable:
 KINDS: dict[str, Kind] = {
     "head": Kind(
         "a trained head; train one first",
-        load=lambda recipe, target, run: load_head(
-            recipe.head.model or drafter_folder(run, recipe.head.kind), target
-        ),
+        load=_load_head,
         fetch=lambda name, revision, target: load_head(name, target, revision),
         problems=_of_head,
     ),

@@ -1,6 +1,7 @@
 """The tables that eval/paper.py makes, by name: what tables.yaml describes, of the right kind."""
 
 from specdraft.eval.papers.bench_report import ReportTable
+from specdraft.eval.papers.contexts import ContextTable
 from specdraft.eval.papers.cs_drafting import CascadeTable, TunedCascades
 from specdraft.eval.papers.ems import PaddingTable
 from specdraft.eval.papers.expectation import ExpectationTable
@@ -26,6 +27,7 @@ KINDS = {
     "ems": PaddingTable,
     "ewif": ExpectationTable,
     "suffix": SuffixTable,
+    "contexts": ContextTable,
     "report": ReportTable,
 }
 

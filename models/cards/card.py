@@ -124,6 +124,8 @@ def head_facts(config: dict) -> str:
         parts += [f"slots read {config['reads']}, coupling {config['coupling']}"]
     if layers := config.get("feature_layers"):
         parts += [f"reads layers {', '.join(map(str, layers))} of the target, too"]
+    if window := config.get("window"):
+        parts += [f"sees {window} tokens"]
     if drafted := config.get("draft_vocab"):
         parts += [f"drafts among {drafted:,} of {config['vocab_size']:,} tokens"]
     return "; ".join(parts)

@@ -91,10 +91,14 @@ class BlockLayout:
         fused = fused.unflatten(0, shape).flatten(1, 2)
         return fused, tuple(s.unflatten(1, shape).flatten(2, 3) for s in after)
 
-    def mask(self, blocks: Tensor, valid: Tensor | None) -> Tensor:
+    def mask(self, blocks: Tensor, valid: Tensor | None, window: int | None = None) -> Tensor:
         """Let a block see its row before it, and itself as it is laid out: [B, 1, S, T + S]."""
         block, filled = self.blocks[..., None], self.filled
         before, itself = blocks[:, None] < block, self.blocks[:, None] == block
+        if window is not None:
+            every = torch.arange(blocks.shape[1], device=blocks.device)
+            before &= self.positions[..., None] - every < window
+            itself &= self.positions[..., None] - self.positions[:, None] < window
         if valid is not None:  # before a block there is no padding, at its end there may be
             filled = filled & valid[self.rows, self.positions]
         # An empty slot still sees itself: a row of the mask without a True is NaN.
@@ -102,13 +106,18 @@ class BlockLayout:
         return torch.cat((before, itself & filled[:, None] | own), -1)[:, None]
 
 
-def rollout_mask(blocks: Tensor, valid: Tensor | None, number: int) -> Tensor:
+def rollout_mask(
+    blocks: Tensor, valid: Tensor | None, number: int, window: int | None = None
+) -> Tensor:
     """Who sees whom in pass `number` (from 0), over the keys of all passes so far: [B, 1, T, nT].
 
     A block sees itself in this pass, its j-th ancestor in the j-th pass before, and everything
-    older as pass 0 read it.
+    older as pass 0 read it; of all this what lies less than `window` positions before.
     """
     behind = blocks[:, :, None] - blocks[:, None, :]  # [B, query, key], in blocks
+    if window is not None:
+        every = torch.arange(blocks.shape[1], device=blocks.device)
+        behind = behind.masked_fill(every[:, None] - every >= window, -1)  # as what is still ahead
     parts = [behind >= number] + [behind == number - n for n in range(1, number + 1)]
     mask = torch.cat(parts, -1)
     if valid is not None:

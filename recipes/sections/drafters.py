@@ -22,6 +22,9 @@ class HeadSection(Section):
     heads: Few | None = None  # null: as the target, for these three
     kv_heads: Few | None = None
     intermediate: Width | None = None  # width of the MLP
+    # Inputs that an input sees, itself included; null: all before it. Beyond the rows that it was
+    # trained on, a head that sees all drafts worse with every token.
+    window: Tokens | None = None
     input_norm: bool = True  # of the first decoder layer; EAGLE-1 and its serving format: false
     # Of fusion: layers. Each layer is normalised, and so is the state that is fed back: EAGLE-3.1.
     normed: bool = False

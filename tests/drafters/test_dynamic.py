@@ -40,6 +40,7 @@ HEADS = {
     "eagle": (1, {"fusion": "linear"}),
     "both": (3, {"fusion": "linear", "reads": "both", "coupling": "recurrent"}),
     "newest": (2, {"reads": "newest", "coupling": "markov"}),
+    "window": (3, {"reads": "newest", "coupling": "recurrent", "window": 4}),
     "own": (3, {"coupling": "recurrent", "draft_vocab": 17}),
     "eagle3": (1, {"feature_layers": (1,), "draft_vocab": 17}),
 }

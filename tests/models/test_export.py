@@ -156,6 +156,7 @@ def test_heads_are_exported_in_the_dtype_that_is_asked_for(target, tmp_path):
         ({"fusion": "lstm"}, "its fusion is 'lstm'"),
         ({"feature_layers": (1,)}, r"it reads layers \[1\] of the target"),
         ({"draft_vocab": 9}, "it drafts among 9 tokens.*head.draft_vocab=null"),
+        ({"window": 9}, "it sees 9 tokens.*head.window=null"),
         ({"input_norm": True}, "normalises its input.*head.input_norm=false"),
     ],
 )
