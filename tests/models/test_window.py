@@ -100,7 +100,8 @@ def test_eagle_3_drafts_what_it_is_trained_for(target, window):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_output_is_that_of_plain_decoding(target, rows):
     head = random_head(target, 3, reads="newest", coupling="markov", window=5)
-    tree = StaticTree([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 0, 0), (1, 0, 0, 0)], 3)
+    paths = [(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0), (0, 0, 0, 0), (1, 0, 0, 0)]
+    tree = StaticTree(paths, 3)
     check_as_plain(target, FalconDrafter(head, target, tree, rows, 128), rows)
 
 
