@@ -15,7 +15,7 @@ state, H hidden, M inputs of a row, D distributions of a round, V tokens drafted
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,15 +24,9 @@ from torch.nn.utils.rnn import pad_sequence
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, wants_best
 from specdraft.eval.drafters.static import Pass, Round, StaticTree
 from specdraft.eval.engine.kv import KVPool
-from specdraft.eval.engine.packed import (
-    CAUSAL,
-    LONG,
-    Plan,
-    Segment,
-    TreeBias,
-    hide_later,
-)
+from specdraft.eval.engine.packed import CAUSAL, LONG, Plan, Segment, TreeBias
 from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.sight import within
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree
@@ -263,17 +257,17 @@ class HeadDrafter:
         counts = [len(part) for part in fused]
         sequence, rope = torch.cat([*fused])[None], self._rope_at(positions)
         plan = Plan(self.pool, segments, sequence.device)
-        if self.head.config.window is not None:
+        if (window := self.head.config.window) is not None:
             plan.place(upload(positions, sequence.device))
         if self.head.config.reads == "own":
-            plan = self._within(plan, positions)
+            plan = within(plan, window, positions)
             hidden = self.head.decode(sequence, rope, plan.attend)[0]
             return torch.stack([part[-self.k :] for part in hidden.split(counts)])
         queries = self.head.reading.queries(blocks)  # [.., Q, H]
         ends = [0, *accumulate(counts)][1:]
         places = [positions[end - n] for end in ends for n in range(self.reach, 0, -1)]
         at = rope if places == positions else self._rope_at(places)
-        asking = self._within(Plan(self.pool, asks, sequence.device), places)
+        asking = within(Plan(self.pool, asks, sequence.device), window, places)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             plan.write(layer, key, value)
@@ -282,33 +276,6 @@ class HeadDrafter:
         flat = queries.reshape(1, -1, queries.shape[-1])
         hidden = self.head.decode(flat, at, attend, (sequence, rope))
         return self.head.reading.slots(hidden.view_as(queries))
-
-    def _within(self, plan: Plan, positions: list[int]) -> Plan:
-        """The plan for queries at these positions that see the head's window; itself while they see
-        all."""
-        window = self.head.config.window
-        if window is None or max(positions) < window:
-            return plan
-        at = iter(positions)
-        segments = [
-            self._narrowed(segment, list(islice(at, segment.count)), window)
-            for segment in plan.segments
-        ]
-        return Plan(self.pool, segments, plan.device)
-
-    def _narrowed(self, segment: Segment, at: list[int], window: int) -> Segment:
-        row, bias, device = segment.row, segment.bias, self.target.device
-        # What is committed lies at the slots of its positions, and all drafts behind it.
-        first = min(max(min(at) + 1 - window, 0), self.pool.lengths[row])
-        distance = upload(at, device)[:, None] - self.pool.positions[row, first : segment.stop]
-        if bias is None:
-            bias = torch.zeros(distance.shape, device=device)
-            if segment.is_causal:
-                hide_later(bias)
-        else:
-            bias = bias[:, first:]
-        bias = bias.masked_fill(distance >= window, -torch.inf)
-        return segment._replace(first=first, bias=bias)
 
     def _rope_at(self, positions: list[int]) -> tuple[Tensor, ...]:
         places = upload(positions, self.target.device)

@@ -9,10 +9,12 @@ from test_eagle3 import read
 from test_falcon import check_draft, check_revision, check_rollout, check_rows, every_slot, pairs
 from test_feature_layers import Recording
 
-from specdraft.eval.drafters.falcon import FalconDrafter, HeadDrafter
+from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine import sight
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.sight import narrowed
 from specdraft.models.eagle3 import vocabulary_of
 from specdraft.models.falcon import block_index
 
@@ -107,14 +109,13 @@ def test_output_is_that_of_plain_decoding(target, rows):
 
 def test_what_is_out_of_sight_is_not_read(target, monkeypatch):
     head, places = random_head(target, 2, window=9), []
-    narrowed = HeadDrafter._narrowed
 
-    def spy(self, *inputs):
-        segment = narrowed(self, *inputs)
-        places.append((segment.start - segment.first, self.pool.lengths[0]))
+    def spy(plan, *inputs):
+        segment = narrowed(plan, *inputs)
+        places.append((segment.start - segment.first, plan.pool.lengths[0]))
         return segment
 
-    monkeypatch.setattr(HeadDrafter, "_narrowed", spy)
+    monkeypatch.setattr(sight, "narrowed", spy)
     drafter = Recording(head, target, StaticTree.chain(4, 2), 1, 128)
     next(Decoder(target, drafter, 1, 128).run([Request(prompts()[3], 30)]))
     assert max(length for _, length in places) > 30
