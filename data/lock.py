@@ -24,6 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from specdraft.data.atomic import stating_shortfall
 from specdraft.data.ranks import ALONE, Ranks
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.terminal import say
@@ -101,7 +102,8 @@ def _own(held: ExitStack, path: Path) -> None:
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(sys.argv),
     }
-    path.write_text(json.dumps(owner))
+    with stating_shortfall(path):
+        path.write_text(json.dumps(owner))
     held.callback(path.unlink, missing_ok=True)  # before the lock is let go
     done = threading.Event()
     held.callback(done.set)

@@ -10,6 +10,7 @@ import yaml
 from accelerate import Accelerator, PartialState
 from rich.table import Table
 
+from specdraft.data.atomic import stating_shortfall
 from specdraft.data.lock import output_lock
 from specdraft.data.ranks import Ranks
 from specdraft.eval.drafters.registry import problems
@@ -52,7 +53,7 @@ def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda
     check_launch(recipe, accelerator)
     out = Path(recipe.output.dir)
     ranks = Ranks.of(accelerator)
-    with output_lock(out, ranks):
+    with output_lock(out, ranks), stating_shortfall(out):
         if ranks.is_first:
             set_aside_others(out, recipe.kind)
         ranks.wait()

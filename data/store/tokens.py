@@ -207,7 +207,8 @@ def build_tokens(
     if ranks.share(not directory.is_dir()):
         with building_lock(directory, ranks):
             if ranks.share(not directory.is_dir()):  # another run may have built it meanwhile
-                _build(recipe, tokenizer, settings, directory, generate, ranks)
+                with atomic.stating_shortfall(directory):
+                    _build(recipe, tokenizer, settings, directory, generate, ranks)
     return TokenCache.open(directory)
 
 

@@ -9,6 +9,7 @@ import datasets
 import pytest
 import small_tokenizer as st
 import torch
+from commands import start
 
 from specdraft.data.store import tokens as tokens_module
 from specdraft.data.store.tokens import TokenCache, build_tokens
@@ -234,3 +235,14 @@ def test_a_missing_and_a_damaged_cache_are_errors(tmp_path):
     (cache.directory / "meta.json").write_text("{")
     with pytest.raises(CacheError, match="damaged"):
         TokenCache.open(cache.directory)
+
+
+def test_a_disk_too_small_for_the_rows_is_told_with_their_folder(tmp_path):
+    """A limit on the size of files stands for the disk."""
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats(40)))
+    words = [f"data.sources=[{tmp_path / 'a.jsonl'}]", f"data.cache_dir={tmp_path / 'cache'}"]
+    done = start("data/cache.py", "recipes/tiny.yaml", *words, largest_file=1000)
+    _, errors = done.communicate()
+    assert done.returncode == 2
+    assert f"error: out of disk: {tmp_path}/cache/tokens-" in errors
+    assert "make room, and the same command goes on" in errors
