@@ -7,10 +7,11 @@ decoding), or drafts nothing, passes every comparison of tokens: `decode` refuse
 import torch
 from random_models import VOCAB
 
+from specdraft.eval.checkup.foreseeing import Foreseeing
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request
-from specdraft.eval.engine.tree import Topology, Tree
 
+__all__ = ["PATHS", "Foreseeing", "check_as_plain", "completions", "decode", "plain_tokens"]
 PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0), (0,) * 5]
 
 
@@ -39,34 +40,6 @@ def check_as_plain(target, drafter, rows: int) -> None:
     requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
     expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
     assert decode(Decoder(target, drafter, rows, 128), requests) == expected
-
-
-class Foreseeing:
-    """A drafter that knows the answers: at each of three depths a wrong token, then the right."""
-
-    forwards, seconds, max_nodes, rules = 0, 0.0, 6, frozenset()
-    from_tokens = False
-    topology = Topology([-1, 0, 0, 2, 2, 4, 4])
-
-    def __init__(self, answers: dict[tuple[int, ...], list[int]]):
-        """answers: the tokens that follow each prompt, or each source."""
-        self.answers, self.coming = answers, {}
-
-    def start(self, row, request):
-        unheard = () if self.from_tokens else request.prompt[1:]
-        answer = self.answers[tuple(request.source or request.prompt)]
-        self.coming[row] = [*unheard, *answer]
-
-    def observe(self, row, tokens, features):
-        assert len(tokens) == len(features)
-        self.coming[row] = self.coming[row][len(tokens) :]
-
-    def draft(self, rows):
-        return [self._tree((self.coming[row] + [0] * 3)[:3]) for row in rows]
-
-    def _tree(self, right: list[int]) -> Tree:
-        tokens = [token for good in right for token in ((good + 1) % VOCAB, good)]
-        return Tree(self.topology, torch.tensor(tokens))
 
 
 def completions(decoder: Decoder, requests: list[Request], accepts=True) -> list[Completion]:

@@ -2,16 +2,17 @@
 
 A family is a model type with a causal LM, or an encoder-decoder. Its own configuration, made small
 by the names that sizes have, gives a random model; that is loaded as a target, and what is decoded
-with right and wrong drafts, two rows at a time, is compared with what the model itself says,
-greedily.
+with right and wrong drafts, two rows at a time, is compared with what the model itself generates,
+greedily: in float32, where every token has to be the same, and in bfloat16, where a near-tie may
+part them.
 """
 
 import json
 import multiprocessing
 import queue
 import warnings
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,10 +23,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from specdraft.eval.drafters.lm import SSD
+from specdraft.data.prompts import Prompt
+from specdraft.eval.checkup.foreseeing import Foreseeing
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.request import Request
+from specdraft.eval.families.support import KINDS
+from specdraft.eval.measure.identity import ROUNDING_UNITS, first_difference
 from specdraft.eval.measure.report import write_json
 from specdraft.models.target import Target
 from specdraft.models.target_files import auto_class
@@ -58,11 +62,37 @@ SIZES = {
     "init_std": 0.3,
     "tie_word_embeddings": False,
 }
+
+
 SOURCED = {  # of encoder-decoders
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(("num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 32),
     "d_kv": 8,
+}
+# How families are told to have layers of all kinds, and sizes of the recurrent ones.
+LAYERS = {
+    "bamba": {"attn_layer_indices": [1], "mamba_d_head": 8, "mamba_chunk_size": 8},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 8, "mamba_chunk_size": 8},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"],
+        **{"n_group": 1, "topk_group": 1, "linear_head_dim": 8, "linear_num_heads": 4},
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "mlp", "full_attention"],
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8},
+    },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"],
+        **{"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 8},
+        "num_mem_blocks": 1,
+    },
 }
 
 
@@ -82,6 +112,7 @@ def tiny_model(family: str) -> PreTrainedModel:
     if "kv_lora_rank" in names:  # every head has keys of its own
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
         sizes.pop("head_dim", None)
+    sizes |= LAYERS.get(family) or _kinds(kind())
     config = _cut(kind(**sizes, **{name: names[name] and 1 for name in ENDS if name in names}))
     if config.is_encoder_decoder:
         config.decoder_start_token_id = 2
@@ -96,7 +127,19 @@ def tiny_model(family: str) -> PreTrainedModel:
             if not parameter.any() or parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         model.get_output_embeddings().weight.mul_(4.0)  # far from near-ties
+    for name in ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id"):
+        setattr(
+            model.generation_config, name, None
+        )  # all are of one length, and say what they like
     return model
+
+
+def _kinds(config: PretrainedConfig) -> dict:
+    """One layer of every kind that a configuration has."""
+    kinds = [*dict.fromkeys(getattr(config, "layer_types", None) or ())]
+    if len(kinds) < 2 or not {*kinds} <= KINDS:
+        return {}
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
 def _cut(config: PretrainedConfig) -> PretrainedConfig:
@@ -113,8 +156,10 @@ def special(target: Target) -> list[str]:
     windows = packed.pool.windows
     if any(windows):
         words.append("windows" if all(windows) else "windows in some layers")
-    if packed.pool.kv[0][0].shape != packed.pool.kv[0][1].shape:
+    if any(keys.shape != values.shape for keys, values in packed.pool.kv):
         words.append("latent attention")
+    if packed.states:
+        words.append("recurrent states" + " in some layers" * bool(packed.pool.kv))
     if packed.pool.leaning is not None:
         words.append("relative bias" if target.reads_source else "ALiBi")
     if any("sinks" in name for name, _ in target.model.named_parameters()):
@@ -132,7 +177,7 @@ def special(target: Target) -> list[str]:
 
 def examine(family: str) -> dict:
     """A row of the table: what is special, whether it works, and why not."""
-    row = {"family": family, "special": [], "result": "works", "why": ""}
+    row = {"family": family, "special": [], "result": "works", "bfloat16": "", "why": ""}
     try:
         target = Target(tiny_model(family), None, family)
     except TargetError as error:
@@ -153,37 +198,53 @@ def _reason(error: TargetError) -> str:
 
 
 def _compare(target: Target) -> dict:
-    generator = torch.Generator().manual_seed(1)
-    prompts = [
+    """Decode in float32 and bfloat16, with drafts and without."""
+    if {*_outputs(target)} != {"identical"}:
+        own = [
+            [_own_tokens(target, r, use_cache=on) for r in _requests(target)]
+            for on in (True, False)
+        ]
+        why = "tokens are not the model's own"
+        if own[0] != own[1]:
+            why = "its own generate gives other tokens with its cache than without"
+        return {"result": "differs", "why": why}
+    half = Target(target.model.to(torch.bfloat16), None, target.name)
+    counts = _outputs(half)
+    return {"bfloat16": ", ".join(f"{count} {kind}" for kind, count in counts.items())}
+
+
+def _outputs(target: Target) -> Counter:
+    """How many outputs are identical to the model's own, leave it at a near-tie, or differ."""
+    requests, counts = _requests(target), Counter()
+    expected = [_own_tokens(target, request) for request in requests]
+    told = [tuple(request.source or request.prompt) for request in requests]
+    for drafter in (None, Foreseeing(dict(zip(told, expected, strict=True)))):
+        decoder = Decoder(target, drafter, 2, CAPACITY, prefill=7)
+        for done in decoder.run(requests):
+            request, index = requests[done.index], done.index
+            prompt = Prompt("", "", [*request.prompt], "", source=[*request.source])
+            found = first_difference(target, prompt, expected[index], done.tokens)
+            kind = "near-tie" if found and found.near_tie else "differs"
+            counts["identical" if found is None else kind] += 1
+    return counts
+
+
+def _requests(target: Target) -> list[Request]:
+    generator, begin = torch.Generator().manual_seed(1), target.start_ids
+    texts = [
         torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in (3, WINDOW + 5, 9)
     ]
-    requests = [
-        Request(target.start_ids or prompt, NEW, source=prompt if target.start_ids else ())
-        for prompt in prompts
+    return [
+        Request(begin or text, NEW, source=text if begin else (), eos_ids=frozenset())
+        for text in texts
     ]
-    requests = [replace(request, eos_ids=frozenset()) for request in requests]
-    expected = [_own_tokens(target, request) for request in requests]
-    for drafter in (None, SSD(target, 2, CAPACITY, gamma=3)):
-        decoder = Decoder(target, drafter, 2, CAPACITY, prefill=7)
-        done = sorted(decoder.run(requests), key=lambda completion: completion.index)
-        if [completion.tokens for completion in done] != expected:
-            return {"result": "differs", "why": "tokens are not the model's own"}
-    return {}
 
 
-@torch.inference_mode()
-def _own_tokens(target: Target, request: Request) -> list[int]:
-    ids = list(request.prompt)
-    for _ in range(NEW):
-        read = {"input_ids": torch.tensor([ids])}
-        if request.source:
-            read = {
-                "input_ids": torch.tensor([request.source]),
-                "decoder_input_ids": read["input_ids"],
-            }
-        logits = target.model(use_cache=False, **read).logits
-        ids.append(int(logits[0, -1].argmax()))
-    return ids[len(request.prompt) :]
+def _own_tokens(target: Target, request: Request, **options) -> list[int]:
+    ids = torch.tensor([request.source or request.prompt])
+    options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "pad_token_id": 0}
+    said = target.model.generate(ids, do_sample=False, **options)[0].tolist()
+    return said[len(request.prompt) :]
 
 
 def survey(path: Path, names: list[str], seconds: float = 60.0) -> Iterator[dict]:
@@ -212,7 +273,7 @@ def _apart(family: str, seconds: float) -> dict:
     process = context.Process(target=_answer, args=(family, answers), daemon=True)
     process.start()
     process.join(seconds)
-    row = {"family": family, "special": [], "result": "not tried"}
+    row = {"family": family, "special": [], "result": "not tried", "bfloat16": ""}
     if process.is_alive():
         process.kill()
         process.join()
@@ -240,10 +301,14 @@ def page(rows: list[dict], command: str) -> str:
         "",
         f"```bash\n{command}\n```",
         "",
-        "| family | special | result | why |",
-        "|---|---|---|---|",
+        "bfloat16: of six outputs, with drafts and without. A near-tie: two logits within",
+        f"{ROUNDING_UNITS} roundings of the largest.",
+        "",
+        "| family | special | result | bfloat16 | why |",
+        "|---|---|---|---|---|",
     ]
     for row in rows:
         why = row["why"].replace("|", "/")
-        lines.append(f"| {row['family']} | {', '.join(row['special'])} | {row['result']} | {why} |")
+        cells = (row["family"], ", ".join(row["special"]), row["result"], row["bfloat16"], why)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

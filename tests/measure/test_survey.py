@@ -11,22 +11,24 @@ from specdraft.eval.checkup import survey
 
 def test_families_are_tried_each_by_itself_and_once(tmp_path, monkeypatch):
     kept = tmp_path / "families.json"
-    names = ["llama", "gpt_oss", "cohere", "mamba", "bloom", "jetmoe"]  # which views attention
+    names = ["llama", "gpt_oss", "cohere", "mamba", "bloom", "lfm2", "jetmoe"]  # views attention
     rows = {row["family"]: row for row in survey.survey(kept, names)}
     assert [rows[name]["result"] for name in names] == [
-        "works", "works", "works", "refused", "works", "works",
+        "works", "works", "works", "refused", "works", "works", "works",
     ]  # fmt: skip
     assert rows["gpt_oss"]["special"] == ["windows in some layers", "sinks"]
     assert rows["cohere"]["special"] == ["scaled logits"]
-    assert "linear_attention" in rows["mamba"]["why"] or "state" in rows["mamba"]["why"]
+    assert "from an empty state only" in rows["mamba"]["why"]
+    assert rows["lfm2"]["special"] == ["recurrent states in some layers"]
+    assert rows["llama"]["bfloat16"] == "6 identical"
     monkeypatch.setattr(survey, "examine", lambda family: {"family": family, "result": "again"})
     assert [*survey.survey(kept, names)] == [*rows.values()]
     line = survey.page([*rows.values()], "a command").splitlines()
-    assert "| gpt_oss | windows in some layers, sinks | works |  |" in line
+    assert "| gpt_oss | windows in some layers, sinks | works | 6 identical |  |" in line
 
 
 def test_what_differs_hangs_or_breaks_is_a_row_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(survey, "_own_tokens", lambda target, prompt: [0] * survey.NEW)
+    monkeypatch.setattr(survey, "_own_tokens", lambda target, prompt, **_: [0] * survey.NEW)
     assert survey.examine("llama")["result"] == "differs"
     monkeypatch.setattr(survey, "examine", lambda family: os._exit(3))
     assert "ended with 3" in next(survey.survey(tmp_path / "a", ["llama"]))["why"]
