@@ -196,9 +196,7 @@ class Server:
 
     def _read(self, text: str, ask: Ask) -> Answer:
         """Return the answer that a response holds. Raises UnansweredError."""
-        key = os.environ.get(KEY)
-        if key and key in text:
-            raise UnansweredError(f"the response repeats the key of {KEY}")
+        _check_keyless(text)
         try:
             reply = json.loads(text)
             choice, read = reply["choices"][0], reply["usage"]["prompt_tokens"]
@@ -229,15 +227,23 @@ class Server:
             ids = [*ids, eos]
         if not ids:
             raise UnansweredError("the answer is empty")
-        if not 0 <= min(ids) <= max(ids) < self.target.vocab_size:
+        if none := [one for one in ids if not 0 <= one < self.target.vocab_size]:
             raise UnansweredError(
-                f"the answer has token {shown(max(ids))}, the target {self.target.vocab_size} "
+                f"the answer has token {shown(none[0])}, the target {self.target.vocab_size} "
                 "tokens: the server serves another model"
             )
+        _check_keyless(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         return Answer(ids, ended=reason == "stop" or self._ends(ids))
 
     def _ends(self, ids: list[int]) -> bool:
         return bool(ids) and ids[-1] in self.target.eos_ids
+
+
+def _check_keyless(text: str) -> None:
+    """Raise UnansweredError for a text with the key in it, which an answer would keep."""
+    key = os.environ.get(KEY)
+    if key and key in text:
+        raise UnansweredError(f"the response repeats the key of {KEY}")
 
 
 def _check_ids(ids: Any) -> None:

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdraft.data import server as server_module
 from specdraft.data.fingerprint import of_settings
 from specdraft.data.regenerate import Ask
-from specdraft.data.server import Server
+from specdraft.data.server import Server, UnansweredError
 from specdraft.data.store.tokens import TokenCache, build_tokens, token_settings
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
@@ -370,6 +370,20 @@ def test_a_key_that_is_echoed_is_neither_stored_nor_shown(target, tmp_path, monk
     (answers,) = (tmp_path / "cache").glob("tokens-*.partial/answers-0.jsonl")
     assert "no access for Bearer ***" in answers.read_text()
     assert "my-own-secret" not in answers.read_text()
+
+
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_a_key_that_is_spelt_otherwise_is_not_stored(target, tmp_path, monkeypatch, as_ids):
+    """As token ids, or behind the escapes of JSON."""
+    monkeypatch.setenv("OPENAI_API_KEY", "number")
+    ids = target.tokenizer.encode("a number", add_special_tokens=False)
+    choice = {"text": "a number", "finish_reason": "stop", "token_ids": ids if as_ids else None}
+    reply = {"choices": [choice], "usage": {"prompt_tokens": 2}}
+    text = json.dumps(reply).replace("number", "n\\u0075mber")
+    with LocalServer(target.tokenizer) as server:
+        asked = Server(rewriting(tmp_path, server), target)
+        with pytest.raises(UnansweredError, match="repeats the key"):
+            asked._read(text, Ask([4, 5], 99, 0.0, 0))
 
 
 def test_answers_are_for_nobody_else_to_read_and_what_is_none_is_asked_for_again(
