@@ -231,7 +231,12 @@ def test_a_command_that_is_stopped_while_it_imports_says_so(
     monkeypatch, command, number, rank, told
 ):
     monkeypatch.setenv("RANK", rank)
-    process = start_afresh([*command, "--help"])
+    # What is ignored here, as in a shell's background, would be ignored there, too.
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        process = start_afresh([*command, "--help"])
+    finally:
+        signal.signal(number, before)
     wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
