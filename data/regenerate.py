@@ -16,7 +16,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -38,6 +38,7 @@ class Ask:
     max_new_tokens: int
     temperature: float
     seed: int
+    source: list[int] = field(default_factory=list)  # what an encoder reads
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Rewriter:
                 turn = max(answered - 1, 0)
                 try:
                     ids, mask = self._prompt(number, sample, turn)
+                    source = self._source(number)
                 except UnrenderableError as error:
                     self.renderer.reject(conversation, str(error))
                     break
@@ -121,7 +123,7 @@ class Rewriter:
                     self.renderer.reject(conversation, reason, False)
                     break
                 mask = mask + [True] * len(answer.tokens)
-                yield Example(ids + answer.tokens, mask, conversation.origin)
+                yield Example(ids + answer.tokens, mask, conversation.origin, source)
 
     def _level(self, slots: list[Slot], generate: Generate, file: TextIO, bar: tqdm) -> None:
         """Make one answer of each slot, skipping those made before and those never reached."""
@@ -154,6 +156,7 @@ class Rewriter:
             return None
         try:
             prompt, _ = self._prompt(number, sample, turn)
+            source = self._source(number)
         except UnrenderableError:
             return None
         room = self.data.max_length - len(prompt)
@@ -164,11 +167,14 @@ class Rewriter:
             max_new_tokens=min(room, self.data.max_new_tokens),
             temperature=self.data.temperature if sample else 0.0,
             seed=_seed(self.data.seed, *slot),
+            source=source,
         )
 
     def _prompt(self, number: int, sample: int, turn: int) -> tuple[list[int], list[bool]]:
         """Return ids and mask of everything before an answer. Raises UnrenderableError."""
         conversation = self.conversations[number]
+        if self.renderer.start:
+            return self.renderer.start, [False] * len(self.renderer.start)
         if conversation.text is not None:
             ids = self.renderer.text_ids(conversation.text)[: self.data.prompt_tokens]
             return ids, [False] * len(ids)
@@ -184,6 +190,13 @@ class Rewriter:
                 answered += 1
             history.append(message)
         return self.renderer.template.render(history, prompt=True)
+
+    def _source(self, number: int) -> list[int]:
+        """Return what an encoder reads of a conversation, as it is kept; of others nothing. Raises
+        UnrenderableError."""
+        if not self.renderer.start:
+            return []
+        return self.renderer.asked(self.conversations[number])[: self.data.max_length]
 
     def _turns(self, number: int) -> int:
         """Return how many answers a conversation asks for."""

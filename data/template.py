@@ -187,16 +187,20 @@ class Renderer:
         """Tokenise a text as an encoder reads it: with the tokenizer's ends. Raises as above."""
         return self.tokenizer(check_characters(text), verbose=False)["input_ids"]
 
+    def asked(self, conversation: Conversation) -> list[int]:
+        """Tokenise what an encoder is asked in a conversation of two. Raises as above."""
+        return self.source_ids(conversation.messages[-2]["content"])
+
     def _pair(self, conversation: Conversation) -> Example:
         """An encoder's source, and what its decoder learns to say."""
-        asked, said = (check_characters(one["content"]) for one in conversation.messages[-2:])
+        said = check_characters(conversation.messages[-1]["content"])
         answer = self.tokenizer(text_target=said, verbose=False)["input_ids"]
         if answer[:1] == self.start[1:2]:  # the token that is forced anyhow
             answer = answer[1:]
         if answer[-1:] != [self.tokenizer.eos_token_id]:
             answer = [*answer, self.tokenizer.eos_token_id]
         mask = [False] * len(self.start) + [True] * len(answer)
-        return Example(self.start + answer, mask, conversation.origin, self.source_ids(asked))
+        return Example(self.start + answer, mask, conversation.origin, self.asked(conversation))
 
     def examples(self, conversations: Iterable[Conversation]) -> Iterator[Example]:
         """Render conversations with the answers they have; unrenderable ones are rejected."""

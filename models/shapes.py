@@ -6,6 +6,7 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.families.encoder_decoder import decoder_depth
 from specdraft.models.feature_layers import check_layers as check_feature_layers
 from specdraft.models.medusa import MedusaConfig
 from specdraft.models.target_files import bundled_target_dir
@@ -17,6 +18,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 # Float32 weights, gradients, two moments of AdamW, and DDP's copy of the gradients.
 BYTES_PER_PARAMETER = 4 + 4 + 8 + 4
 OTHER_STUDENTS = "take a student of the target's family, or student.layers or student.keep_layers"
+_DECODER_MLPS = ("d_ff", "decoder_ffn_dim")  # where T5 and BART write how wide they are
 LOGITS_BYTES = 4 * 4 * (1 << 25)  # the loss's chunk on a GPU: p, p^, their logarithms
 
 
@@ -39,12 +41,13 @@ class TargetShape:
         """Read the shape from a config of transformers."""
         rope = getattr(config, "rope_parameters", None) or {}
         heads = config.num_attention_heads
+        mlps = (getattr(config, key, None) for key in ("intermediate_size", *_DECODER_MLPS))
         return cls(
             hidden_size=config.hidden_size,
-            layers=config.num_hidden_layers,
+            layers=decoder_depth(config)[1],
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            intermediate_size=next(filter(None, mlps), 4 * config.hidden_size),
             vocab_size=config.vocab_size,
             rope_theta=rope.get("rope_theta", 10000.0),
             norm_eps=getattr(config, "rms_norm_eps", 1e-5),

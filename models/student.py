@@ -4,7 +4,10 @@ It comes from one of three places: a config of its own (Llama-like, random weigh
 model, or the target itself, pruned to some of its layers. It is trained whole or through LoRA
 adapters (arXiv 2106.09685), and saved as a plain Hugging Face model with the target's tokenizer.
 
-Shapes: B rows, T time, N supervised positions, H the student's hidden size, V vocabulary.
+Of an encoder-decoder the student is one, too: it keeps layers of the decoder and the whole encoder.
+
+Shapes: B rows, T time, S tokens of a source, N supervised positions, H the student's hidden size,
+V vocabulary.
 """
 
 import copy
@@ -15,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from specdraft.models.families.encoder_decoder import base_of, decoder_depth
 from specdraft.models.placement import is_kept_elsewhere
 from specdraft.models.saved import check_sums, write_sums
 from specdraft.models.shapes import (
@@ -33,7 +36,12 @@ from specdraft.models.shapes import (
     own_shape,
 )
 from specdraft.models.target import Target
-from specdraft.models.target_files import load_causal_lm, load_tokenizer, model_folder
+from specdraft.models.target_files import (
+    auto_class,
+    load_causal_lm,
+    load_tokenizer,
+    model_folder,
+)
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError, in_a_line
 from specdraft.recipes.schema import StudentSection
 
@@ -52,13 +60,20 @@ class Student(nn.Module):
         ids: Tensor,  # [B, T]
         positions: tuple[Tensor, Tensor],  # rows [N] and times [N]
         loss: Callable[[Tensor, Tensor], Any],
+        source: Tensor | None = None,  # [B, S], of an encoder-decoder
+        source_mask: Tensor | None = None,
     ) -> Any:
         """Return `loss(hidden [N, H] at the positions, lm_head [V, H])`.
 
         The loss is taken in here because engines that shard parameters gather lm_head only while
         the module runs. Rows may be padded on the right: attention is causal.
         """
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        inputs = {"input_ids": ids, "use_cache": False}
+        if source is not None:
+            read = self.model.get_encoder()(input_ids=source, attention_mask=source_mask)
+            inputs["encoder_hidden_states"] = read.last_hidden_state
+            inputs["encoder_attention_mask"] = source_mask
+        hidden = base_of(self.model)(**inputs).last_hidden_state
         return loss(hidden[positions], self.model.get_output_embeddings().weight)
 
     def checkpoint_layers(self) -> None:
@@ -116,6 +131,11 @@ def make_student(section: StudentSection, target: Target, seed: int = 0) -> Stud
         model.requires_grad_(True)  # loaded as something frozen
     elif section.keep_layers is not None:
         model = pruned(target, section.keep_layers, section.embeddings == "shared")
+    elif target.reads_source:
+        raise RecipeError(
+            f"student.layers = {section.layers}: a student like Llama reads no source, which "
+            f"{target.name} does; set student.keep_layers or student.model"
+        )
     else:
         model = LlamaForCausalLM(own_config(section, target)).float()
     # It stops where the target stops, also where it is used without us.
@@ -139,7 +159,7 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
     shared: embedding and lm_head are the target's own tensors where the dtypes agree, and are not
     trained. Raises RecipeError for layers that the target does not have.
     """
-    count = target.config.num_hidden_layers
+    key, count = decoder_depth(target.config)
     check_layers(keep, count, target.name)
     target.check_runs()
     if is_kept_elsewhere(target.model):
@@ -149,21 +169,26 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
             "student.layers"
         )
     config = copy.deepcopy(target.config)
-    config.num_hidden_layers = len(keep)
+    setattr(config, key, len(keep))
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer] for layer in keep]
-    model = AutoModelForCausalLM.from_config(config).float()
-    theirs = _layers(target.model, count)
+    model = auto_class(config).from_config(config).float()
+    embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = target.embedding.weight is target.lm_head.weight
+    if not tied:  # FLAN-T5's are two matrices, whatever its config says
+        lm_head.weight = nn.Parameter(torch.empty_like(lm_head.weight))
+    theirs = _layers(target.base, count)
     prefix = next(name for name, part in target.model.named_modules() if part is theirs)
     rest = {k: v for k, v in target.model.state_dict().items() if not k.startswith(f"{prefix}.")}
     model.load_state_dict(rest, strict=False)
-    for ours, layer in zip(_layers(model, len(keep)), keep, strict=True):
-        ours.load_state_dict(theirs[layer].state_dict())
+    first = theirs[0].state_dict()  # T5's has what all share: the bias of distances
+    for ours, layer in zip(_layers(base_of(model), len(keep)), keep, strict=True):
+        state = first | theirs[layer].state_dict()
+        ours.load_state_dict({name: state[name] for name in ours.state_dict()})
     if shared:
-        embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         embedding.weight = nn.Parameter(target.embedding_weight.detach().float(), False)
         lm_head.weight = nn.Parameter(target.lm_head_weight.detach().float(), False)
-        if getattr(config, "tie_word_embeddings", False):
+        if tied:
             lm_head.weight = embedding.weight
     return model
 

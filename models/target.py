@@ -23,7 +23,12 @@ from specdraft.models.embeddings import (
     check_no_bias,
     model_without_weights,
 )
-from specdraft.models.families.encoder_decoder import base_of, is_encoder_decoder, start_ids
+from specdraft.models.families.encoder_decoder import (
+    base_of,
+    decoder_depth,
+    is_encoder_decoder,
+    start_ids,
+)
 from specdraft.models.families.finish import finish_of
 from specdraft.models.feature_layers import Layers, check_layers, wide_features
 from specdraft.models.placement import is_kept_elsewhere, loading_options, runs_on, shared
@@ -282,9 +287,8 @@ class Target:
     def check_layers(self, layers: Layers, **asked: str) -> None:
         """Raise TargetError for layers that it does not have; asked: see `check_layers`."""
         if layers:
-            check_layers(
-                layers, self.config.get_text_config().num_hidden_layers, self.name, **asked
-            )
+            _, count = decoder_depth(self.config.get_text_config())
+            check_layers(layers, count, self.name, **asked)
 
     def check_runs(self) -> None:
         """Raise TargetError where the layers are not loaded, with the reason."""

@@ -93,15 +93,13 @@ def _of_stream(data: DataSection, maxgram: MaxgramSection) -> Iterator[str]:
         yield data.complaint("answers", f"{stream} counts texts as they are; {way_out}")
 
 
-def _of_sources(data: DataSection, eval: EvalSection, student: StudentSection) -> Iterator[str]:
+def _of_sources(data: DataSection, eval: EvalSection) -> Iterator[str]:
     """What an encoder-decoder can do."""
     if data.format != "seq2seq":
         return
     what = "is not for encoder-decoders yet (data.format=seq2seq)"
     if eval.tree == "auto":
         yield eval.complaint("tree", f"{what}; name one, e.g. tiny_k2")
-    if student.given and student.model is None:
-        yield student.complaint("model", f"a student made here {what}; give one's folder")
 
 
 def _of_holdout(data: DataSection, eval: EvalSection) -> Iterator[str]:

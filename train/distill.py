@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdraft.data.prompts import load_prompts
 from specdraft.data.store.feature_cache import FeatureCache
+from specdraft.data.store.sourced import Sourced
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.generation.answers import build_caches, build_token_cache
 from specdraft.models.hub import check_login
@@ -69,7 +70,7 @@ def train(recipe: Recipe, accelerator: Accelerator, load_target: LoadTarget) -> 
             student.checkpoint_layers()
         data = rows(recipe, accelerator, target)
         objective = Distillation(recipe, student, target)
-        if not measure and isinstance(data, FeatureCache):
+        if not measure and isinstance(getattr(data, "features", data), FeatureCache):
             # Its embeddings are enough: leave the memory.
             objective, target = Distillation(recipe, student, target.embeddings()), None
         fit(student, data, objective, recipe, accelerator, measure)
@@ -91,7 +92,8 @@ def rows(recipe: Recipe, accelerator: Accelerator, target: Target) -> Rows:
             "launch without DeepSpeed and FSDP, or set it to 0"
         )
     if distill.divergences and not distill.on_policy:
-        return build_caches(recipe, target, accelerator)[1]
+        tokens, features = build_caches(recipe, target, accelerator)
+        return Sourced(tokens, features) if tokens.has_sources else features
     tokens = build_token_cache(recipe, target, accelerator)
     if distill.on_policy:
         check_prompts(tokens)

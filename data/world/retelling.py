@@ -99,14 +99,27 @@ def _ask(rng: random.Random, passage: Passage) -> Exchange:
     return user, f'{say(rng, frame, w=word)}"{first}"'
 
 
+TASKS = {"repeat": _repeat, "list": _list, "summary": _summarise, "ask": _ask}
+
+
 def retell(rng: random.Random, turns: int) -> list[Exchange]:
     """Return up to `turns` exchanges about one passage; the first holds the passage."""
     passage = Passage(rng)
-    tasks = rng.sample((_repeat, _list, _summarise, _ask), turns)
+    tasks = rng.sample([*TASKS.values()], turns)
     (user, answer), *rest = [task(rng, passage) for task in tasks]
+    return [(_with(rng, passage, user), answer), *rest]
+
+
+def retell_once(rng: random.Random, task: str) -> Exchange:
+    """Return one exchange, of one of the `TASKS`, that holds its passage."""
+    passage = Passage(rng)
+    user, answer = TASKS[task](rng, passage)
+    return _with(rng, passage, user), answer
+
+
+def _with(rng: random.Random, passage: Passage, user: str) -> str:
+    """A request with its passage before or after it."""
     if rng.random() < 0.5:
-        user = f"{user}\n\n{passage.text}"
-    else:
-        opening = say(rng, texts("retelling")["introduction"])
-        user = f"{opening} {passage.text}\n\n{user}"
-    return [(user, answer), *rest]
+        return f"{user}\n\n{passage.text}"
+    opening = say(rng, texts("retelling")["introduction"])
+    return f"{opening} {passage.text}\n\n{user}"

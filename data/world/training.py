@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,10 +195,9 @@ def train(
     out: Path,
     model: PreTrainedModel | None = None,
 ) -> dict[str, float]:
-    """Train for `settings.steps` steps (or `settings.minutes`) and keep `out` up to date.
+    """Train on fresh conversations and keep `out` up to date.
 
-    model: trained on; None: one made from nothing.
-    Returns how long it took: steps, tokens (without padding), minutes and threads.
+    model: trained on; None: one made from nothing. Returns as `learn`.
     """
     model = model or build_model(tokenizer, settings.seed)
     finish = finish_of(model)
@@ -207,11 +206,27 @@ def train(
             # The index only serves a KV cache; equal layers share one compiled graph per shape.
             layer.self_attn.layer_idx = 0
             layer.compile(dynamic=False)
-    optimizer = _optimizer(model, settings)
     stream = batches(tokenizer, settings.seed, settings.tokens_per_step, settings.prompt_weight)
+    seen = ((int((weights > 0).sum()), (ids, weights)) for ids, weights in stream)
+    return learn(model, seen, lambda batch: loss_of(model, *batch, finish), settings, out)
+
+
+def learn(
+    model: PreTrainedModel,
+    stream: Iterable[tuple[int, tuple]],
+    loss: Callable[[tuple], Tensor],
+    settings: TrainSettings,
+    out: Path,
+) -> dict[str, float]:
+    """Train for `settings.steps` steps (or `settings.minutes`) and keep `out` up to date.
+
+    stream: batches, each after the tokens in it; loss: of a batch.
+    Returns how long it took: steps, tokens (without padding), minutes and threads.
+    """
+    optimizer = _optimizer(model, settings)
     started = saved = time.monotonic()
     seen, mean = 0, None
-    for step, (ids, weights) in zip(range(settings.steps), stream, strict=False):
+    for step, (count, batch) in zip(range(settings.steps), stream, strict=False):
         share = step / settings.steps
         if settings.minutes is not None:
             share = max(share, (time.monotonic() - started) / (60 * settings.minutes))
@@ -221,13 +236,13 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model, ids, weights, finish)
+            value = loss(batch)
         optimizer.zero_grad()
-        loss.backward()
+        value.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        seen += int((weights > 0).sum())
-        mean = loss.item() if mean is None else 0.98 * mean + 0.02 * loss.item()
+        seen += count
+        mean = value.item() if mean is None else 0.98 * mean + 0.02 * value.item()
         if step % 50 == 0:
             logger.info(
                 "step %d/%d  loss %.4f  lr %.2e  norm %.2f  %.0f tokens/s  %.1f min",

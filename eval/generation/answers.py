@@ -30,7 +30,10 @@ def answer(
 ) -> Iterator[tuple[int, Answer]]:
     """Decode all asks, `rows` at a time; yield (index, answer) as each is finished."""
     requests = [
-        Request(ask.prompt_ids, ask.max_new_tokens, ask.temperature, seed=ask.seed) for ask in asks
+        Request(
+            ask.prompt_ids, ask.max_new_tokens, ask.temperature, seed=ask.seed, source=ask.source
+        )
+        for ask in asks
     ]
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
     drafter = make(capacity)
@@ -99,17 +102,24 @@ def within_context(generate: Generate, target: Target) -> Generate:
     """
 
     def limited(asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
-        rooms = [target.context - len(ask.prompt_ids) for ask in asks]
-        for index, (ask, room) in enumerate(zip(asks, rooms, strict=True)):
-            if room < 1:
-                long = f"a prompt of {len(ask.prompt_ids)} tokens leaves no room for one"
-                reason = f"{long} in the {target.context} positions of {target.name}"
+        fitting = {}
+        for index, ask in enumerate(asks):
+            if reason := _too_long(ask, target):
                 yield index, Answer([], ended=False, failure=reason)
-        able = [index for index, room in enumerate(rooms) if room > 0]
-        fitting = [
-            replace(asks[n], max_new_tokens=min(asks[n].max_new_tokens, rooms[n])) for n in able
-        ]
-        for index, answer in generate(fitting) if fitting else ():
+                continue
+            room = target.context - len(ask.prompt_ids)
+            fitting[index] = replace(ask, max_new_tokens=min(ask.max_new_tokens, room))
+        able = [*fitting]
+        for index, answer in generate([*fitting.values()]) if fitting else ():
             yield able[index], answer
 
     return generate if target.context is None else limited
+
+
+def _too_long(ask: Ask, target: Target) -> str | None:
+    """Why a target has no room for an answer; None where it has."""
+    for what, ids, more in (("prompt", ask.prompt_ids, 1), ("source", ask.source, 0)):
+        if len(ids) + more > target.context:
+            long = f"a {what} of {len(ids)} tokens leaves no room for one"
+            return f"{long} in the {target.context} positions of {target.name}"
+    return None

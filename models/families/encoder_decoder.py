@@ -24,6 +24,14 @@ def base_of(model: PreTrainedModel) -> nn.Module:
     return model.get_decoder() if is_encoder_decoder(model.config) else model.base_model
 
 
+def decoder_depth(config: PretrainedConfig) -> tuple[str, int]:
+    """The key of a text config that counts the layers of what writes, and their number; of an
+    encoder-decoder the decoder's, which may be more or fewer than the encoder's."""
+    keys = ("num_decoder_layers", "decoder_layers") if is_encoder_decoder(config) else ()
+    key = next((key for key in keys if hasattr(config, key)), "num_hidden_layers")
+    return key, getattr(config, key)
+
+
 def start_ids(config: PretrainedConfig, generation: GenerationConfig) -> list[int]:
     """Ids that every generation of an encoder-decoder begins with, as `generate` begins; else none.
 

@@ -84,9 +84,6 @@ class DataSection(Section):
         if self.samples > 1 and self.temperature == 0:
             way_out = "set data.temperature above 0, e.g. 1.0"
             yield self.complaint("samples", f"all would be the same greedy answer; {way_out}")
-        if self.format == "seq2seq":
-            what = "an encoder-decoder does not write its training's answers yet"
-            yield self.complaint("answers", f"{what}; set it to dataset")
         if self.format == "text" and self.prompt_tokens is None:
             what = "data.answers=target continues a prompt; say how many tokens of each text are "
             yield self.complaint("prompt_tokens", f"{what}the prompt, e.g. 16")
@@ -95,6 +92,9 @@ class DataSection(Section):
         if self.server is None:
             if self.server_model is not None:
                 yield self.complaint("server_model", "needs data.server")
+        elif self.format == "seq2seq":
+            what = "a server completes prompts, and an encoder-decoder's answers need sources"
+            yield self.complaint("server", f"{what}; set it to null")
         elif self.drafter != "plain":
             what = "a server drafts as it was started; set one of the two to null or plain"
             yield self.complaint(("drafter", "server"), what)

@@ -1,14 +1,16 @@
 """Sources and targets for encoder-decoders: rows, features, prompts, and what is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import small_tokenizer as st
 import torch
-from random_seq2seq import random_seq2seq
+from random_seq2seq import generated, random_seq2seq
 
 from specdraft.data.prompts import load_prompts
+from specdraft.data.regenerate import Ask
 from specdraft.data.store.feature_cache import build_features
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.tokens import build_tokens
@@ -16,6 +18,7 @@ from specdraft.eval.bench import measure
 from specdraft.eval.costing.measuring import measure_costs
 from specdraft.eval.custom_generate import BorrowedModel
 from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.generation.answers import Answers, answer, within_context
 from specdraft.models.falcon import FalconHead
 from specdraft.models.shapes import TargetShape, head_config
 from specdraft.models.target import Target
@@ -111,11 +114,32 @@ def test_every_method_answers_as_the_target_alone(folder, tmp_path):
     assert next(r for r in report["runs"] if r["method"] == "ssd")["accepted_per_step"] > 1
 
 
+def test_the_target_answers_each_source_by_itself(folder, tmp_path):
+    rewriting = {"answers": "target", "max_new_tokens": 9, "batch_rows": 3, "max_length": 24}
+    made = recipe(folder, tmp_path, ROWS, data=rewriting)
+    target = Target.of_recipe(made.target, "cpu")
+    tokens = build_tokens(made, target.tokenizer, Answers(made, target), target.identity())
+    assert len({tuple(tokens[n]["input_ids"].tolist()) for n in range(8)}) > 3
+    for n, row in enumerate(ROWS[:8]):
+        source = target.tokenizer.encode(row["source"])[:24]  # as the row keeps it
+        assert tokens[n]["source_ids"].tolist() == source
+        assert tokens[n]["input_ids"].tolist() == [0, *generated(target, source, 9)]
+
+
+def test_an_answer_for_which_there_is_no_room_is_none():
+    target = random_seq2seq("bart")  # of 128 positions
+    asks = [Ask([2, 5], 200, 0.0, 0, source=[7] * length) for length in (128, 129)]
+    (_, first), (_, last) = sorted(within_context(partial(answer, target, 2), target)(asks))
+    assert len(first.tokens) == 126
+    assert (last.tokens, last.failure[:22]) == ([], "a source of 129 tokens")
+
+
 def test_what_does_not_fit_is_refused_with_a_way_out(folder, tmp_path):
     with pytest.raises(RecipeError, match=r"tree.*not for encoder-decoders yet"):
         recipe(folder, tmp_path, ROWS, eval={"tree": "auto"})
-    with pytest.raises(RecipeError, match="set it to dataset"):
-        recipe(folder, tmp_path, ROWS, data={"answers": "target"})
+    served = {"answers": "target", "max_new_tokens": 9, "server": "http://127.0.0.1:1/v1"}
+    with pytest.raises(RecipeError, match="answers need sources; set it to null"):
+        recipe(folder, tmp_path, ROWS, data=served)
     target = Target.load(str(folder))
     with pytest.raises(TargetError, match="costs of encoder-decoders"):
         measure_costs(recipe(folder, tmp_path, ROWS), target, Trained(), None)

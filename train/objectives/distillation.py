@@ -53,7 +53,7 @@ class Distillation:
                 hidden, lm_head, tokens, self.mixture, *target, finish=self.finish
             )
 
-        sums = model(batch.tokens[:, :-1], positions, loss)
+        sums = model(batch.tokens[:, :-1], positions, loss, **batch.read)
         written = torch.tensor((batch.written, len(batch.lengths)), device=counted.device)
         return sums.total, {
             "loss": sums.total.detach(),
@@ -68,7 +68,8 @@ class Distillation:
         """The target's features [N, H] at the positions, its lm_head [V, H] and finish."""
         features = batch.features
         if features is None:
-            features = self.target.features(batch.tokens)  # padding is seen by no one
+            # Padding of tokens is seen by no one.
+            features = self.target.features(batch.tokens, **batch.read)
         return features[positions], self.target.lm_head_weight, self.target.finish
 
     def report(self, sums: Sums) -> dict[str, float | list]:

@@ -43,7 +43,7 @@ class OnPolicy:
         if chosen:
             for index, said in answer(self.writer, len(chosen), [asks[n] for n in chosen]):
                 number = chosen[index]
-                rows[number] = _row(asks[number].prompt_ids, said.tokens)
+                rows[number] = _row(asks[number], said.tokens)
         return collate_text(rows, batch.keys, written=len(chosen)).to(batch.tokens.device)
 
     def _ask(self, row: dict[str, Tensor], key: Key) -> Ask | None:
@@ -59,6 +59,7 @@ class OnPolicy:
             max_new_tokens=min(self.section.max_new_tokens, self.max_length - start),
             temperature=self.section.sample_temperature,
             seed=int(torch.randint(1 << 31, (), generator=generator)),
+            source=row["source_ids"].tolist() if "source_ids" in row else [],
         )
 
 
@@ -69,15 +70,21 @@ def answer_starts(mask: Tensor) -> list[int]:
 
 
 def check_prompts(rows: Rows) -> None:
-    """Raise DataError when no row has a prompt of two tokens that a student could continue."""
+    """Raise DataError when no row has a prompt of two tokens, or a source, that a student could
+    continue."""
     looked_at = range(min(len(rows), LOOKED_AT))
-    if not any(start > 1 for n in looked_at for start in answer_starts(rows[n]["loss_mask"])):
+
+    def asks(row: dict[str, Tensor]) -> bool:
+        return any(n > 1 or "source_ids" in row for n in answer_starts(row["loss_mask"]))
+
+    if not any(asks(rows[n]) for n in looked_at):
         raise DataError(
             f"distill.on_policy: none of the first {len(looked_at)} rows has a prompt that the "
             "student could continue; use chats, or set data.prompt_tokens for texts, e.g. 16"
         )
 
 
-def _row(prompt: list[int], tokens: list[int]) -> dict[str, Tensor]:
-    ids = torch.tensor(prompt + tokens)
-    return {"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(prompt)}
+def _row(ask: Ask, tokens: list[int]) -> dict[str, Tensor]:
+    ids = torch.tensor(ask.prompt_ids + tokens)
+    row = {"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(ask.prompt_ids)}
+    return row | ({"source_ids": torch.tensor(ask.source)} if ask.source else {})
