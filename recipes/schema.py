@@ -93,15 +93,6 @@ def _of_stream(data: DataSection, maxgram: MaxgramSection) -> Iterator[str]:
         yield data.complaint("answers", f"{stream} counts texts as they are; {way_out}")
 
 
-def _of_sources(data: DataSection, eval: EvalSection) -> Iterator[str]:
-    """What an encoder-decoder can do."""
-    if data.format != "seq2seq":
-        return
-    what = "is not for encoder-decoders yet (data.format=seq2seq)"
-    if eval.tree == "auto":
-        yield eval.complaint("tree", f"{what}; name one, e.g. tiny_k2")
-
-
 def _of_holdout(data: DataSection, eval: EvalSection) -> Iterator[str]:
     """Prompts that the data can give."""
     if eval.prompts != "holdout":
@@ -156,7 +147,6 @@ def _of_fusion(data: DataSection, head: HeadSection) -> Iterator[str]:
 # Each is about the sections that its parameters name.
 _CHECKS = (
     _of_stream,
-    _of_sources,
     _of_holdout,
     _of_length,
     _of_depth,

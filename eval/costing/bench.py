@@ -33,6 +33,7 @@ GOES = 3  # of a visit, or as many as ..
 ENOUGH = 0.05  # .. seconds have room for
 STEPS = 4  # of the loop at a time, behind the one that reads the prompt
 PROMPT = 8  # tokens of it: what the loop does does not depend on them
+SOURCE = 128  # tokens that an encoder has read for every row
 
 Key = tuple[str, str]  # what, and where: of a cell, as JSON
 
@@ -66,6 +67,13 @@ def visit(cell: Cell) -> float:
     while len(seconds) < GOES and sum(seconds) < ENOUGH:
         seconds.append(go())
     return 1e3 * min(seconds)
+
+
+def asked(target: Target, prompt: int, length: int) -> Request:
+    """A request of so many tokens, and of a source where its target reads one, that does not end
+    early."""
+    source = [0] * min(SOURCE, target.context or SOURCE) if target.reads_source else []
+    return Request([0] * prompt, length, eos_ids=frozenset(), source=source)
 
 
 def nothing() -> None:
@@ -142,11 +150,13 @@ class TargetBench:
 
         def opened() -> Callable[[], float]:
             packed, tree = self.decoder.packed, self.tree(nodes)
-            request = Request([0] * (cached + 1), max_new_tokens=1)
+            request = asked(self.target, cached + 1, 1)
             eos = frozenset()
             shares = [(Row(slot, slot, request, [0], eos, False), 1) for slot in range(rows)]
             inputs = row_inputs(shares, dict.fromkeys(range(rows), tree), tree)
             width = self.target.hidden_size
+            for row in range(rows):
+                packed.start(row, request.source)
 
             def go() -> float:
                 if nodes > 1:
@@ -170,8 +180,7 @@ class TargetBench:
             guesser, timing = self.guesser, Timing()
             guesser.tree, guesser.between, guesser.seconds = self.tree(nodes), self.between, 0.0
             self.decoder.timing, steps, before = timing, [], 0.0
-            asked = Request([0] * PROMPT, self._answer, eos_ids=frozenset())
-            stream = self.decoder.stream([asked] * rows)
+            stream = self.decoder.stream([asked(self.target, PROMPT, self._answer)] * rows)
             while len(steps) <= STEPS:
                 next(stream)
                 if timing.forwards > len(steps):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdraft.eval.costing.bench import Cell, nothing
+from specdraft.eval.costing.bench import Cell, asked, nothing
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -26,7 +26,6 @@ from specdraft.eval.drafters.static import Path as Ranks
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import KINDS, Trained
 from specdraft.eval.engine.drafter import Drafter
-from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
@@ -81,9 +80,9 @@ class DraftBench:
 
     def __init__(self, target: Target, trained: Trained, grid: Grid):
         self.target, self.trained, self.grid = target, trained, grid
-        self.prompt = [0] * min(grid.cached)
+        self.request = asked(target, min(grid.cached), 1)
         self.between: Callable[[], object] = nothing
-        self.capacity = len(self.prompt) + FRESH
+        self.capacity = len(self.request.prompt) + FRESH
 
     def cells(self) -> Iterator[Cell]:
         """Drafts of one row, and some of several; none where nothing is trained."""
@@ -138,14 +137,14 @@ class DraftBench:
                 yield nodes, nodes, partial(make, (width, *[1] * (depth - 1)))
 
     def _open(self, make: Make, rows: int, between: Callable[[], object]) -> Callable[[], float]:
-        drafter, numbers = make(rows), list(range(rows))
-        long, short = (self._features(count) for count in (len(self.prompt), FRESH))
+        drafter, numbers, prompt = make(rows), list(range(rows)), self.request.prompt
+        long, short = (self._features(count) for count in (len(prompt), FRESH))
 
         def go() -> float:
             for row in numbers:
-                drafter.start(row, Request(self.prompt, max_new_tokens=1))
+                drafter.start(row, self.request)
                 if not drafter.from_tokens:
-                    drafter.observe(row, self.prompt, long)
+                    drafter.observe(row, prompt, long)
             drafter.draft(numbers)
             for row in numbers:
                 drafter.observe(row, [0] * FRESH, short)

@@ -15,7 +15,6 @@ from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import environment
 from specdraft.models.shapes import TargetShape
 from specdraft.models.target import Target
-from specdraft.recipes.errors import TargetError
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import say
 
@@ -29,10 +28,8 @@ def measure_costs(
 
     out: default output.dir/costs.json. What it holds of this machine, target and drafter stands,
     what it lacks is measured; what it holds of others is named, and measured again. Raises
-    DataError where it holds no costs, TargetError for an encoder-decoder.
+    DataError where it holds no costs.
     """
-    if target.reads_source:
-        raise TargetError(f"{target.name}: costs of encoder-decoders are not measured yet")
     out = out or Path(recipe.output.dir) / NAME
     ledger = Ledger(out, recipe.name, subject(target, trained))
     _measure(ledger, target, trained, _with_room(grid, recipe, target))

@@ -34,10 +34,11 @@ def rehearse(drafter: Drafter, load: Load, costs: CostModel) -> Rehearsal:
     done = Rehearsal(ms=load.prompts_ms(costs))
     for texts in load.batches(load.texts):
         roots, ahead = {}, False
-        for row, (start, ids) in enumerate(texts):
-            drafter.start(row, Request(ids[:start], max_new_tokens=len(ids) - start))
+        for row, (start, ids, source) in enumerate(texts):
+            request = Request(ids[:start], max_new_tokens=len(ids) - start, source=source)
+            drafter.start(row, request)
             roots[row] = start - 1  # a draft is read together with the prompt
-        while roots := {row: root for row, root in roots.items() if root < len(texts[row][1]) - 1}:
+        while roots := {row: root for row, root in roots.items() if root < len(texts[row].ids) - 1}:
             with Stopwatch() as watch:
                 trees = drafter.draft([*roots])
             nodes = round(sum(len(tree.topology) for tree in trees) / len(trees))
@@ -45,7 +46,7 @@ def rehearse(drafter: Drafter, load: Load, costs: CostModel) -> Rehearsal:
             done.ms += load.step_ms(costs, len(trees), nodes) if ahead else 0.0
             done.steps, ahead = done.steps + len(trees), True
             for (row, root), tree in zip([*roots.items()], trees, strict=True):
-                ids = texts[row][1]
+                ids = texts[row].ids
                 after = root + 1 + accepted(tree, ids[root + 1 :])
                 drafter.observe(row, ids[root + 1 : after + 1], _NONE)
                 roots[row] = after

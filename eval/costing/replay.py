@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from specdraft.data.prompts import Prompt
-from specdraft.eval.costing.tree_growth import Texts
+from specdraft.eval.costing.tree_growth import Text, Texts
 from specdraft.eval.drafters.static import Path
 from specdraft.eval.engine.cost import CostModel
 from specdraft.eval.engine.decoder import Decoder
@@ -38,17 +38,17 @@ class Load:
     @property
     def tokens(self) -> int:
         """Of all answers."""
-        return sum(len(ids) - start for start, ids in self.texts)
+        return sum(len(text.ids) - text.start for text in self.texts)
 
     @property
     def cached(self) -> float:
         """What a row has cached in a step, on average: half of its answer lies behind it."""
-        weighted = sum((len(ids) - start) * (len(ids) + start) / 2 for start, ids in self.texts)
-        return weighted / self.tokens
+        spans = ((text.start, len(text.ids)) for text in self.texts)
+        return sum((end - start) * (end + start) / 2 for start, end in spans) / self.tokens
 
     def plain_ms(self, costs: CostModel) -> float:
         """Milliseconds without drafts: a prompt brings one token, and so does each step."""
-        steps = [len(ids) - start - 1 for start, ids in self.texts]
+        steps = [len(text.ids) - text.start - 1 for text in self.texts]
         return self.ms(steps, lambda rows: self.step_ms(costs, rows, 1), costs)
 
     def batches(self, parts: Sequence[T]) -> list[Sequence[T]]:
@@ -63,7 +63,7 @@ class Load:
         """Milliseconds of reading the prompts, which are a batch's first step."""
         total = 0.0
         for texts in self.batches(self.texts):
-            length = round(sum(start for start, _ in texts) / len(texts))
+            length = round(sum(text.start for text in texts) / len(texts))
             total += costs.verify_ms(len(texts), length, 0) + costs.loop_ms(len(texts))
         return total
 
@@ -80,11 +80,11 @@ class Load:
 
 def answers(target: Target, prompts: Sequence[Prompt], length: int) -> Texts:
     """The target's greedy answers to prompts, up to a length."""
-    requests = [Request(prompt.input_ids, length) for prompt in prompts]
+    requests = [Request(prompt.input_ids, length, source=prompt.source) for prompt in prompts]
     capacity = max(len(prompt.input_ids) for prompt in prompts) + length
     done = {one.index: one.tokens for one in Decoder(target, None, ROWS, capacity).run(requests)}
     return [
-        (len(prompt.input_ids), prompt.input_ids + done[number])
+        Text(len(prompt.input_ids), prompt.input_ids + done[number], prompt.source)
         for number, prompt in enumerate(prompts)
     ]
 
@@ -95,7 +95,7 @@ class Ranks:
     def __init__(self, texts: Texts, traces: Sequence[Tensor]):
         """traces: [T, D] of each text, as `rank_traces` gives them."""
         self.texts = [
-            (start, trace.tolist()) for (start, _), trace in zip(texts, traces, strict=True)
+            (text.start, trace.tolist()) for text, trace in zip(texts, traces, strict=True)
         ]
 
     def steps(self, paths: Sequence[Path]) -> list[int]:

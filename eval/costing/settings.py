@@ -72,7 +72,7 @@ def _priced(
     load: Load,
     costs: CostModel,
 ) -> PricedSetting:
-    longest = max(len(ids) for _, ids in load.texts)
+    longest = max(len(text.ids) for text in load.texts)
     setup = Setup(apply_setting(recipe, setting), target, trained, load.rows, longest)
     done = rehearse(make_drafter(method, setup), load, costs)
     return PricedSetting(setting, load.tokens / done.steps, load.plain_ms(costs) / done.ms)

@@ -11,6 +11,7 @@ Shapes: T tokens of a text, D depths, W ranks, R passes, K block size, V vocabul
 import heapq
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,20 @@ from specdraft.models.target import Target
 WIDTH = 20  # ranks that are told apart
 UNKNOWN = -1  # the rank of what is behind the end of a text
 
-Texts = Sequence[tuple[int, list[int]]]  # of each the length of its prompt, and all of its ids
+
+class Text(NamedTuple):
+    """A prompt and its answer."""
+
+    start: int  # tokens of the prompt
+    ids: list[int]  # all
+    source: Sequence[int] = ()  # what an encoder-decoder's encoder reads
+
+    def read(self, device: torch.device) -> Tensor | None:
+        """The source [1, S] as a target takes it."""
+        return torch.tensor([list(self.source)], device=device) if self.source else None
+
+
+Texts = Sequence[Text]
 
 
 @torch.inference_mode()
@@ -39,9 +53,10 @@ def rank_traces(
     """
     k, vocabulary = head.config.block_size, vocabulary_of(head, target)
     passes, traces = -(-depth // k), []
-    for _, ids in texts:
+    for text in texts:
+        ids, read = text.ids, text.read(target.device)
         tokens = torch.tensor([ids], device=target.device)
-        features = target.features(tokens, layers=head.config.feature_layers)[:, :-1]
+        features = target.features(tokens, layers=head.config.feature_layers, source=read)[:, :-1]
         ahead, trace = target.embed(tokens[:, 1:]), _no_ranks(len(ids), passes * k)
         places = torch.arange(max(len(ids) - 1 - k, 0))
         for phase in range(1, k + 1):  # of the blocks: a draft begins behind a whole one
@@ -63,9 +78,10 @@ def medusa_rank_traces(
 ) -> list[Tensor]:
     """The same of Medusa heads, whose head d drafts t_(p + d) from the feature at p - 1."""
     drafter, traces = MedusaDrafter(heads, target, StaticTree.chain(depth, depth)), []
-    for _, ids in texts:
-        tokens, trace = torch.tensor(ids, device=target.device), _no_ranks(len(ids), depth)
-        scores = drafter.scores(target.features(tokens[None])[0])  # [T, D, V]
+    for text in texts:
+        tokens = torch.tensor(text.ids, device=target.device)
+        trace, read = _no_ranks(len(tokens), depth), text.read(target.device)
+        scores = drafter.scores(target.features(tokens[None], source=read)[0])  # [T, D, V]
         for d in range(1, depth + 1):
             true = tokens[1 + d :]
             trace[1 : 1 + len(true), d - 1] = _ranks(scores[: len(true), d - 1], true)
@@ -91,7 +107,7 @@ def shares_of(traces: Sequence[Tensor], texts: Texts, width: int | None = None) 
 
     width: tokens that are drafted among, where they are fewer than WIDTH.
     """
-    ranks = torch.cat([trace[start:] for trace, (start, _) in zip(traces, texts, strict=True)])
+    ranks = torch.cat([trace[text.start :] for trace, text in zip(traces, texts, strict=True)])
     found = torch.stack([(ranks == rank).sum(0) for rank in range(min(width or WIDTH, WIDTH))], 1)
     return found / (ranks != UNKNOWN).sum(0).clamp(min=1)[:, None]
 

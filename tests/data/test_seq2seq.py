@@ -15,9 +15,7 @@ from specdraft.data.store.feature_cache import build_features
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.tokens import build_tokens
 from specdraft.eval.bench import measure
-from specdraft.eval.costing.measuring import measure_costs
 from specdraft.eval.custom_generate import BorrowedModel
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.generation.answers import Answers, answer, within_context
 from specdraft.models.falcon import FalconHead
 from specdraft.models.shapes import TargetShape, head_config
@@ -135,14 +133,10 @@ def test_an_answer_for_which_there_is_no_room_is_none():
 
 
 def test_what_does_not_fit_is_refused_with_a_way_out(folder, tmp_path):
-    with pytest.raises(RecipeError, match=r"tree.*not for encoder-decoders yet"):
-        recipe(folder, tmp_path, ROWS, eval={"tree": "auto"})
     served = {"answers": "target", "max_new_tokens": 9, "server": "http://127.0.0.1:1/v1"}
     with pytest.raises(RecipeError, match="answers need sources; set it to null"):
         recipe(folder, tmp_path, ROWS, data=served)
     target = Target.load(str(folder))
-    with pytest.raises(TargetError, match="costs of encoder-decoders"):
-        measure_costs(recipe(folder, tmp_path, ROWS), target, Trained(), None)
     with pytest.raises(TargetError, match="custom_generate is not for"):
         BorrowedModel(target.model, None)
     with pytest.raises(DataError, match="tiny is no encoder-decoder"):

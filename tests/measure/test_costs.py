@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import run_here
 from random_models import random_head, random_target
+from random_seq2seq import random_seq2seq
 
 from specdraft.eval.costing import room, shapes
 from specdraft.eval.costing.bench import Cell, TargetBench, turns, visit
@@ -21,6 +22,7 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.cost import CostModel, Curve, load_costs, verify_terms
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
+from specdraft.models.student import pruned
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import load_recipe
@@ -236,8 +238,8 @@ def trees_of(bench: DraftBench) -> list[tuple]:
     return sorted(found)
 
 
-def test_everything_that_drafts_can_be_timed():
-    target = random_target(vocab=40)
+@pytest.mark.parametrize("target", [random_target(vocab=40), random_seq2seq("bart", vocab_size=40)])
+def test_everything_that_drafts_can_be_timed(target):
     layers = TargetBench(target, SMALL)
     assert all(visit(cell) > 0 for cell in layers.cells())
     coupled = {"coupling": "recurrent", "reads": "both", "fusion": "linear"}
@@ -246,7 +248,7 @@ def test_everything_that_drafts_can_be_timed():
         Trained(head=random_head(target, 3, **coupled)),
         Trained(head=random_head(target, 1, fusion="linear")),
         Trained(medusa=heads),
-        Trained(student=random_target(seed=1, vocab=40, layers=1)),
+        Trained(student=Target(pruned(target, (1,), False), None, "pruned")),
     ]
     for trained in drafters:
         bench = DraftBench(target, trained, SMALL)

@@ -241,7 +241,7 @@ def test_time_that_has_run_out_ends_a_row_after_one_token(model):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return AutoModelForCausalLM.from_pretrained(bundled_target_dir())
+    return AutoModelForCausalLM.from_pretrained(bundled_target_dir(), dtype=torch.float32)
 
 
 class Heard(TextStreamer):

@@ -2,6 +2,7 @@
 the tree beside the weights, which auto means."""
 
 import json
+from copy import deepcopy
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from commands import run_here
 from decoding import plain_tokens, prompts
 from random_models import random_head, random_target
+from random_seq2seq import generated, random_seq2seq
 
 from specdraft.eval.costing.drafts import shape_of
 from specdraft.eval.costing.fitting import is_fitted
@@ -20,7 +22,12 @@ from specdraft.eval.costing.replay import Load, Ranks
 from specdraft.eval.costing.search import Candidate, candidates, finalists
 from specdraft.eval.costing.shares import TreeDrafter
 from specdraft.eval.costing.show import print_fit
-from specdraft.eval.costing.tree_growth import medusa_rank_traces, rank_traces, shares_of
+from specdraft.eval.costing.tree_growth import (
+    Text,
+    medusa_rank_traces,
+    rank_traces,
+    shares_of,
+)
 from specdraft.eval.custom_generate import falcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.gsd import GSD
@@ -71,7 +78,7 @@ MACHINES = {
 def some_ranks(lengths: list[int], depth: int = 4) -> tuple[list, list[torch.Tensor]]:
     """Texts of some lengths with prompts of 5, and ranks of 0 to 2 that are mostly 0."""
     torch.manual_seed(2)
-    texts = [(5, [0] * length) for length in lengths]
+    texts = [Text(5, [0] * length) for length in lengths]
     traces = [torch.rand(length, depth).mul(1.6).pow(2).long() for length in lengths]
     return texts, traces
 
@@ -136,7 +143,7 @@ def test_finalists_differ_in_passes_or_in_size():
 
 
 def test_rows_end_one_after_the_other():
-    texts = [(5, [0] * (5 + answer)) for answer in (3, 9, 4)]
+    texts = [Text(5, [0] * (5 + answer)) for answer in (3, 9, 4)]
     load, model = Load(texts, 2), MACHINES["a node costs nothing"]
     assert load.tokens == 16
     prompts_ms = load.prompts_ms(model)
@@ -148,20 +155,25 @@ def test_rows_end_one_after_the_other():
 # -- replays and rehearsals are the decoding -------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return random_target()
+@pytest.fixture(scope="module", params=["decoder", "flan-t5"])
+def target(request) -> Target:
+    return random_target() if request.param == "decoder" else random_seq2seq(request.param)
 
 
 @pytest.fixture(scope="module")
-def texts(target) -> list[tuple[int, list[int]]]:
+def texts(target) -> list[Text]:
     asked = [prompt for prompt in prompts(5) if len(prompt) > 4]
-    return [(len(prompt), prompt + plain_tokens(target, prompt, 21)) for prompt in asked]
+    if target.reads_source:
+        begin = target.start_ids
+        return [Text(1, begin + generated(target, source, 21), source) for source in asked]
+    return [Text(len(prompt), prompt + plain_tokens(target, prompt, 21)) for prompt in asked]
 
 
 def decoded_steps(target, drafter, texts) -> list[int]:
     """Steps of every answer, the prompt's included, when it is really decoded."""
-    requests = [Request(ids[:start], len(ids) - start) for start, ids in texts]
+    requests = [
+        Request(ids[:start], len(ids) - start, source=source) for start, ids, source in texts
+    ]
     done = Decoder(target, drafter, rows=1, capacity=128).run(requests)
     return [len(one.steps) for one in done]
 
@@ -191,7 +203,7 @@ def test_a_replayed_tree_of_medusa_heads_takes_the_steps_of_the_decoded_one(targ
 
 
 def test_a_rehearsal_takes_the_steps_of_the_decoding(target, texts):
-    student, model = random_target(), MACHINES["a node costs nothing"]
+    student, model = deepcopy(target), MACHINES["a node costs nothing"]
     with torch.no_grad():
         for weight in student.model.parameters():
             weight.add_(0.03 * torch.randn_like(weight))

@@ -70,7 +70,7 @@ def run(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(bundled_target_dir())
+    return AutoModelForCausalLM.from_pretrained(bundled_target_dir(), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

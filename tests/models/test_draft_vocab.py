@@ -12,7 +12,7 @@ from random_models import VOCAB, random_head, random_target
 from test_rules_in_decoder import WARP, check_law
 
 from specdraft.data.store.tokens import frequent_tokens
-from specdraft.eval.costing.tree_growth import WIDTH, best_paths, rank_traces, shares_of
+from specdraft.eval.costing.tree_growth import WIDTH, Text, best_paths, rank_traces, shares_of
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.accept import RULES
@@ -175,7 +175,7 @@ def test_a_tree_of_more_ranks_than_drafted_tokens_is_refused(target):
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_tree_is_grown_from_ranks_among_the_drafted_tokens(target, k):
     head = few_tokens_head(target, k)
-    texts = [(3, prompt + plain_tokens(target, prompt, 20)) for prompt in prompts(3)]
+    texts = [Text(3, prompt + plain_tokens(target, prompt, 20)) for prompt in prompts(3)]
     shares = shares_of(rank_traces(head, target, texts, 4), texts, len(IDS))
     assert shares.shape == (4, len(IDS))
     every = few_tokens_head(target, k, torch.arange(VOCAB))

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from specdraft.eval.costing.tree_growth import rank_traces, shares_of
+from specdraft.eval.costing.tree_growth import Text, rank_traces, shares_of
 from specdraft.eval.drafters.registry import Setup, make_drafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
@@ -155,7 +155,7 @@ def test_another_head_does_not_pass_for_it_nor_it_for_another(target):
 
 def test_ranks_are_counted_among_its_own_tokens(target):
     head = random_eagle3(target, draft_vocab=7)
-    texts = [(3, prompts()[4])]
+    texts = [Text(3, prompts()[4])]
     shares = shares_of(rank_traces(head, target, texts, 3), texts, 7)
     assert shares.shape == (3, 7)
     assert 0 < float(shares.sum()) <= 3

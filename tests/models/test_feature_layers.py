@@ -23,7 +23,7 @@ from specdraft.data.store.storage import decode as read_back
 from specdraft.data.store.tokens import build_tokens
 from specdraft.eval.checkup.caches import check_caches
 from specdraft.eval.checkup.drafters import check_shape
-from specdraft.eval.costing.tree_growth import rank_traces, shares_of
+from specdraft.eval.costing.tree_growth import Text, rank_traces, shares_of
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
@@ -304,10 +304,10 @@ def test_decoding_is_plain_decoding_token_for_token(target, rows, temperature):
 def test_ranks_are_counted_with_the_layers(target):
     """Position by position, by one forward over each text."""
     head = random_head(target, 1, feature_layers=LAYERS)
-    texts = [(3, prompts()[4]), (5, prompts()[5])]
+    texts = [Text(3, prompts()[4]), Text(5, prompts()[5])]
     found = shares_of(rank_traces(head, target, texts, 1), texts)
     seen = torch.zeros(1, 21)  # the last: beyond the ranks that are counted
-    for start, ids in texts:
+    for start, ids, _ in texts:
         wide = hidden_states(target, torch.tensor(ids))[None, :-1]
         ahead = target.embed(torch.tensor([ids[1:]]))
         out = head(ahead, wide, block_index(len(ids) - 1, 1, 1)[None])[0, 0]

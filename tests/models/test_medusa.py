@@ -14,7 +14,7 @@ from test_distill import ToyTexts
 from test_loop import assert_close, log_lines
 from test_rules_in_decoder import CHAIN, check_law
 
-from specdraft.eval.costing.tree_growth import WIDTH, medusa_rank_traces, shares_of
+from specdraft.eval.costing.tree_growth import WIDTH, Text, medusa_rank_traces, shares_of
 from specdraft.eval.custom_generate import Speculative, medusa
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.registry import problems
@@ -311,9 +311,9 @@ def test_a_right_head_is_accepted(target):
 
 
 def test_a_tree_is_grown_from_how_often_each_rank_of_each_head_is_right(target):
-    heads, texts = random_heads(target, 3), [(4, prompts(4)[3]), (2, prompts(3)[2])]
+    heads, texts = random_heads(target, 3), [Text(4, prompts(4)[3]), Text(2, prompts(3)[2])]
     found, seen = torch.zeros(3, WIDTH), torch.zeros(3, 1)
-    for start, ids in texts:
+    for start, ids, _ in texts:
         features = target.features(torch.tensor([ids]))[0].clone()
         for i, h in product(range(start - 1, len(ids)), (1, 2, 3)):
             if i + 1 + h < len(ids):  # the end of the text is behind
