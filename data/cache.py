@@ -16,7 +16,7 @@ from rich.table import Table
 
 from specdraft.data.store.feature_cache import FeatureCache, Features
 from specdraft.data.store.tokens import TokenCache
-from specdraft.data.template import MARKS, preview
+from specdraft.data.template import LEGEND, preview
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_caches
 from specdraft.models.target import Target
@@ -26,7 +26,7 @@ from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
 from specdraft.train.command import show_plan
 from specdraft.train.fit.accelerator import load_target
-from specdraft.train.plan import format_seconds, measured_flops
+from specdraft.train.plan import format_bytes, format_seconds, measured_flops
 
 
 @entry
@@ -64,14 +64,14 @@ def show(
     table.add_row("tokens at", str(tokens.directory))
     if isinstance(features, FeatureCache):
         size = sum(entry["bytes"] for entry in features.manifest["shards"].values())
-        table.add_row("features at", f"{features.directory} ({size / 2**20:.1f} MiB)")
+        table.add_row("features at", f"{features.directory} ({format_bytes(size)})")
         layers = f" with layers {list(own)}" if (own := features.storage.layers) else ""
         table.add_row("features", f"{sum(features.kept):,} stored{layers}{_quantised(features)}")
     else:
         table.add_row("features", "none kept (data.features=online)")
     console.print(table)
     if rows:
-        console.print(f"\nlearnt is what stands between {MARKS[0]} and {MARKS[1]}:")
+        console.print(f"\n{LEGEND}")
     for index in range(min(rows, len(tokens))):
         row = tokens[index]
         ids, mask = row["input_ids"].tolist(), row["loss_mask"].tolist()
@@ -94,7 +94,7 @@ def show_costs(
     speed = measured_flops(target.device, target.dtype)
     work = 2.0 * tokens * sum(p.numel() for p in target.model.base_model.parameters())
     console.print(
-        f"features to make: {tokens:,} tokens, {size / 2**30:.3g} GiB in "
+        f"features to make: {tokens:,} tokens, {format_bytes(size)} in "
         f"{recipe.data.feature_dtype}, about {format_seconds(work / speed / processes)} "
         f"({processes} x {speed / 1e12:.2g} TFLOP/s measured)"
     )

@@ -96,7 +96,8 @@ class Rewriter:
             keeping(lambda: f"{len(self.answers)} answers are kept"),
         ):
             for turn in range(max((self._turns(c) for c, _ in rows), default=0)):
-                self._level([(c, s, turn) for c, s in rows], generate, file, bar)
+                asked = [(c, s, turn) for c, s in rows if turn < self._turns(c)]
+                self._level(asked, generate, file, bar)
 
     def examples(self) -> Iterator[Example]:
         """Put the rows together from answers that every rank has written; reject the rest."""
@@ -152,7 +153,7 @@ class Rewriter:
         """Return the question that leads to a slot, or None when the row ended before it."""
         number, sample, turn = slot
         before = self.answers.get((number, sample, turn - 1))
-        if turn >= self._turns(number) or (turn and not (before and before.ended)):
+        if turn and not (before and before.ended):
             return None
         try:
             prompt, _ = self._prompt(number, sample, turn)

@@ -31,6 +31,7 @@ from specdraft.recipes.errors import DataError, in_a_line
 from specdraft.recipes.schema import DataSection, Recipe
 
 MARKS = "«", "»"  # around what is learnt, where it is shown
+LEGEND = f"learnt is what stands between {MARKS[0]} and {MARKS[1]}:"
 Messages = list[dict[str, str]]
 Span = tuple[int, int]  # characters [start, end)
 

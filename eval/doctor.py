@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 
 from specdraft.data.prompts import load_prompts
-from specdraft.data.template import preview
+from specdraft.data.template import LEGEND, preview
 from specdraft.eval.checkup.caches import Caches, check_caches
 from specdraft.eval.checkup.drafters import check_drafters, check_methods
 from specdraft.eval.checkup.finding import FAIL, print_findings
@@ -54,7 +54,10 @@ def main() -> None:
 
 def show_mask(caches: Caches, target: Target, rows: int, console: Screen) -> None:
     """Print the first rows of the token cache, what is learnt in green."""
-    for index in range(min(rows, len(caches.tokens or ()))):
+    count = min(rows, len(caches.tokens or ()))
+    if count:
+        console.print(LEGEND)
+    for index in range(count):
         row = caches.tokens[index]
         console.print(
             preview(target.tokenizer, row["input_ids"].tolist(), row["loss_mask"].tolist())

@@ -75,6 +75,7 @@ def test_one_command_takes_a_run_or_its_head_for_a_recipe(finished, tmp_path):
 def test_one_command_names_what_there_is():
     helped = run_here("train/cli.py")
     assert helped.returncode == 0
+    assert max(map(len, helped.stdout.splitlines())) <= 80
     assert all(f"\n  {name} " in helped.stdout for name in COMMANDS)
     wrong = run_here("train/cli.py", "benhc", "tiny")
     assert wrong.returncode == 2

@@ -67,8 +67,8 @@ def usage() -> str:
     """What there is, a line each."""
     width = max(map(len, COMMANDS))
     rows = (f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items())
-    head = "usage: specdraft COMMAND RECIPE [section.key=value ..]   (COMMAND --help says more)"
-    return "\n".join([head, "", *rows])
+    head = "usage: specdraft COMMAND RECIPE [section.key=value ..]"
+    return "\n".join([head, "", *rows, "", "specdraft COMMAND --help says more."])
 
 
 def with_kind(arguments: list[str]) -> list[str]:

@@ -47,9 +47,14 @@ class DraftCost:
     def __str__(self) -> str:
         pass_, token = self.head + self.lm_head, (self.head + self.lm_head) / self.depths
         return (
-            f"{pass_ / 1e6:,.0f} MB per pass (head {self.head / 1e6:,.0f}, lm_head "
-            f"{self.lm_head / 1e6:,.0f}), {token / 1e6:,.0f} MB per drafted token"
+            f"{_mb(pass_)} MB per pass (head {_mb(self.head)}, lm_head "
+            f"{_mb(self.lm_head)}), {_mb(token)} MB per drafted token"
         )
+
+
+def _mb(count: float) -> str:
+    """Megabytes, of a small head not rounded to none."""
+    return f"{count / 1e6:,.0f}" if count >= 1e7 else f"{count / 1e6:.2g}"
 
 
 def compared(config: FalconConfig | Eagle3Config, lm_head_bytes: int) -> dict[str, DraftCost]:

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
+from specdraft.data.prompts import HOLDOUT, Prompt, load_prompts, validation_prompts
 from specdraft.data.store.feature_cache import FeatureCache, Features
 from specdraft.data.store.tokens import frequent_tokens
 from specdraft.eval.costing.fitting import fit_tree, is_fitted
@@ -71,6 +71,7 @@ class Kind:
             )
         only = f"here is trained what {self.name}_tree drafts with, and nothing else"
         check_methods(recipe, self.field, only)
+        _check_holdout(recipe)
 
     def judge(self, recipe: Recipe) -> str:
         """The method whose tokens per step choose the head that is kept: its tree is fitted when
@@ -83,6 +84,20 @@ def check_methods(recipe: Recipe, kind: str, only: str) -> None:
     for name in recipe.eval.methods:
         if others := [need for need in needs(name) if need != kind]:
             raise RecipeError(f"eval.methods: {name} needs {KINDS[others[0]].remedy}; {only}")
+
+
+def _check_holdout(recipe: Recipe) -> None:
+    """Raise RecipeError where all prompts that are held out are measured, and none is left to
+    choose a head and fit its tree on."""
+    held, limit = recipe.data.holdout, recipe.eval.limit
+    if recipe.eval.prompts != HOLDOUT or recipe.eval.tree != AUTO or (limit and limit < held):
+        return
+    fewer = f"eval.limit={held // 2}, or " if held > 1 else ""
+    more = (limit or held) + recipe.eval.validation
+    raise RecipeError(
+        f"eval.limit = {limit} and data.holdout = {held}: all that is held out is measured, and "
+        f"nothing is left to choose a head and fit its tree on; set {fewer}data.holdout={more}"
+    )
 
 
 def sar_head(name: str) -> Kind:
@@ -177,9 +192,9 @@ def train_head(
     target = load_target()
     kind.check(recipe, target)
     prompts = load_prompts(recipe, target.tokenizer)
-    _, data = build_caches(recipe, target, accelerator)
     if recipe.eval.tree == AUTO:
-        fitting_prompts(recipe, target)  # now, and not behind hours of training
+        fitting_prompts(recipe, target)  # now, and not behind hours of answers and training
+    _, data = build_caches(recipe, target, accelerator)
     measure = measuring(
         recipe, target, kind.judge(recipe), lambda head: Trained(**{kind.field: head})
     )

@@ -136,7 +136,7 @@ def known_sizes(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
 def plan_lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tuple[str, str]]:
     """Return the plan as (what, how much); flops: this device's measured speed."""
     shape, train, spread = plan.target, recipe.train, recipe.target.device_map
-    target = f"{recipe.target.model}: {shape.parameters / 1e9:.2f} B parameters, "
+    target = f"{recipe.target.model}: {format_parameters(shape.parameters)}, "
     target += f"{shape.layers} layers x {shape.hidden_size}, vocabulary {shape.vocab_size}"
     lines = [("target", f"{target} ({plan.target_from})")]
     if spread:
@@ -177,7 +177,7 @@ def _head_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
             kind += f", {head.draft_vocab} tokens drafted among"
         wanted = eagle3_config if head.fusion == "layers" else head_config
         costs = compared(wanted(recipe, plan.target), BYTES[recipe.target.dtype])
-    size = f"{plan.drafter_parameters / 1e6:.1f} M parameters"
+    size = format_parameters(plan.drafter_parameters)
     line = f"{kind}: {size} = {plan.head_layers:.2f} decoder layers of the target"
     return [("head", line), *((name, f"reads {cost}") for name, cost in costs.items())]
 
@@ -246,6 +246,11 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def format_parameters(count: float) -> str:
+    """Format parameters, of small models too."""
+    return f"{count / 1e9:.2f} B parameters" if count >= 1e9 else f"{count / 1e6:.3g} M parameters"
 
 
 def format_seconds(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specdraft.data.prompts import Prompt, validation_prompts
+from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.eval.measure.methods import make_method
@@ -22,9 +22,11 @@ def fitting_prompts(recipe: Recipe, target: Target) -> list[Prompt]:
     """The validation prompts: no report measures them. Raises DataError where none are left."""
     prompts = validation_prompts(recipe, target.tokenizer)
     if not prompts:
+        settings, measured = recipe.eval, len(load_prompts(recipe, target.tokenizer))
         raise DataError(
-            f"eval.limit = {recipe.eval.limit}: no validation prompts are left to fit anything on; "
-            "lower it (or, for a head, name a tree in eval.tree)"
+            f"eval.limit = {settings.limit}: all {measured} of {settings.prompts} are measured, "
+            "and no validation prompts are left to fit anything on; lower it (or, for a head, name "
+            "a tree in eval.tree)"
         )
     return prompts
 

@@ -277,7 +277,8 @@ def describe() -> str:
     """The methods with a line each, as `--help` shows them."""
     width = max(map(len, METHODS))
     rows = (f"  {row.name:{width}}  {row.description}" for row in METHODS.values())
-    return "\n".join(["methods:", *rows, f"  METHOD:{' METHOD:'.join(WAYS)}: see eval/README.md"])
+    ways = [f"  METHOD:{' METHOD:'.join(WAYS)}", f"  {'':{width}}  see eval/README.md"]
+    return "\n".join(["methods:", *rows, *ways])
 
 
 def make_drafter(name: str, setup: Setup) -> Drafter | None:

@@ -11,13 +11,14 @@ from functools import cache, partial
 
 from specdraft.data.prompts import Prompt, chat_prompt
 from specdraft.data.template import Messages
-from specdraft.eval.drafters.registry import METHODS, load_trained
+from specdraft.eval.drafters.registry import METHODS, find, load_trained
 from specdraft.eval.engine.request import Request, Update
 from specdraft.eval.measure.methods import Engine, make_method
 from specdraft.eval.measure.outcome import DecodingMethod
 from specdraft.eval.measure.questions import make_request
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError, UserError
+from specdraft.recipes.fields import shown
 from specdraft.recipes.schema import Recipe
 
 CONTEXT = 4096  # tokens of a conversation at most, where the target has so many positions
@@ -47,6 +48,11 @@ class Chat:
 
         Raises UserError, and changes nothing, for an unknown one or one without its drafter.
         """
+        try:
+            find(name)
+        except RecipeError as error:
+            can = ", ".join(self.usable())  # of all there are, most lack what they draft with
+            raise RecipeError(f"unknown method {shown(name)}; this run can do {can}") from error
         settings = replace(self.recipe.eval, batch_size=1, methods=(name,))
         recipe = replace(self.recipe, eval=settings)
         trained = load_trained(recipe, self.target)

@@ -68,6 +68,15 @@ def test_every_turn_answers_what_the_target_said_before(tmp_path):
     assert supervised == parrot.says(first) + parrot.says(second)
 
 
+def test_the_bar_counts_the_answers_of_conversations_of_any_length(tmp_path, capsys):
+    rows = chats(6)
+    for row in rows[::2]:
+        del row["messages"][2:]
+    build(rewriting(tmp_path, rows), Parrot(st.small_tokenizer()))
+    assert "answers: 100%|" in (shown := capsys.readouterr().err.split("\r")[-1])
+    assert " 9/9 [" in shown
+
+
 def test_the_first_sample_is_greedy_and_the_others_have_their_own_seeds(tmp_path):
     parrot = Parrot(st.small_tokenizer())
     cache = build(rewriting(tmp_path, samples=3, temperature=0.8), parrot)

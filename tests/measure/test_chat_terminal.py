@@ -129,8 +129,8 @@ def test_mistakes_are_told_and_the_chat_goes_on(tiny, monkeypatch):
     said = ("/method nothing", "/method falcon_tree", "/methods", "fox " * 60, "/method plain")
     lines = piped(monkeypatch, *said, FIRST, options=("--context", "70"))
     text = "\n".join(lines)
-    assert "nothing" in text
-    assert "prompt_lookup" in lines[1]  # among the known ones
+    able = "plain, generate, hf_prompt_lookup, prompt_lookup"
+    assert lines[1] == f"unknown method 'nothing'; this run can do {able}"
     assert "no trained head at nowhere" in text
     assert "/methods: unknown; there are /new, /method [NAME], /quit" in text
     assert "54 fit into a context of 70" in text

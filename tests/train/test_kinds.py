@@ -54,6 +54,21 @@ def test_three_layers_are_of_the_target_and_ascend(count):
     assert len(layers) == 3 or count < 5
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (["data.holdout=6"], "set eval.limit=3, or data.holdout=20"),
+        (["data.holdout=1", "eval.limit=1"], "on; set data.holdout=9"),
+        (["eval.limit=null"], "set eval.limit=12, or data.holdout=32"),
+    ],
+)
+def test_a_holdout_that_is_all_measured_is_told_before_anything_is_made(changes, told):
+    done = run_here("train/cli.py", "train", "own", "data.sources=[tiny]", *changes, "--dry-run")
+    assert done.returncode == 2
+    assert "all that is held out is measured" in done.stderr
+    assert told in done.stderr
+
+
 def test_an_unknown_kind_is_told_the_nearest():
     done = run_here("train/cli.py", "train", "tiny", "--kind", "eagel3")
     assert done.returncode == 2

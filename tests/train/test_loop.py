@@ -6,6 +6,7 @@ As a script it is the job that other processes of these tests run:
 
 from specdraft.recipes.entry import entry
 
+import io
 import itertools
 import json
 import re
@@ -26,6 +27,7 @@ from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.batches import Loader, SamplingPlan, collate
+from specdraft.train.fit.journal import StatusBar
 from specdraft.train.fit.loop import fit
 from specdraft.train.fit.schedules import learning_rate, total_steps
 from specdraft.train.objectives.csgd import CoupledGlancing
@@ -252,6 +254,17 @@ def test_80_columns_of_the_bar_have_what_matters_first(tmp_path, capsys):
     bar = re.split(r"[\r\n]", capsys.readouterr().err.strip())[-1]
     assert re.match(r"train 6/6 \S+<\S+, \S+k tok/s 2\.50 tok/step loss \S+ acc \.\d+/\.\d+", bar)
     assert len(bar.partition(" acc ")[0]) < 80
+
+
+@pytest.mark.parametrize("columns", [70, 60, 59, 40])
+def test_no_figure_of_the_bar_is_cut_in_the_middle(columns):
+    bar = StatusBar(total=9, file=io.StringIO(), ncols=columns, bar_format="train {n_fmt}{postfix}")
+    bar.figures = ("6.9k tok/s 4.62 tok/step", "loss 0.463", "acc .83/.82/.80", "lr 1.0e-05")
+    whole = [" ".join(bar.figures[:count]) for count in range(len(bar.figures) + 1)]
+    line = str(bar)
+    assert len(line) <= columns
+    assert line.partition(", ")[2] in whole
+    assert ("acc" in line) == (columns >= 60)
 
 
 def test_max_minutes_ends_the_run_whole(tmp_path):

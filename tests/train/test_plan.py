@@ -86,6 +86,13 @@ def test_a_plan_says_what_a_draft_reads():
     assert "reads 1,206 MB per pass (head 944, lm_head 262)" in text["EAGLE-1's"]
 
 
+def test_a_plan_rounds_no_small_model_to_nothing():
+    recipe = load("tiny")
+    text = dict(plan_lines(make_plan(recipe), recipe, 1, 1e12))
+    assert text["target"].startswith("tiny: 2.44 M parameters, 12 layers x 128")
+    assert "0 MB" not in text["EAGLE-1's"]
+
+
 @pytest.mark.parametrize("name", ["vicuna13b", "llama2_7b_chat", "llama2_13b_chat", "qwen2_5_7b"])
 def test_every_published_target_is_planned_offline(name):
     plan = make_plan(load(name), ranks=8)

@@ -21,6 +21,9 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     Raises: RecipeError for a tracker that is not installed.
     """
     check_trackers(recipe)
+    if not torch.accelerator.is_available():
+        # accelerate imports an installed DeepSpeed, which would warn that it has found no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     accelerator = Accelerator(
         mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
         gradient_accumulation_steps=recipe.train.accumulation,

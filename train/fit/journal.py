@@ -16,13 +16,29 @@ from specdraft.models.cards.log import LOG
 from specdraft.train.fit.trackers import Trackers
 
 
+class StatusBar(tqdm):
+    """A bar that leaves out the figures that a terminal has no room for: tqdm would cut one in the
+    middle, which makes it another."""
+
+    figures: tuple[str, ...] = ()  # what matters most comes first
+
+    def __str__(self) -> str:
+        shown = self.format_dict  # which renews ncols, too
+        for count in range(len(self.figures), 0, -1):
+            figures = {"postfix": " ".join(self.figures[:count]), "ncols": None}
+            line = self.format_meter(**{**shown, **figures})
+            if not shown["ncols"] or len(line) <= shown["ncols"]:
+                return line
+        return super().__str__()
+
+
 class Journal:
     """Rank 0 writes and shows; on other ranks every method does nothing."""
 
     def __init__(self, out: Path, steps: int, start: int, trackers: Trackers, is_main: bool):
         self.is_main, self.trackers = is_main, trackers
         self.values, self.best = {}, ""  # of the status line
-        self.bar = tqdm(
+        self.bar = StatusBar(
             total=steps,
             initial=start,
             disable=not is_main,
@@ -65,13 +81,13 @@ class Journal:
         """Renew the status line."""
         self.values = values
         accuracy = "/".join(f"{a:.2f}" for a in values["accuracy"]).replace("0.", ".")
-        shares = "".join(f" {n} {values[n]:.0%}" for n in ("glanced", "on_policy") if values.get(n))
-        # What matters most comes first: 80 columns cut off the rest.
-        self.bar.set_postfix_str(
-            f"{values['tokens_per_second'] / 1000:.1f}k tok/s{self.best} "
-            f"loss {values['loss']:.3g} acc {accuracy}{shares} "
-            f"lr {values['lr']:.1e} wait {values['data_wait']:.0%}",
-            refresh=False,
+        self.bar.figures = (
+            f"{values['tokens_per_second'] / 1000:.1f}k tok/s{self.best}",
+            f"loss {values['loss']:.3g}",
+            f"acc {accuracy}",
+            *(f"{n} {values[n]:.0%}" for n in ("glanced", "on_policy") if values.get(n)),
+            f"lr {values['lr']:.1e}",
+            f"wait {values['data_wait']:.0%}",
         )
 
     def evaluated(self, metrics: dict, best: dict) -> None:
