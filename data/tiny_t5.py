@@ -5,7 +5,7 @@
     python train/falcon.py recipes/tiny_t5.yaml       # a head for it
 
 It repeats, lists, summarises and is asked about passages of news. Writes to --out (default:
-runs/tiny_t5) the model with the bundled tokenizer, pairs.jsonl (source and target, to train
+runs/t5) the model with the bundled tokenizer, pairs.jsonl (source and target, to train
 drafters on) and prompts.jsonl (held-out sources of every task). It is not bundled. Everything
 follows from --seed and --steps.
 """
@@ -53,7 +53,7 @@ def write_prompts(path: Path) -> None:
 def main() -> None:
     """Write the data and train the model."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/tiny_t5"))
+    parser.add_argument("--out", type=Path, default=Path("runs/t5"))
     parser.add_argument("--steps", type=whole(1, 10**9), default=3000)
     parser.add_argument("--minutes", type=float, help="end earlier, after this long")
     parser.add_argument("--seed", type=whole(0, 2**31 - 1), default=TrainSettings.seed)

@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,8 +164,7 @@ def learning_rate(settings: TrainSettings, step: int, share: float) -> float:
 
 def save(model: PreTrainedModel, out: Path) -> None:
     """Write the weights as bfloat16 safetensors, with their config, to `out`."""
-    copy = type(model)(model.config).to(torch.bfloat16)
-    copy.load_state_dict(model.state_dict())
+    copy = deepcopy(model).to(torch.bfloat16)
     copy.generation_config = GenerationConfig(
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,
