@@ -22,6 +22,7 @@ KINDS = {
     "tau": TauTable,
     "cascades": CascadeTable,
     "tuned_cascades": TunedCascades,
+    "t5_cascades": TunedCascades,
     "rsd_budgets": SeededBudgetTable,
     "budgets": BudgetTable,
     "ems": PaddingTable,
