@@ -49,6 +49,9 @@ class TrainSection(Section):
     epochs: Count | None = None
     batch_size: Rows = 16  # sequences per optimiser step, over all ranks
     accumulation: Rows = 1  # forwards per optimiser step
+    # Tokens that a forward takes at most, padding included, or one row: each above is cut, by
+    # length, into as many as that needs, and a long row pads no others. null: none is.
+    forward_tokens: Count | None = None
     seed: Seed = 0
     precision: Dtype = "float32"  # of the head's forward; master weights are float32
     rollout: Draft = 1  # passes over the head's own features in training

@@ -31,6 +31,7 @@ from specdraft.train.fit.journal import StatusBar
 from specdraft.train.fit.loop import fit
 from specdraft.train.fit.schedules import learning_rate, total_steps
 from specdraft.train.objectives.csgd import CoupledGlancing
+from specdraft.train.objectives.text import collate_text
 
 HIDDEN, VOCAB, SCALE = 16, 23, 3.0
 
@@ -146,11 +147,35 @@ def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path, changes):
         assert a["glanced"] == b["glanced"] > 0
 
 
-def test_two_processes_equal_one(tmp_path):
+@pytest.mark.parametrize("most", [1, 24, 40])
+def test_forwards_of_few_tokens_equal_one_of_eight_rows(tmp_path, most):
+    _, whole = train(tmp_path / "whole")
+    _, cut = train(tmp_path / "cut", **{"train.forward_tokens": most})
+    assert_close(whole, cut)
+    for a, b in zip(log_lines(tmp_path / "whole"), log_lines(tmp_path / "cut"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_a_forward_has_room_for_its_rows_and_no_long_one_pads_a_short():
+    lengths = [5, 5, 900, 6, 5, 7, 300, 6]
+    rows = [{"input_ids": torch.zeros(n), "loss_mask": torch.ones(n)} for n in lengths]
+    plan = SamplingPlan(lengths, batch_size=8, seed=0)
+    loader = Loader(rows, plan, collate_text, forward_tokens=24)
+    parts = [batch.lengths for batch in loader.load(0)]
+    assert sorted(itertools.chain(*parts)) == sorted(lengths)
+    assert all(max(part) * len(part) <= 24 or len(part) == 1 for part in parts)
+    assert len(parts) == 4  # 5 5 5, 6 6 7, 300, 900
+    (padded,) = Loader(rows, plan, collate_text).load(0)
+    assert padded.tokens.numel() == 8 * 900
+
+
+@pytest.mark.parametrize("cut", ["train.accumulation=2", "train.forward_tokens=24"])
+def test_two_processes_equal_one(tmp_path, cut):
     changes = {"glance.isolated": True, "loss.lk_weight": 0.5, "loss.pace_smoothing": 0.5}
     _, one = train(tmp_path / "one", **changes)
     settings = (f"{key}={json.dumps(value)}" for key, value in changes.items())
-    two = start_ranks(__file__, tmp_path / "two", "train.accumulation=2", *settings)
+    two = start_ranks(__file__, tmp_path / "two", cut, *settings)
     errors = end(two)
     assert [rank.returncode for rank in two] == [0, 0], errors
     assert_close(one, load_file(tmp_path / "two" / "falcon" / "model.safetensors"), 1e-5)

@@ -83,8 +83,10 @@ def test_a_rate_that_is_set_reaches_every_part_also_after_loading():
 
 
 @pytest.mark.parametrize("kind", SHARDING)
-def test_where_matrices_are_cut_muon_is_refused(kind):
+def test_where_weights_are_cut_muon_and_cut_forwards_are_refused(kind):
     launched = SimpleNamespace(num_processes=1, distributed_type=kind)
     check_launch(load_recipe("recipes/tiny.yaml"), launched)
     with pytest.raises(RecipeError, match=rf"optim.name = 'muon'.*{kind.value}.*optim.name=adamw"):
         check_launch(load_recipe("recipes/tiny.yaml", ["optim.name=muon"]), launched)
+    with pytest.raises(RecipeError, match=rf"forward_tokens = 99.*{kind.value}.*accumulation"):
+        check_launch(load_recipe("recipes/tiny.yaml", ["train.forward_tokens=99"]), launched)

@@ -74,6 +74,12 @@ def check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
             f"optim.name = 'muon': it updates whole matrices, and under {kind.value} no process "
             "has them; set optim.name=adamw"
         )
+    most = recipe.train.forward_tokens
+    if most is not None and kind in SHARDING:
+        raise RecipeError(
+            f"train.forward_tokens = {most}: cuts each process's rows by themselves, and under "
+            f"{kind.value} all take equally many forwards; set train.accumulation"
+        )
     every = recipe.train.eval_every
     if recipe.target.device_map and accelerator.num_processes > 1 and every is not None:
         raise RecipeError(

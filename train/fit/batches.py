@@ -186,6 +186,7 @@ class Loader:
         rank: int = 0,
         ranks: int = 1,
         pin: bool = False,
+        forward_tokens: int | None = None,
     ):
         per_rank, rest = divmod(plan.batch_size, accumulation * ranks)
         if rest:
@@ -194,6 +195,7 @@ class Loader:
                 f"train.accumulation x processes = {accumulation} x {ranks}"
             )
         self.data, self.plan, self.collate, self.pin = data, plan, collate, pin
+        self.forward_tokens = forward_tokens
         first = rank * accumulation * per_rank
         self.slots = [
             range(first + n * per_rank, first + (n + 1) * per_rank) for n in range(accumulation)
@@ -202,9 +204,23 @@ class Loader:
     def load(self, step: int) -> list[Batch]:
         """Read and pad the micro-batches of one step."""
         rows = self.plan.rows(step)
-        return [self._load(rows, step, slots) for slots in self.slots]
+        return [
+            self._load(rows, step, part) for slots in self.slots for part in self._cut(rows, slots)
+        ]
 
-    def _load(self, rows: list[int], step: int, slots: range) -> Batch:
+    def _cut(self, rows: list[int], slots: Sequence[int]) -> list[Sequence[int]]:
+        """Cut slots into parts of at most `forward_tokens`, the shortest rows first."""
+        if self.forward_tokens is None:
+            return [slots]
+        lengths = {slot: int(self.plan.lengths[rows[slot]]) for slot in slots}
+        parts: list[list[int]] = [[]]
+        for slot in sorted(slots, key=lengths.__getitem__):
+            if parts[-1] and (len(parts[-1]) + 1) * lengths[slot] > self.forward_tokens:
+                parts.append([])
+            parts[-1].append(slot)
+        return parts
+
+    def _load(self, rows: list[int], step: int, slots: Sequence[int]) -> Batch:
         keys = [(self.plan.seed, step, slot) for slot in slots]
         wanted = [rows[slot] for slot in slots]
         together = getattr(self.data, "__getitems__", None)

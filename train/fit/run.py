@@ -94,6 +94,7 @@ class Run:
             rank=self.ranks.rank,
             ranks=self.ranks.world,
             pin=on_gpu,
+            forward_tokens=train.forward_tokens,
         )
         optimizer = make_optimizer(drafter, optim, accelerator.device)
         sharding = accelerator.distributed_type in SHARDING and self.ranks.is_first
@@ -147,6 +148,8 @@ class Run:
         timer.tokens += tokens
         # DDP averages over ranks and accelerate over micro-batches; the loss wants neither.
         scale = accelerator.num_processes * len(batches) / max(count, 1.0)
+        if self.recipe.train.forward_tokens is not None:  # as many as this step's rows need
+            accelerator.gradient_accumulation_steps, accelerator.step = len(batches), 0
         for batch, (plan, counted) in zip(batches, plans, strict=True):
             with accelerator.accumulate(self.model):
                 total, parts = self.objective.loss(self.model, batch.to(device), plan, counted)
