@@ -4,7 +4,7 @@ import torch
 import transformers
 from random_models import VOCAB
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
 from specdraft.eval.engine.request import Request
 from specdraft.models.target import Target
@@ -73,6 +73,8 @@ def generated(target: Target, source: list[int], length: int) -> list[int]:
     """New tokens that the family's own `generate` gives for a source."""
     ids = torch.tensor([source])
     options = {"max_new_tokens": length + len(target.start_ids) - 1, "do_sample": False}
+    # Its own cache would have as many layers as the encoder.
+    options["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
     output = target.model.generate(input_ids=ids, num_beams=1, **options)
     return output[0, len(target.start_ids) :].tolist()
 

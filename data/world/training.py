@@ -168,6 +168,7 @@ def save(model: PreTrainedModel, out: Path) -> None:
     copy.generation_config = GenerationConfig(
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,
+        decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
         do_sample=False,
         max_new_tokens=256,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 
 from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.timing import Timing
@@ -104,6 +104,8 @@ class Generate:
             mask = [row[::-1] for row in mask]
             starts = [list(request.prompt) for request in batch]
             begun = {"decoder_input_ids": torch.tensor(starts, device=self.target.device)}
+            # Its own would have as many layers as the encoder.
+            begun["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
         output = self.target.model.generate(
             input_ids=torch.tensor(ids, device=self.target.device),
             attention_mask=torch.tensor(mask, device=self.target.device),

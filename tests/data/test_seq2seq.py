@@ -32,9 +32,10 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A random FLAN-T5 and a tokenizer, as files."""
+    """A random FLAN-T5 that writes with more layers than it reads with, and a tokenizer."""
     folder, tokenizer = tmp_path_factory.mktemp("model"), st.small_tokenizer(None)
-    model = random_seq2seq("flan-t5", vocab_size=len(tokenizer), eos_token_id=1).model
+    sizes = {"vocab_size": len(tokenizer), "num_layers": 2, "num_decoder_layers": 4}
+    model = random_seq2seq("flan-t5", eos_token_id=1, **sizes).model
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

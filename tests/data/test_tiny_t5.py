@@ -71,6 +71,7 @@ def test_the_script_makes_a_target_that_a_recipe_takes(tmp_path):
     made = run_here("data/tiny_t5.py", "--steps", "2", "--threads", "1", "--out", str(out))
     assert made.returncode == 0, made.stderr
     target = Target.load(str(out))
+    assert target.model.generation_config.decoder_start_token_id == 0  # `generate` asks for it
     assert target.reads_source
     assert (target.start_ids, target.eos_ids) == ([0], {3})
     assert not torch.equal(target.embedding_weight, target.lm_head_weight)  # as FLAN-T5's
