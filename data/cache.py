@@ -95,8 +95,8 @@ def show_costs(
     work = 2.0 * tokens * sum(p.numel() for p in target.model.base_model.parameters())
     console.print(
         f"features to make: {tokens:,} tokens, {format_bytes(size)} in "
-        f"{recipe.data.feature_dtype}, about {format_seconds(work / speed / processes)} "
-        f"({processes} x {speed / 1e12:.2g} TFLOP/s measured)"
+        f"{recipe.data.feature_dtype}, about {format_seconds(work / speed / processes)}\n"
+        f"  ({processes} x {speed / 1e12:.2g} TFLOP/s measured)"
     )
 
 

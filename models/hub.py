@@ -20,6 +20,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.utils import filter_repo_objects
 
+from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import HubError, in_a_line
 from specdraft.recipes.schema import HubSection
 from specdraft.recipes.static_trees import TREE
@@ -49,7 +50,10 @@ def fetch(name: str | Path, revision: str | None = None) -> Path:
         return Path(os.path.expanduser(name))  # which takes any name
     try:
         patterns = ["config.json", SUMS, TREE, *WEIGHTS]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=patterns, tqdm_class=DownloadBar
+        )
+        return Path(folder)
     except Exception as error:
         raise HubError(
             f"{name} is no local folder and the Hub did not give it ({_reason(error)}); "

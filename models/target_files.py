@@ -29,6 +29,7 @@ from transformers import (
 from transformers.utils import logging
 
 from specdraft.models.families.encoder_decoder import start_ids
+from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import TargetError, in_a_line
 from specdraft.recipes.sections.target import BUNDLED
 
@@ -61,7 +62,10 @@ def model_folder(name: str, revision: str | None = None) -> Path:
             f"give an existing folder, a Hub id (owner/name) or {BUNDLED!r}"
         )
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_PATTERNS))
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=_PATTERNS, tqdm_class=DownloadBar
+        )
+        return Path(folder)
     except Exception as error:
         raise TargetError(
             f"target.model: {name} is no local folder and the Hub did not give it "

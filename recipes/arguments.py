@@ -2,6 +2,8 @@
 
 import argparse
 import re
+import shutil
+import textwrap
 from collections.abc import Callable
 
 from specdraft.recipes.errors import RecipeError
@@ -14,8 +16,9 @@ def recipe_parser(
 
     description: a script's docstring, of which the first line is shown; epilog: shown as it is.
     """
+    columns = shutil.get_terminal_size().columns - 2  # as argparse wraps all else
     parser = argparse.ArgumentParser(
-        description=description.splitlines()[0],
+        description=textwrap.fill(description.splitlines()[0], columns),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
+from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import RecipeError, in_a_line
 from specdraft.recipes.fields import nearest, shortened
 
@@ -99,7 +100,7 @@ def _fetched(name: str) -> Path:
     """The folder of the Hub's cache with a repository's recipe and config."""
     try:
         for file in (CONFIG, RECIPE):
-            path = hf_hub_download(name, file)
+            path = hf_hub_download(name, file, tqdm_class=DownloadBar)
     except Exception as error:
         raise RecipeError(
             f"{name} is no recipe or folder here, and the Hub did not give its {file} "

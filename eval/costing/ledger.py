@@ -65,8 +65,8 @@ class Ledger:
         kept = [] if changed not in ([], ["drafter"]) else content["points"]
         if changed:
             kept = [point for point in kept if point["what"] != "draft"]
-            again = "drafts are measured again" if kept else "measuring again"
-            self.note = f"{self.path} is of another {', '.join(changed)}: {again}"
+            if "drafter" not in changed:  # a new drafter is measured as a matter of course
+                self.note = f"{self.path} is of another {', '.join(changed)}: measuring again"
         elif kept:
             self.note = f"{self.path} has {len(kept)} points: going on there"
         self.points = {key_of(point): point for point in kept}

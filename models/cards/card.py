@@ -57,7 +57,7 @@ def model_card(
         "In vLLM, which verifies chains:",
         f"```bash\n{serving(recipe, card, repo)}```",
         "## Results",
-        results(reports),
+        results(reports, fit),
     ]
     if picture:
         parts += ["## Training", f"![training curve]({PICTURE})"]
@@ -140,10 +140,10 @@ def tree_facts(fit: Fit) -> str:
     )
 
 
-def results(reports: Sequence[dict]) -> str:
+def results(reports: Sequence[dict], fit: Fit | None = None) -> str:
     """Return the runs of reports, a table for every setting, and what its columns mean."""
     tables = [
-        f"{_setting(runs[0], report['environment'])}:\n\n{_table(runs)}"
+        f"{_setting(runs[0], report['environment'])}{_earlier(report, fit)}:\n\n{_table(runs)}"
         for report in reports
         for runs in _by_setting(report["runs"])
     ]
@@ -154,6 +154,15 @@ def results(reports: Sequence[dict]) -> str:
         "for token."
     )
     return "\n\n".join([*tables, meaning])
+
+
+def _earlier(report: dict, fit: Fit | None) -> str:
+    """Name the fitted tree that a report was measured with, where another one lies there now."""
+    now = fit and fit.tried()[0]
+    of_now = now and f"fitted, {now.nodes} nodes to depth {now.depth}"
+    trees = {run["method"]: run.get("tree") for run in report["runs"]}
+    others = {name: tree for name, tree in trees.items() if now and tree and tree != of_now}
+    return "".join(f"; `{name}` with another tree, {tree}" for name, tree in others.items())
 
 
 def _by_setting(runs: Sequence[dict]) -> Iterator[list[dict]]:

@@ -202,7 +202,7 @@ def test_with_another_head_only_drafts_are_measured_again(tmp_path):
     ledger.add(Cell("draft", {"rows": 1, "paths": [1], "levels": [1]}, open=list), 1.0)
     ledger.write()
     ledger, again = measured(path, SUBJECT | {"drafter": {"kind": "head", "weights": "2"}})
-    assert "another drafter: drafts are measured again" in ledger.note
+    assert ledger.note == ""
     assert again == []
     assert ledger.of("draft") == []
 

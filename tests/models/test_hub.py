@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from local_hub import DROP, LocalHub
 from random_models import random_eagle3
 
 from specdraft.eval.drafters.trained import CARDS
-from specdraft.models.cards.card import PICTURE, head_facts
+from specdraft.models.cards.card import PICTURE, head_facts, results
 from specdraft.models.cards.curve import curve
 from specdraft.models.cards.log import LOG, records
 from specdraft.models.hub import fetch, is_hub_id
@@ -26,7 +27,9 @@ from specdraft.models.publish import contents, portable
 from specdraft.models.published import kind_there
 from specdraft.models.serving import serve_eagle3
 from specdraft.models.target_files import bundled_target_dir
+from specdraft.recipes import download_bar
 from specdraft.recipes.errors import HeadError, HubError
+from specdraft.recipes.fitted_tree import Fit
 from specdraft.recipes.load import from_dict, load_recipe
 
 # Three small runs are made once for all tests: keep them in one worker.
@@ -462,6 +465,22 @@ assert torch.equal(here.lm_head, there.lm_head)
 """
 
 
+@pytest.mark.parametrize(("moment", "shown"), [(1e9, False), (1e-9, True)])
+def test_a_download_has_a_bar_only_for_who_waits_for_it(monkeypatch, moment, shown):
+    monkeypatch.setattr(download_bar, "MOMENT", moment)
+    hub = sys.modules[download_bar.tqdm.__module__]
+    # Commands of other tests may have turned the bars off for this process.
+    monkeypatch.setattr(hub, "are_progress_bars_disabled", lambda name: False)
+    screen = io.StringIO()
+    bar = download_bar.DownloadBar(total=2, file=screen, mininterval=0)
+    bar.update()
+    bar.set_description("Download complete")
+    bar.update()
+    bar.close()
+    assert ("Download complete" in screen.getvalue()) is shown
+    assert shown or screen.getvalue() == ""
+
+
 def test_a_head_of_others_is_read_by_its_name(nursery, tmp_path):
     """In an engine's layout; tests/models/test_eagle3.py has what is read of it."""
     sizes = json.loads((bundled_target_dir() / "config.json").read_text())
@@ -588,6 +607,23 @@ def test_a_log_that_a_killed_run_left_is_read_as_far_as_it_is_whole(tmp_path):
     assert [*records(log, "train")] == [{"kind": "train", "step": 1, "loss": 2.0}]
     assert [*records(tmp_path / "none.jsonl", "train")] == []
     assert curve(log) is not None
+
+
+def test_a_card_tells_which_figures_are_of_a_tree_that_was_fitted_anew_since(runs):
+    report = json.loads((runs / "falcon" / "report.json").read_text())
+    for run in report["runs"]:
+        run["tree"] = "fitted, 7 nodes to depth 6" if run["method"] == "falcon_tree" else None
+
+    def told(nodes: int) -> bool:
+        trial = {"nodes": nodes, "depth": 6, "passes": 2, "tokens": 4.0}
+        trial |= {"expected": 2.0, "measured": 2.1}
+        fit = Fit(weights="w", machine={"cpu": "one"}, rows=1, trials=(trial,))
+        text = results([report], fit)
+        return "; `falcon_tree` with another tree, fitted, 7 nodes to depth 6:\n" in text
+
+    assert not told(7)
+    assert told(11)
+    assert "another tree" not in results([report])
 
 
 def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):

@@ -1,11 +1,16 @@
 """Options that are lists: what they hold, or what is wrong with them."""
 
 import argparse
+import ast
+from pathlib import Path
 
 import pytest
 
-from specdraft.recipes.arguments import comma_separated, whole, whole_numbers
+from specdraft.recipes.arguments import comma_separated, recipe_parser, whole, whole_numbers
 from specdraft.recipes.errors import RecipeError
+from specdraft.train.cli import COMMANDS
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_list_is_what_stands_between_commas():
@@ -24,6 +29,16 @@ def test_an_empty_place_in_a_list_is_refused(text: str):
 def test_a_number_that_is_none_or_out_of_bounds_is_refused(text: str):
     with pytest.raises(RecipeError, match="whole numbers of at least 0 and at most 2147483647"):
         whole_numbers("--seeds", f"0,{text}")
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_fits_the_terminal(monkeypatch, columns: int):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    modules = {module for module, _ in COMMANDS.values() if module} | {"train.falcon"}
+    for module in modules:
+        source = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        lines = recipe_parser(ast.get_docstring(ast.parse(source))).format_help().splitlines()
+        assert max(map(len, lines)) <= columns, module
 
 
 def test_an_option_is_a_whole_number_within_its_bounds():
