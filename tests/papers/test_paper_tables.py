@@ -20,7 +20,7 @@ from specdraft.recipes.load import load_recipe
 TABLES = all_tables()
 ABLATIONS = [table for table in TABLES.values() if isinstance(table, FalconTable)]
 # These measure what there is, in their own process.
-READY = {"tau", "tuned_cascades", "budgets", "ewif", "suffix", "contexts", "report"}
+READY = {"tau", "tuned_cascades", "t5_cascades", "budgets", "ewif", "suffix", "contexts", "report"}
 SMALL = ("data.limit=8", "train.steps=2", "train.batch_size=4", "eval.limit=2")
 SMALL += ("eval.max_new_tokens=8", "eval.validation=2")
 
