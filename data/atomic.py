@@ -73,14 +73,28 @@ def is_full_disk(error: BaseException) -> bool:
     return _NO_ROOM_WORDS.search(str(error)) is not None
 
 
+def free_bytes(path: Path) -> int:
+    """What is free on the disk where a file or folder is to lie."""
+    there = path.absolute()
+    existing = next(one for one in (there, *there.parents) if one.exists())
+    return shutil.disk_usage(existing).free
+
+
+def of_bytes(count: int) -> str:
+    """A size as a disk's shortfall is told: in GiB, MiB or KiB."""
+    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+    name = next((name for name, unit in units.items() if count >= unit), "KiB")
+    return f"{count / units[name]:.1f} {name}"
+
+
 def shortfall(path: Path, needed: int | None) -> str:
     """Say how much room is lacking for a file or folder, and what to do."""
-    free, mib = shutil.disk_usage(path.parent).free, 1 << 20
-    lacking = f"out of disk: {path} cannot be written and {free / mib:.1f} MiB are free"
+    free = free_bytes(path)
+    lacking = f"out of disk: {path} cannot be written and {of_bytes(free)} are free"
     if needed is not None:
-        lacking = f"out of disk: {path} needs {needed / mib:.1f} MiB and {free / mib:.1f} MiB are "
-        short = f"{(needed - free) / mib:.1f} MiB short"
-        lacking += f"free, {short if needed > free else 'unless a quota or ulimit says less'}"
+        lacking = f"out of disk: {path} needs {of_bytes(needed)} and {of_bytes(free)} are free, "
+        short = f"{of_bytes(needed - free)} short"
+        lacking += short if needed > free else "unless a quota or ulimit says less"
     return f"{lacking}; what is written stays valid: make room, and the same command goes on"
 
 

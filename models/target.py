@@ -34,6 +34,7 @@ from specdraft.models.feature_layers import Layers, check_layers, wide_features
 from specdraft.models.placement import is_kept_elsewhere, loading_options, runs_on, shared
 from specdraft.models.target_files import (
     auto_class,
+    end_ids,
     folder_here,
     hash_weights,
     identity_of,
@@ -237,8 +238,7 @@ class Target:
     @property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end a generation, from the generation config."""
-        eos = self.model.generation_config.eos_token_id
-        return frozenset(() if eos is None else eos if isinstance(eos, list) else [eos])
+        return frozenset(end_ids(self.model))
 
     @property
     def reads_source(self) -> bool:

@@ -153,7 +153,9 @@ def load_causal_lm(folder: Path, **options: Any) -> PreTrainedModel:
     try:
         with _quietly():
             trust = {"trust_remote_code": options.get("trust_remote_code", False)}
-            kind = auto_class(AutoConfig.from_pretrained(folder, **trust))
+            config = AutoConfig.from_pretrained(folder, **trust)
+            _check_room(config, folder)
+            kind = auto_class(config)
             model, found = kind.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -172,7 +174,30 @@ def load_causal_lm(folder: Path, **options: Any) -> PreTrainedModel:
         if names:
             few = ", ".join(sorted(names)[:3]) + (" .." if len(names) > 3 else "")
             raise TargetError(f"{_weights_of(folder)} {problem.format(few)}")
+    if strange := [one for one in end_ids(model) if type(one) is not int]:
+        raise TargetError(f"eos_token_id of its generation has {strange[0]!r:.60}; give token ids")
     return model
+
+
+def end_ids(model: PreTrainedModel) -> list:
+    """What ends a generation, from the generation config."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
+
+
+def _check_room(config: PretrainedConfig, folder: Path) -> None:
+    """Raise TargetError for sizes that the weight files have no bytes for: transformers would make
+    tensors of them first, and the machine might run out of memory."""
+    text, held = config.get_text_config(), sum(one.stat().st_size for one in _weight_files(folder))
+    names = ("num_hidden_layers", "vocab_size", "intermediate_size", *_FEATURE_SIZES)
+    sizes = {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
+    width = max((sizes[name] for name in _FEATURE_SIZES if name in sizes), default=1)
+    for name, size in sizes.items():
+        if size * width > 8 * held:  # every value takes a bit at least
+            raise TargetError(
+                f"{_weights_of(folder)} has {held:,} bytes, too few for config.json's "
+                f"{name} = {size:,}"
+            )
 
 
 @contextmanager
@@ -263,9 +288,11 @@ def _weight_files(folder: Path) -> list[Path]:
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer that lies beside a model's weights. Raises TargetError."""
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer("a text", truncation=False)  # what its settings are is only looked at now
     except Exception as error:
         raise TargetError(f"no usable tokenizer in {folder}: {in_a_line(error)}") from error
+    return tokenizer
 
 
 def read_chat_template(name: str) -> str:

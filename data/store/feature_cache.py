@@ -20,7 +20,6 @@ Shapes: T tokens of a row, N tokens of a shard, M of them with a stored feature,
 """
 
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -355,15 +354,12 @@ def _shards_on_disk(directory: Path, settings: dict[str, Any], plan: Plan) -> di
 
 def _check_disk(directory: Path, count: int, needed: int) -> None:
     """Refuse to start what the disk cannot hold. Raises CacheError that states the shortfall."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free, told = atomic.free_bytes(directory), atomic.of_bytes
     if needed > free:
-        gib = 1 << 30
         raise CacheError(
-            f"out of disk: the features of {count} tokens need {needed / gib:.2f} GiB and "
-            f"{directory.parent} has {free / gib:.2f} GiB free, {(needed - free) / gib:.2f} GiB "
-            "short; set data.feature_dtype=bfloat16 or int8, a lower data.limit or another "
-            "data.cache_dir"
+            f"out of disk: the features of {count} tokens need {told(needed)} and "
+            f"{directory.parent} has {told(free)} free, {told(needed - free)} short; set "
+            "data.feature_dtype=bfloat16 or int8, a lower data.limit or another data.cache_dir"
         )
 
 

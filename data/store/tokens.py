@@ -135,6 +135,17 @@ class TokenCache:
         longest = pc.max(pc.list_value_length(self.dataset.data.column("source_ids"))).as_py()
         return [max(length, longest) for length in self.lengths]
 
+    def check_vocabulary(self, vocab_size: int, target: str) -> None:
+        """Raise DataError where a row has ids that a target has no embedding of."""
+        for name in ("input_ids", "source_ids")[: 1 + self.has_sources]:
+            ends = pc.min_max(pc.list_flatten(self.dataset.data.column(name))).as_py()
+            if not 0 <= ends["min"] <= ends["max"] < vocab_size:
+                raise DataError(
+                    f"{self.directory} has token ids {ends['min']}..{ends['max']}, and {target} "
+                    f"knows 0..{vocab_size - 1}: its tokenizer is another model's; put the "
+                    "target's own beside its weights"
+                )
+
     def masks(self) -> Iterator[Tensor]:
         """Yield the loss mask [T] of every row, without the rest: many times faster."""
         for table in self.dataset.with_format("arrow").iter(1000):

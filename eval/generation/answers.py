@@ -90,6 +90,7 @@ def build_token_cache(recipe: Recipe, target: Target, accelerator: Accelerator) 
     generate = Server if recipe.data.server else Answers
     answers, ranks = within_context(generate(recipe, target), target), Ranks.of(accelerator)
     cache = build_tokens(recipe, target.tokenizer, answers, target.identity(), ranks)
+    cache.check_vocabulary(target.vocab_size, target.name)
     if ranks.is_first:
         say(cache.summary())
     return cache

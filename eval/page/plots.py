@@ -8,9 +8,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
 
+from specdraft.data.atomic import write_atomic
 from specdraft.eval.engine.tree import Topology
 from specdraft.eval.page.colours import mixed
 
@@ -260,7 +262,7 @@ def _tip(text: str) -> str:
 def write_png(plot: Plot, folder: Path) -> Path:
     """Draw a plot with matplotlib, three pixels per unit, into folder/NAME.png.
 
-    Raises: ImportError without matplotlib (the extra `plots`).
+    Raises: ImportError without matplotlib (the extra `plots`), CacheError on a full disk.
     """
     from matplotlib.figure import Figure
 
@@ -270,10 +272,9 @@ def write_png(plot: Plot, folder: Path) -> Path:
     axes.axis("off")
     for shape in (Label(8, -7, plot.title, size=12), *plot.shapes):
         _paint(axes, shape)
-    path = folder / f"{plot.name}.png"
-    temporary = path.with_suffix(".png.partial")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
+    content, path = BytesIO(), folder / f"{plot.name}.png"
+    figure.savefig(content, format="png")
+    write_atomic(path, content.getvalue())
     return path
 
 

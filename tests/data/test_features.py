@@ -270,7 +270,7 @@ def test_a_disk_that_fills_up_stops_with_the_shortfall_and_what_is_written_stays
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         patch.setattr(atomic.shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 40))
-        with pytest.raises(CacheError, match=r"out of disk: .* needs .* MiB .* stays valid: make"):
+        with pytest.raises(CacheError, match=r"out of disk: .* needs .* KiB .* stays valid: make"):
             build(made)
     (directory,) = Path(settings.data.cache_dir).glob("features-*")
     named = json.loads((directory / storage.MANIFEST).read_text())["shards"].values()
@@ -289,6 +289,9 @@ def test_the_shortfall_is_stated(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage(9, 9, 1 << 20))
     with pytest.raises(CacheError, match=r"needs 3\.0 MiB and 1\.0 MiB are free, 2\.0 MiB short"):
         atomic.write_atomic(tmp_path / "file", b"x" * (3 << 20))
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage(9, 9, 512))
+    with pytest.raises(CacheError, match=r"needs 2\.0 KiB and 0\.5 KiB are free, 1\.5 KiB short"):
+        atomic.write_atomic(tmp_path / "file", b"x" * 2048)
     assert not list(tmp_path.iterdir())
 
 

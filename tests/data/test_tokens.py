@@ -9,12 +9,13 @@ import datasets
 import pytest
 import small_tokenizer as st
 import torch
-from commands import start
+from commands import run, start
 
 from specdraft.data.store import tokens as tokens_module
 from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.data.template import Template
 from specdraft.models.target import Target
+from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.schema import Recipe
@@ -246,3 +247,15 @@ def test_a_disk_too_small_for_the_rows_is_told_with_their_folder(tmp_path):
     assert done.returncode == 2
     assert f"error: out of disk: {tmp_path}/cache/tokens-" in errors
     assert "make room, and the same command goes on" in errors
+
+
+def test_rows_of_another_models_tokenizer_are_told_before_its_forward(tmp_path):
+    target = shutil.copytree(bundled_target_dir(), tmp_path / "model")
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[next(token for token, number in vocabulary.items() if number == 300)] = 7000
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    words = [f"target.model={target}", f"data.cache_dir={tmp_path / 'cache'}", "data.limit=40"]
+    done = run("data/cache.py", "recipes/tiny.yaml", *words)
+    assert done.returncode == 2
+    assert f"..7000, and {target} knows 0..2047: its tokenizer is another model's" in done.stderr

@@ -64,13 +64,14 @@ HOW = ["ctrl-c", "ctrl-c twice", "closed", "SIGINT", "SIGTERM", "SIGHUP", "SIGKI
 def kill(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
     """Begin a command and end it, five times; then see what comes of it."""
     random, stage = Random(f"kill {number}"), STAGES[number % len(STAGES)]
-    if stage.trained:
-        for name in ("run", "cache"):
-            shutil.copytree(place.folder / name, folder / name)
-    command, one, kills = overridden(stage, folder, place), True, 0
+    # Two ranks add up in another order: numbers without any have their weights compared.
+    ranks = stage.ranks and number // len(STAGES) % 2 == 1
+    launchers = ["python", "python", "accelerate", "torchrun"][: 3 + ranks]
+    command, kills = overridden(stage, folder, place), 0
+    prepare(stage, folder, place)
     for _ in range(5):
-        launcher = random.choice(["python", "python", "accelerate", "torchrun"][: 3 + stage.ranks])
-        how, after, at_work = random.choice(HOW), random.expovariate(0.5), random.random() < 0.8
+        launcher, how, at_work = random.choice(launchers), random.choice(HOW), random.random() < 0.8
+        after = random.expovariate(random.choice([0.5, 5]))  # some stages are done in a second
         session = Session(launcher, command, folder)
         if (not at_work or session.lasts(PATIENCE, session.is_at_work)) and session.lasts(after):
             kills += 1
@@ -79,13 +80,22 @@ def kill(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
         told += " of work" if at_work else ""
         if found := session.aftermath():
             return kills, f"{told}: {found}"
-        one &= launcher != "torchrun"  # two ranks add up in another order
+        if session.code == 0:  # nothing is left to end
+            prepare(stage, folder, place)
     done = run(*command)
     if done.returncode:
         return kills, f"{command}: it does not go on: {done.stderr[-1500:]}"
-    if one and stage.kept and weights(folder / "run", stage.kept) != whole(stage, place):
+    if not ranks and stage.kept and weights(folder / "run", stage.kept) != whole(stage, place):
         return kills, f"{command}: other weights than undisturbed"
     return kills, None
+
+
+def prepare(stage: Stage, folder: Path, place: Place) -> None:
+    """Have a folder hold what a stage begins with, and nothing else."""
+    for name in [path.name for path in folder.iterdir()]:
+        shutil.rmtree(folder / name)
+    for name in ("run", "cache") if stage.trained else ():
+        shutil.copytree(place.folder / name, folder / name)
 
 
 def overridden(stage: Stage, folder: Path, place: Place) -> list[str]:

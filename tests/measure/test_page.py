@@ -1,8 +1,10 @@
 """report.html shows the numbers of report.json, in a real browser, and nothing that it must not."""
 
 import copy
+import errno
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,11 +20,12 @@ from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.page.colours import COLOURS, method_colours
 from specdraft.eval.page.page import COLUMNS, TIMES, draft_lines, write_page
-from specdraft.eval.page.plots import node_tree
+from specdraft.eval.page.plots import Plot, node_tree, write_png
 from specdraft.eval.page.training import POINTS, training_curve
 from specdraft.models.cards.log import LOG
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
+from specdraft.recipes.errors import CacheError
 from specdraft.recipes.load import load_recipe
 
 LATER = ("date", "headline", "training")
@@ -263,6 +266,19 @@ def test_plots_are_written_as_png_where_the_extra_is_there(report, tmp_path, mon
     (tmp_path / "bare").mkdir()
     without = write_page(report, tmp_path / "bare")
     assert [path.name for path in without.parent.iterdir()] == ["report.html"]
+
+
+def test_a_disk_too_full_for_a_plot_is_told_with_its_file(tmp_path, monkeypatch):
+    if not importlib.util.find_spec("matplotlib"):
+        pytest.skip("no matplotlib: pip install specdraft[plots]")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CacheError, match=rf"out of disk: {tmp_path}/pace.png needs .* KiB"):
+        write_png(Plot("pace", "Pace", 80, []), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_draft_lines_put_every_node_below_its_parent():

@@ -119,6 +119,11 @@ def with_config(folder: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def with_generation(folder: Path, **changes) -> None:
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def with_tensors(folder: Path, change: Callable[[dict], dict]) -> None:
     path = folder / "model.safetensors"
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
@@ -157,6 +162,18 @@ MISFITS = {
         lambda folder: with_config(folder, intermediate_size=300),
         r"than config.json: model.layers.0.mlp.down_proj.weight \[128, 344\], not \[128, 300\]",
     ),
+    "layers without end": (
+        lambda folder: with_config(folder, num_hidden_layers=10**7),
+        "bytes, too few for config.json's num_hidden_layers = 10,000,000",
+    ),
+    "a vocabulary that fills any memory": (
+        lambda folder: with_config(folder, vocab_size=10**9),
+        "bytes, too few for config.json's vocab_size = 1,000,000,000",
+    ),
+    "an end that is no token": (
+        lambda folder: with_generation(folder, eos_token_id=[[3]]),
+        r"eos_token_id of its generation has \[3\]; give token ids",
+    ),
     "a tensor less": (
         lambda folder: with_tensors(folder, without(UP)),
         f"model.safetensors lacks {UP}, which config.json asks for",
@@ -190,6 +207,14 @@ def test_weights_that_do_not_fit_their_config_are_refused(tiny, tmp_path, load, 
         LOADERS[load](folder, tiny)
     assert str(folder) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_settings_that_a_tokenizer_stumbles_over_are_told_when_it_is_loaded(tmp_path):
+    folder = shutil.copytree(bundled_target_dir(), tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "many"}))
+    with pytest.raises(TargetError, match=f"no usable tokenizer in {folder}: '>' not supported"):
+        Target.load(str(folder))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import shutil
 import signal
 import time
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from commands import end, start, start_ranks
 from safetensors.torch import load_file
 from test_loop import ToyRows, assert_close, log_lines, make_head, train
 
+from specdraft.data.atomic import of_bytes
 from specdraft.models.falcon import FalconHead
 from specdraft.models.saved import write_sums
 from specdraft.recipes.compare import differences
@@ -382,9 +385,18 @@ def test_a_disk_that_is_too_small_for_the_first_checkpoint_says_by_how_much(tmp_
     limit = (tmp_path / "whole" / "falcon" / "model.safetensors").stat().st_size // 2
     early = ["train.steps=2", "train.save_every=1"]
     _, errors = spawn(tmp_path / "cut", *early, largest_file=limit).communicate()
-    needed = f"{expected / 2**20:.1f} MiB"
-    assert f"out of disk: {tmp_path}/cut/checkpoints/step-1 needs {needed} and " in errors
+    needed = f"needs {of_bytes(expected)} and "
+    assert f"out of disk: {tmp_path}/cut/checkpoints/step-1 {needed}" in errors
     assert errors.strip().endswith("make room, and the same command goes on from the start")
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(tmp_path, monkeypatch):
+    usage, steps = namedtuple("usage", "total used free"), []
+    free = expected_bytes(make_head()) - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free, 0, free))
+    with pytest.raises(CacheError, match=r"out of disk: .*/checkpoints needs .* short; "):
+        train(tmp_path, evaluate=lambda _, step: steps.append(step), **{"train.eval_every": 1})
+    assert not steps
 
 
 def test_saving_a_head_never_leaves_a_mixture(tmp_path, monkeypatch):

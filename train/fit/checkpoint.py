@@ -91,7 +91,7 @@ class Checkpoints:
         rows: int,
         accelerator: Accelerator,
         keep: int,
-        needed: int | None = None,  # bytes that the first one takes; see `expected_bytes`
+        needed: int = 0,  # bytes that one takes at least; see `expected_bytes`
     ):
         self.folder, self.needed = out / "checkpoints", needed
         self.recipe, self.rows, self.accelerator, self.keep = recipe, rows, accelerator, keep
@@ -145,9 +145,18 @@ class Checkpoints:
     def _shortfall(self, final: Path) -> str:
         newest = self.newest()
         if newest is None:
-            return f"{atomic.shortfall(final, self.needed)} from the start"
+            return f"{atomic.shortfall(final, self.needed or None)} from the start"
         needed = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
         return f"{atomic.shortfall(final, needed)} from {newest.name}"
+
+    def check_room(self) -> None:
+        """Raise CacheError, on every rank, where the disk cannot hold another checkpoint: the steps
+        until then would be lost."""
+        lacking = None
+        if self.ranks.is_first and self.needed > atomic.free_bytes(self.folder):
+            lacking = atomic.shortfall(self.folder, self.needed)
+        if lacking := self.ranks.share(lacking):
+            raise CacheError(lacking)
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""

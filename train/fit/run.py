@@ -116,6 +116,8 @@ class Run:
         if self.ranks.is_first:  # only now: another recipe's run keeps its own
             for folder in (self.out, self.out / objective.folder):
                 dump(recipe, folder / RECIPE)
+        if self.state.step < self.steps:
+            self.checkpoints.check_room()
 
     def journal(self) -> Journal:
         """Open the journal where this run stands."""
