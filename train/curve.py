@@ -28,8 +28,9 @@ from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import tell
 from specdraft.train.curves.data_curve import draw_curves, make_curves, print_curves
-from specdraft.train.curves.sizes import FORMS, plan_sizes
+from specdraft.train.curves.sizes import METHODS, plan_sizes
 
+DEFAULT = "falcon,eagle,medusa,student"
 FEWEST = 3  # sizes that a curve is fitted to
 
 
@@ -37,18 +38,18 @@ FEWEST = 3  # sizes that a curve is fitted to
 def main() -> None:
     """Parse, check the sizes, train what is missing, fit, show and write."""
     parser = recipe_parser(__doc__)
-    parser.add_argument("--kinds", default=",".join(FORMS), help="default: %(default)s")
+    parser.add_argument("--kinds", default=DEFAULT, help="default: %(default)s")
     parser.add_argument("--rows", default="100,300,1000,3000,10000", help="default: %(default)s")
     parser.add_argument("--seeds", default="0,1,2", help="default: %(default)s")
     parser.add_argument("--jobs", type=whole(1, 1000), default=1, help="trainings at once")
     parser.add_argument("--out", type=Path, help="default: runs/curve_NAME")
     options = parser.parse_intermixed_args()
     kinds = comma_separated("--kinds", options.kinds)
-    if unknown := [kind for kind in kinds if kind not in FORMS]:
-        raise RecipeError(f"--kinds {unknown[0]:.100}: there are {', '.join(FORMS)}")
+    if unknown := [kind for kind in kinds if kind not in METHODS]:
+        raise RecipeError(f"--kinds {unknown[0]:.100}: there are {', '.join(METHODS)}")
     rows = sorted(set(whole_numbers("--rows", options.rows, least=1)))
     seeds = whole_numbers("--seeds", options.seeds)
-    common = [one for one in options.overrides if one.partition(":")[0] not in FORMS]
+    common = [one for one in options.overrides if one.partition(":")[0] not in METHODS]
     of_kind = {kind: [o[len(kind) + 1 :] for o in options.overrides if o.startswith(f"{kind}:")]
                for kind in kinds}  # fmt: skip
     recipe = load_recipe(options.recipe, common, check=problems)

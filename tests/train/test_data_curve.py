@@ -12,7 +12,7 @@ from specdraft.data.chat import split_holdout
 from specdraft.recipes.load import load_recipe
 from specdraft.train.curves.data_curve import make_curves, sentence
 from specdraft.train.curves.saturation import Saturation, fit_saturation, predict
-from specdraft.train.curves.sizes import EQUAL, FORMS, GROWING, plan_sizes
+from specdraft.train.curves.sizes import EQUAL, GROWING, METHODS, plan_sizes
 
 ROWS = [100, 300, 1000, 3000, 10000]
 TRUE = Saturation(5.0, 8.0, 0.4)
@@ -66,12 +66,12 @@ def test_the_largest_size_is_one_run_of_both_regimes(tmp_path):
     assert steps == {EQUAL: {10: 80, 20: 80, 40: 80}, GROWING: {10: 20, 20: 40, 40: 80}}
 
 
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", METHODS)
 def test_every_kind_is_made_of_one_recipe(tmp_path, kind):
     for _, size in planned(tmp_path, kinds=[kind]):
         recipe = load_recipe("tiny", size.job.settings)
-        expected = "falcon" if kind == "falcon" else kind
-        assert (recipe.kind, recipe.train.seed) == (expected, size.seed)
+        assert kind == "table" or recipe.kind == kind
+        assert recipe.train.seed == size.seed
         assert (recipe.data.limit, recipe.train.steps) == (size.rows, size.steps)
     assert recipe.optim.lr == (0.02 if kind == "medusa" else load_recipe("tiny").optim.lr)
 
@@ -126,7 +126,7 @@ def test_a_curve_says_what_ten_times_would_bring_and_how_the_first_sizes_missed(
         (["--rows", "10,20"], "a curve takes 3 sizes at least"),
         (["--rows", "10,20,4000"], "there are 3000 conversations to train on in tiny"),
         (["--rows", "10,x,30"], "give whole numbers"),
-        (["--kinds", "falcon,eagel"], "there are falcon, eagle, medusa, student"),
+        (["--kinds", "falcon,eagel"], "there are falcon, eagle, eagle3, medusa, student, table"),
         (["train.steps=null", "train.epochs=2", "--rows", "1,2,3"], "give the steps that equal"),
         (["eagle:optim.lr=1", "optim.lr=no", "--rows", "1,2,3"], "optim.lr"),
     ],

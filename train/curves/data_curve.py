@@ -14,7 +14,7 @@ from specdraft.eval.page.colours import method_colours
 from specdraft.eval.page.plots import curves, write_png
 from specdraft.recipes.terminal import Screen
 from specdraft.train.curves.saturation import fit_saturation, predict
-from specdraft.train.curves.sizes import FORMS, Size
+from specdraft.train.curves.sizes import METHODS, Size
 
 BACK_TEST = 3  # the first sizes, which predict the largest
 
@@ -36,9 +36,9 @@ def make_curves(sizes: Sequence[tuple[str, Size]]) -> dict:
 
 def _point(size: Size) -> dict:
     report = size.job.report()
-    run = next(run for run in report["runs"] if run["method"] == FORMS[size.kind].method)
-    log = (size.job.folder / "log.jsonl").read_text().splitlines()
-    last = json.loads(log[-1])
+    run = next(run for run in report["runs"] if run["method"] == METHODS[size.kind])
+    log = size.job.folder / "log.jsonl"  # a table, which is counted, keeps none
+    last = json.loads(log.read_text().splitlines()[-1]) if log.is_file() else {}
     return {
         "kind": size.kind,
         "rows": size.rows,
@@ -126,8 +126,8 @@ def draw_curves(report: dict, folder: Path) -> None:
     """
     if not importlib.util.find_spec("matplotlib"):
         return
-    by_method = method_colours(form.method for form in FORMS.values())
-    colours = {kind: by_method[form.method] for kind, form in FORMS.items()}
+    by_method = method_colours(METHODS.values())
+    colours = {kind: by_method[method] for kind, method in METHODS.items()}
     for regime in dict.fromkeys(curve["steps_are"] for curve in report["curves"]):
         chosen = [curve for curve in report["curves"] if curve["steps_are"] == regime]
         series = {}

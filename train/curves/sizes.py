@@ -9,34 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specdraft.eval.drafters.registry import find
 from specdraft.eval.papers.jobs import Job
 from specdraft.recipes.schema import Recipe
+from specdraft.train.kinds import overrides_of
 
 EQUAL, GROWING = "equal", "growing"  # steps
 
 
-@dataclass(frozen=True)
-class Form:
-    """What makes a kind of drafter of a recipe: its trainer, the method that measures it, and the
-    overrides of its form. Chains measure: no tree is fitted to a head of a few rows."""
-
-    script: str
-    method: str
-    overrides: tuple[str, ...] = ()
-
-
-FORMS = {
-    "falcon": Form("train/falcon.py", "falcon_chain"),
-    "eagle": Form(
-        "train/eagle.py",
-        "eagle_chain",
-        (
-            *("head.block_size=1", "head.fusion=linear", "head.input_norm=false"),
-            *("head.reads=own", "head.coupling=none", "glance.enabled=false"),
-        ),
-    ),
-    "medusa": Form("train/medusa.py", "medusa_chain", ("medusa.heads=4", "train.rollout=1")),
-    "student": Form("train/distill.py", "ssd", ("student.layers=2", "train.rollout=1")),
+# What measures a kind (train/kinds.py). Chains do: no tree is fitted to a head of a few rows.
+METHODS = {
+    "falcon": "falcon_chain",
+    "eagle": "eagle_chain",
+    "eagle3": "eagle3_chain",
+    "medusa": "medusa_chain",
+    "student": "ssd",
+    "table": "maxgram",
 }
 # Nothing is chosen on the way, fitted or logged elsewhere: the last drafter is what its data gave.
 PLAIN = ("train.eval_every=null", "train.save_every=null", "train.epochs=null", "train.trackers=[]")
@@ -65,7 +53,7 @@ def plan_sizes(
 ) -> Iterator[tuple[str, Size]]:
     """Yield every training with its regime, smallest first; one of both regimes comes twice.
 
-    overrides: for all; of_kind: for one kind, after those of its form.
+    overrides: for all; of_kind: for one kind, after what makes it.
     """
     whole = recipe.train.steps
     for size in sorted(rows):
@@ -78,14 +66,15 @@ def plan_sizes(
 
 
 def _job(source: str, kind: str, rows: int, steps: int, seed: int, given: tuple, out: Path) -> Job:
-    form, (overrides, of_kind) = FORMS[kind], given
+    method, (overrides, of_kind) = METHODS[kind], given
     settings = (
-        *form.overrides,
+        *overrides_of(kind, source, overrides),
         *PLAIN,
         *overrides,
         *of_kind.get(kind, ()),
         *(f"data.limit={rows}", f"train.steps={steps}", f"train.seed={seed}"),
-        *(f"eval.methods=[plain,{form.method}]", "eval.tree=tiny_k1"),
+        *(f"eval.methods=[plain,{method}]", "eval.tree=tiny_k1"),
         f"data.cache_dir={out / 'cache'}",
     )
-    return Job(form.script, source, settings, out / kind / f"{rows}-rows-{steps}-steps-seed{seed}")
+    folder = out / kind / f"{rows}-rows-{steps}-steps-seed{seed}"
+    return Job(find(method)[0].trainer, source, settings, folder)
