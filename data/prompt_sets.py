@@ -12,6 +12,7 @@ first turns are what its figures are of.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from specdraft.data.protocols import (
 )
 from specdraft.data.sources import Row, Source
 from specdraft.recipes.errors import DataError, in_a_line
+from specdraft.recipes.interrupt import abandonable
 from specdraft.recipes.sections.evaluation import EvalSection
 
 Turns = list[Any]  # of the user; checked to be text
@@ -271,7 +273,8 @@ def _of_hub(name: str, hub: tuple[str, str | None, str] | str | None) -> Iterato
         if not which:
             return Source(repository).rows()
         configuration, split = which
-        dataset = datasets.load_dataset(repository, configuration, split=split)
+        load = partial(datasets.load_dataset, repository, configuration, split=split)
+        dataset = abandonable(load)
     except Exception as error:
         raise DataError(
             f"eval.prompts = {name}: cannot fetch {repository} from the Hub ({in_a_line(error)}); "

@@ -17,11 +17,13 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specdraft.data import fingerprint
 from specdraft.recipes.errors import DataError, in_a_line
+from specdraft.recipes.interrupt import abandonable
 
 BUNDLED = "tiny"
 _HUB_FILE = re.compile(r"hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?/(.+)")
@@ -156,7 +158,8 @@ def _download(name: str, repo: str, revision: str | None, filename: str) -> Path
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(repo, filename, repo_type="dataset", revision=revision))
+        download = partial(hf_hub_download, repo, filename, repo_type="dataset")
+        return Path(abandonable(partial(download, revision=revision)))
     except Exception as error:
         raise DataError(f"data.sources: cannot fetch {name} ({in_a_line(error)})") from error
 
@@ -177,7 +180,8 @@ def _open_dataset(name: str, path: Path | None, streaming: bool) -> Any:
     try:
         if path is None:
             repo, split = _HUB_NAME.fullmatch(name).groups()
-            return datasets.load_dataset(repo, split=split or "train", streaming=streaming)
+            load = partial(datasets.load_dataset, repo, split=split or "train")
+            return abandonable(partial(load, streaming=streaming))
         if path.suffix == ".arrow":
             return datasets.Dataset.from_file(str(path))
         if path.suffix == ".parquet":

@@ -9,6 +9,7 @@ Credentials are huggingface_hub's own affair (`hf auth login`, HF_TOKEN), and so
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import (
@@ -22,6 +23,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import HubError, in_a_line
+from specdraft.recipes.interrupt import abandonable
 from specdraft.recipes.schema import HubSection
 from specdraft.recipes.static_trees import TREE
 
@@ -50,10 +52,8 @@ def fetch(name: str | Path, revision: str | None = None) -> Path:
         return Path(os.path.expanduser(name))  # which takes any name
     try:
         patterns = ["config.json", SUMS, TREE, *WEIGHTS]
-        folder = snapshot_download(
-            name, revision=revision, allow_patterns=patterns, tqdm_class=DownloadBar
-        )
-        return Path(folder)
+        download = partial(snapshot_download, name, revision=revision, tqdm_class=DownloadBar)
+        return Path(abandonable(partial(download, allow_patterns=patterns)))
     except Exception as error:
         raise HubError(
             f"{name} is no local folder and the Hub did not give it ({_reason(error)}); "
@@ -94,12 +94,13 @@ def push(
         # Not upload_folder: it may take several commits, and show a repository half-way.
         operations = [CommitOperationAdd(name, content) for name, content in files.items()]
         operations += [CommitOperationDelete(name) for name in weights if name not in files]
-        commit = api.create_commit(repo_id, operations, commit_message=message, revision=revision)
+        commit = partial(api.create_commit, repo_id, operations, commit_message=message)
+        made = abandonable(partial(commit, revision=revision))
     except HubError:
         raise
     except Exception as error:
         raise HubError(f"the Hub did not take {repo_id} ({_reason(error)})") from error
-    return str(commit.commit_url)
+    return str(made.commit_url)
 
 
 def _reason(error: BaseException) -> str:

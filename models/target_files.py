@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -31,6 +32,7 @@ from transformers.utils import logging
 from specdraft.models.families.encoder_decoder import start_ids
 from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import TargetError, in_a_line
+from specdraft.recipes.interrupt import abandonable
 from specdraft.recipes.sections.target import BUNDLED
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_model*.bin"]
@@ -62,10 +64,8 @@ def model_folder(name: str, revision: str | None = None) -> Path:
             f"give an existing folder, a Hub id (owner/name) or {BUNDLED!r}"
         )
     try:
-        folder = snapshot_download(
-            name, revision=revision, allow_patterns=_PATTERNS, tqdm_class=DownloadBar
-        )
-        return Path(folder)
+        download = partial(snapshot_download, name, revision=revision, tqdm_class=DownloadBar)
+        return Path(abandonable(partial(download, allow_patterns=_PATTERNS)))
     except Exception as error:
         raise TargetError(
             f"target.model: {name} is no local folder and the Hub did not give it "

@@ -12,9 +12,11 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from specdraft.recipes.errors import UserError
 from specdraft.recipes.interrupt import (
+    Abandoned,
     StopRequest,
     is_first_process,
     resume_command,
@@ -45,9 +47,19 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
                 if is_first_process():
                     kept = f"{interrupt}; resume" if str(interrupt) else "interrupted; start again"
                     say(f"\n{kept} with: {resume or resume_command()}")
+                if isinstance(interrupt, Abandoned):
+                    _leave()
                 sys.exit(130)
 
     return guarded
+
+
+def _leave() -> None:
+    """End now, whatever other threads are at."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # gone, or closed
+            stream.flush()
+    os._exit(130)
 
 
 def _fail(error: Exception) -> None:

@@ -7,10 +7,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import dropwhile
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import psutil
 
@@ -19,11 +20,16 @@ from specdraft.recipes.terminal import say_at_once
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in dir(signal)]
 STOPS_WITH = "SPECDRAFT_STOPS_WITH"  # in the environment: the parent that we do not outlive
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # what launchers leave there
+Returned = TypeVar("Returned")
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal to get when the parent dies
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP, which end a chat where Ctrl-C only ends an answer."""
+
+
+class Abandoned(KeyboardInterrupt):
+    """An interruption that leaves threads behind, for which Python would wait when it ends."""
 
 
 class StopRequest:
@@ -102,6 +108,27 @@ class StopRequest:
         if raises or (self._lost and not self._saving):
             self._raised, self._lost = number, False
             raise KeyboardInterrupt if pressed else Terminated
+
+
+def abandonable(call: Callable[[], Returned]) -> Returned:
+    """Return what a call returns; do not wait for the threads it starts where it is interrupted.
+
+    huggingface_hub moves files in pools, and leaving a pool waits for a file's end: of gigabytes.
+    Raises what the call raises, and Abandoned.
+    """
+    done: Future[Returned] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return done.result()
+    except KeyboardInterrupt as interrupt:
+        raise Abandoned(*interrupt.args) from None
 
 
 @contextmanager

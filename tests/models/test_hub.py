@@ -6,16 +6,19 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from forks import Fork, Nursery
-from local_hub import DROP, LocalHub
+from local_hub import DROP, Handler, LocalHub
 from random_models import random_eagle3
 
 from specdraft.eval.drafters.trained import CARDS
@@ -523,6 +526,36 @@ def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, push, call
     # What had arrived before is not sent again.
     assert hub.calls[again:].count("PUT lfs") == len(hub.objects) - uploaded
     assert (uploaded > 0) == (call == "POST commit")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_push_that_is_stopped_does_not_wait_for_what_it_uploads(
+    hub, nursery, runs, monkeypatch, number
+):
+    shutil.copytree(runs / "falcon", again := runs / f"stopped-{number}")
+    released, began = Event(), Event()
+
+    def store(handler, body, oid):
+        began.set()
+        released.wait()
+        with suppress(OSError):  # whom it would answer is gone
+            handler.answer({})
+
+    monkeypatch.setattr(Handler, "store", store)
+    monkeypatch.setattr(hub, "objects", {})
+    name = f"you/stopped-{number}"
+    process = Fork("models/push.py", again, name, cwd=ROOT, env=nursery.env, parent=nursery)
+    try:
+        assert began.wait(300)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        released.set()
+    assert process.returncode == 130
+    assert errors.strip().endswith(
+        f"interrupted; start again with: python models/push.py {again} {name}"
+    )
+    assert len(hub.commits[name]["main"]) == 1
 
 
 def test_a_repeated_push_replaces_weights_and_leaves_other_files_alone(hub, runs, push):
