@@ -12,6 +12,7 @@ import copy
 import threading
 from contextlib import nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,8 @@ class Target:
     ):
         self.model = model.eval().requires_grad_(False)
         self.no_layers = no_layers
-        self.tokenizer = tokenizer
+        # For type checkers, always one: only a model that came without its files has none.
+        self.tokenizer: Any = tokenizer
         self.name = name
         self.config = model.config
         self.embedding = model.get_input_embeddings()

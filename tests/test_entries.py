@@ -1,13 +1,16 @@
 """The commands of the README, as a user runs them: exit codes, messages, and a whole small run."""
 
 import json
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from commands import ROOT, run, run_afresh, run_here
 
-from specdraft.train.cli import COMMANDS, trainers
+from specdraft.train.cli import COMMANDS
+from specdraft.train.kinds import trainers
 
 SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=16"]
 SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=8", "train.eval_every=3"]
@@ -70,6 +73,13 @@ def test_one_command_takes_a_run_or_its_head_for_a_recipe(finished, tmp_path):
         assert done.returncode == 0, done.stderr
         (row,) = json.loads((tmp_path / "report.json").read_text())["runs"][1:]
         assert (row["method"], row["identical"]) == ("falcon_tree", 1)
+
+
+def test_what_one_command_says_itself_takes_no_torch():
+    lines = "import sys; from specdraft.train import cli; cli.main(); print('torch' in sys.modules)"
+    for option in ("--help", "--version"):
+        told = subprocess.run([sys.executable, "-c", lines, option], capture_output=True, text=True)
+        assert told.stdout.splitlines()[-1] == "False", told.stderr
 
 
 def test_one_command_names_what_there_is():

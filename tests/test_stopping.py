@@ -223,7 +223,12 @@ def test_a_rank_whose_like_is_gone_is_no_fault_of_ours(monkeypatch, capsys, rank
     ("command", "number", "rank", "told"),
     [
         (["eval/bench.py"], signal.SIGINT, "0", ["interrupted before anything began"]),
-        (["-m", "specdraft.train.cli"], signal.SIGHUP, "0", ["interrupted before anything began"]),
+        (
+            ["-m", "specdraft.train.cli", "train"],
+            signal.SIGHUP,
+            "0",
+            ["interrupted before anything began"],
+        ),
         (["train/falcon.py"], signal.SIGTERM, "1", []),
     ],
 )

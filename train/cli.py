@@ -11,18 +11,14 @@ Over several processes the scripts themselves are launched:
 from specdraft.recipes.entry import entry
 
 import sys
-from argparse import ArgumentParser
 from importlib import import_module
 from importlib.metadata import version
 
-from specdraft.eval.drafters.registry import find, problems
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import nearest
-from specdraft.recipes.find import KINDS
-from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import tell
-from specdraft.train.kinds import overrides_of
 
+KINDS = "train.kinds"  # finds the scripts of `train`
 COMMANDS = {
     "train": ("", "train what a recipe drafts with, or --kind KIND of it, and measure it"),
     "cache": ("data.cache", "the data stage alone: tokens and features of the target"),
@@ -41,8 +37,15 @@ COMMANDS = {
 }
 
 
-@entry
 def main() -> None:
+    """Import what the command needs, which a signal still ends in a line, and run it."""
+    module, *_ = COMMANDS.get("".join(sys.argv[1:2]), (None,))
+    if module is not None:
+        import_module(f"specdraft.{module or KINDS}")
+    entry(command)()
+
+
+def command() -> None:
     """Find the script of a command and run it with the other arguments."""
     name, arguments = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
     if name in ("-h", "--help"):
@@ -56,9 +59,12 @@ def main() -> None:
             f"(there are {', '.join(COMMANDS)})"
         )
     else:
+        modules = [COMMANDS[name][0]]
         if name == "train":
-            arguments = with_kind(arguments)
-        for module in trainers(arguments) if name == "train" else [COMMANDS[name][0]]:
+            kinds = import_module(f"specdraft.{KINDS}")
+            arguments = kinds.with_kind(arguments)
+            modules = kinds.trainers(arguments)
+        for module in modules:
             sys.argv = [f"specdraft {name}", *arguments]
             import_module(f"specdraft.{module}").main()
 
@@ -69,41 +75,6 @@ def usage() -> str:
     rows = (f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items())
     head = "usage: specdraft COMMAND RECIPE [section.key=value ..]"
     return "\n".join([head, "", *rows, "", "specdraft COMMAND --help says more."])
-
-
-def with_kind(arguments: list[str]) -> list[str]:
-    """The arguments of `train` with what `--kind KIND` stands for behind the recipe. RecipeError
-    for a kind that there is not."""
-    parser = ArgumentParser(prog="specdraft train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--kind")
-    parsed, rest = parser.parse_known_args(arguments)
-    if {"-h", "--help"} & {*rest}:
-        tell(f"--kind KIND trains another kind of drafter by the same recipe: {', '.join(KINDS)}\n")
-    given = named(rest)
-    if parsed.kind is None or not given:
-        return rest
-    behind = rest.index(given[0]) + 1
-    return [*rest[:behind], *overrides_of(parsed.kind, given[0], given[1:]), *rest[behind:]]
-
-
-def named(arguments: list[str]) -> list[str]:
-    """The recipe, and what it is overridden by: what is no option."""
-    recipe, *others = [one for one in arguments if not one.startswith("-")] or [""]
-    overrides = [one for one in others if "=" in one or one.endswith(".yaml")]
-    return [recipe, *overrides] if recipe else []
-
-
-def trainers(arguments: list[str]) -> list[str]:
-    """The scripts that train what a recipe's methods draft with, in their order."""
-    given = named(arguments)
-    if not given:
-        return ["train.falcon"]  # which says what is missing
-    recipe = load_recipe(given[0], given[1:], check=problems)
-    scripts = [find(name)[0].trainer for name in recipe.eval.methods]
-    found = list(dict.fromkeys(script for script in scripts if script))
-    if not found:
-        raise RecipeError(f"{recipe.name}: none of eval.methods drafts with anything trained")
-    return [script.removesuffix(".py").replace("/", ".") for script in found]
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@ What makes a kind is a part of a recipe, recipes/kinds/KIND.yaml, which comes be
 overrides. The rest, the target, the data and the training, is the recipe's.
 """
 
+from argparse import ArgumentParser
 from collections.abc import Sequence
 
+from specdraft.eval.drafters.registry import find, problems
 from specdraft.models.shapes import target_shape
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import nearest
 from specdraft.recipes.find import BUNDLED, KINDS
 from specdraft.recipes.load import load_recipe
+from specdraft.recipes.terminal import tell
 
 
 def part_of(kind: str) -> str:
@@ -45,3 +48,38 @@ def low_middle_high(count: int) -> tuple[int, ...]:
     far apart as they are."""
     low, high = (2, count - 3) if count >= 8 else (1, max(count - 2, 1))
     return tuple(sorted({low, max(count // 2, 1), high}))
+
+
+def with_kind(arguments: list[str]) -> list[str]:
+    """The arguments of `train` with what `--kind KIND` stands for behind the recipe. RecipeError
+    for a kind that there is not."""
+    parser = ArgumentParser(prog="specdraft train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--kind")
+    parsed, rest = parser.parse_known_args(arguments)
+    if {"-h", "--help"} & {*rest}:
+        tell(f"--kind KIND trains another kind of drafter by the same recipe: {', '.join(KINDS)}\n")
+    given = named(rest)
+    if parsed.kind is None or not given:
+        return rest
+    behind = rest.index(given[0]) + 1
+    return [*rest[:behind], *overrides_of(parsed.kind, given[0], given[1:]), *rest[behind:]]
+
+
+def named(arguments: list[str]) -> list[str]:
+    """The recipe, and what it is overridden by: what is no option."""
+    recipe, *others = [one for one in arguments if not one.startswith("-")] or [""]
+    overrides = [one for one in others if "=" in one or one.endswith(".yaml")]
+    return [recipe, *overrides] if recipe else []
+
+
+def trainers(arguments: list[str]) -> list[str]:
+    """The scripts that train what a recipe's methods draft with, in their order."""
+    given = named(arguments)
+    if not given:
+        return ["train.falcon"]  # which says what is missing
+    recipe = load_recipe(given[0], given[1:], check=problems)
+    scripts = [find(name)[0].trainer for name in recipe.eval.methods]
+    found = list(dict.fromkeys(script for script in scripts if script))
+    if not found:
+        raise RecipeError(f"{recipe.name}: none of eval.methods drafts with anything trained")
+    return [script.removesuffix(".py").replace("/", ".") for script in found]

@@ -123,10 +123,11 @@ def test_three_lines_stream_a_chat_and_sample_a_batch(run, model, tokenizer, cap
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="no mypy")
-def test_the_lines_have_types(run, tmp_path):
-    lines = tmp_path / "three_lines.py"
+def test_the_lines_and_those_of_the_readme_for_our_decoder_have_types(run, tmp_path):
+    lines, queue = tmp_path / "three_lines.py", tmp_path / "of_requests.py"
     lines.write_text(LINES.format(target="models/tiny", drafter="you/head"))
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", lines], capture_output=True, text=True, cwd=tmp_path
-    )
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    queue.write_text(readme.split("```python")[2].partition("```")[0])
+    mypy = [sys.executable, "-m", "mypy", lines, queue]
+    done = subprocess.run(mypy, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout

@@ -7,8 +7,7 @@ from specdraft.eval.drafters.registry import problems
 from specdraft.models.shapes import target_shape
 from specdraft.recipes.find import BUNDLED, KINDS
 from specdraft.recipes.load import load_recipe
-from specdraft.train.cli import named, trainers, with_kind
-from specdraft.train.kinds import low_middle_high
+from specdraft.train.kinds import low_middle_high, named, trainers, with_kind
 
 SCRIPTS = dict(
     zip(KINDS, ("falcon", "eagle", "eagle3", "medusa", "distill", "maxgram"), strict=True)
