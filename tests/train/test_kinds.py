@@ -4,10 +4,11 @@ import pytest
 from commands import ROOT, run_here
 
 from specdraft.eval.drafters.registry import problems
+from specdraft.models.kinds import low_middle_high
 from specdraft.models.shapes import target_shape
 from specdraft.recipes.find import BUNDLED, KINDS
 from specdraft.recipes.load import load_recipe
-from specdraft.train.kinds import low_middle_high, named, trainers, with_kind
+from specdraft.train.kinds import named, trainers, with_kind
 
 SCRIPTS = dict(
     zip(KINDS, ("falcon", "eagle", "eagle3", "medusa", "distill", "maxgram"), strict=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from specdraft.eval.drafters.registry import find
 from specdraft.eval.papers.jobs import Job
+from specdraft.models.kinds import overrides_of
 from specdraft.recipes.schema import Recipe
-from specdraft.train.kinds import overrides_of
 
 EQUAL, GROWING = "equal", "growing"  # steps
 
 
-# What measures a kind (train/kinds.py). Chains do: no tree is fitted to a head of a few rows.
+# What measures a kind (models/kinds.py). Chains do: no tree is fitted to a head of a few rows.
 METHODS = {
     "falcon": "falcon_chain",
     "eagle": "eagle_chain",
