@@ -27,7 +27,7 @@ from specdraft.data.world.measures import measure
 from specdraft.data.world.tokenizer import build_tokenizer
 from specdraft.data.world.training import TrainSettings, build_variant, load_trained, train
 from specdraft.data.world.world import conversations, held_out_prompts
-from specdraft.recipes.arguments import whole
+from specdraft.recipes.arguments import Parser, whole
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLES = {"user": "human", "assistant": "gpt"}  # in ShareGPT's words
@@ -86,7 +86,7 @@ def settings_of(text: str) -> dict:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "models" / "tiny")
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "tiny")
     parser.add_argument("--steps", type=whole(1, 10**9), default=TrainSettings.steps)

@@ -12,7 +12,6 @@ follows from --seed and --steps.
 
 from specdraft.recipes.entry import entry
 
-import argparse
 import itertools
 import json
 import logging
@@ -25,7 +24,7 @@ from specdraft.data.world.pairs import held_out_pairs, pairs
 from specdraft.data.world.t5 import train_t5
 from specdraft.data.world.training import TrainSettings
 from specdraft.models.target_files import bundled_target_dir
-from specdraft.recipes.arguments import whole
+from specdraft.recipes.arguments import Parser, whole
 from specdraft.recipes.terminal import tell
 
 PROMPT_SEED, PAIR_SEED = 1, 2
@@ -52,7 +51,7 @@ def write_prompts(path: Path) -> None:
 @entry
 def main() -> None:
     """Write the data and train the model."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/t5"))
     parser.add_argument("--steps", type=whole(1, 10**9), default=3000)
     parser.add_argument("--minutes", type=float, help="end earlier, after this long")

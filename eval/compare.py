@@ -11,7 +11,6 @@ matplotlib, PNGs; one of them is the frontier of speed over the minutes of train
 
 from specdraft.recipes.entry import entry
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from specdraft.eval.comparing.race import race
 from specdraft.eval.comparing.show import frontier, print_comparison
 from specdraft.eval.measure.report import write_report
 from specdraft.models.target import Target
+from specdraft.recipes.arguments import Parser
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.terminal import tell
 
@@ -29,7 +29,7 @@ from specdraft.recipes.terminal import tell
 @entry
 def main() -> None:
     """Parse, load target and drafters, decode in turns, show and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("drafters", nargs="+", metavar="RUN|HEAD|HUB_ID|section.key=value")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/compare"), help="default: %(default)s"

@@ -23,7 +23,7 @@ from specdraft.eval.papers.plots import save
 from specdraft.eval.papers.result import show, write_result
 from specdraft.eval.papers.table import Plan, with_settings
 from specdraft.eval.papers.tables import all_tables, table_of
-from specdraft.recipes.arguments import whole, whole_numbers
+from specdraft.recipes.arguments import Parser, whole, whole_numbers
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.terminal import tell
 
@@ -31,7 +31,7 @@ from specdraft.recipes.terminal import tell
 @entry
 def main() -> None:
     """Make a table, the page of all kept ones, or a list of what can be made."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", metavar="TABLE [section.key=value ..]")
     parser.add_argument("--recipe", help="what is trained or measured; default: the table's")
     parser.add_argument("--seeds", help="comma-separated; default: 0,1,2 where anything is drawn")

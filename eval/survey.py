@@ -8,18 +8,18 @@ has there (delete it to try all again); and OUT/families.md.
 
 from specdraft.recipes.entry import entry
 
-import argparse
 import logging
 from pathlib import Path
 
 from specdraft.eval.checkup.survey import families, page, survey
+from specdraft.recipes.arguments import Parser
 from specdraft.recipes.terminal import say, tell
 
 
 @entry
 def main() -> None:
     """Parse, try one family after the other, write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; default: all")
     parser.add_argument("--out", type=Path, default=Path("eval/families"), help="a folder")
     parser.add_argument("--seconds", type=float, default=60.0, help="for one family")

@@ -9,17 +9,17 @@ command that measures it.
 
 from specdraft.recipes.entry import entry
 
-import argparse
 from pathlib import Path
 
 from specdraft.eval.comparing.field_table import field_table
+from specdraft.recipes.arguments import Parser
 from specdraft.recipes.terminal import say, tell
 
 
 @entry
 def main() -> None:
     """Parse, read the reports, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "reports", nargs="+", type=Path, metavar="REPORT", help="report.json, or its folder"
     )

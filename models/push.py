@@ -8,11 +8,10 @@ What training does by itself with hub.repo_id=you/falcon-tiny; after a failure, 
 
 from specdraft.recipes.entry import entry
 
-import argparse
-
 from specdraft.eval.drafters.trained import CARDS
 from specdraft.models.hub import check_login
 from specdraft.models.publish import contents, kind_named, manifest, publish
+from specdraft.recipes.arguments import Parser
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import tell
 
@@ -20,7 +19,7 @@ from specdraft.recipes.terminal import tell
 @entry
 def main() -> None:
     """Parse, load the run's own recipe, push."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("run", help="a run's folder, e.g. runs/tiny, its recipe, or runs/mine/KIND")
     parser.add_argument("repo_id", metavar="owner/name", help="made if needed")
     parser.add_argument("overrides", nargs="*", metavar="hub.key=value")

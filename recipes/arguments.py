@@ -5,19 +5,27 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable
+from typing import NoReturn
 
 from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.terminal import visible
 
 
-def recipe_parser(
-    description: str, example: str = "tiny", epilog: str | None = None
-) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """argparse's, which would print what it refuses as it is."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End, with a message on stderr that is shown and not obeyed."""
+        super().exit(status, message and visible(message))
+
+
+def recipe_parser(description: str, example: str = "tiny", epilog: str | None = None) -> Parser:
     """A parser for RECIPE [section.key=value ..]; parse with `parse_intermixed_args`.
 
     description: a script's docstring, of which the first line is shown; epilog: shown as it is.
     """
     columns = shutil.get_terminal_size().columns - 2  # as argparse wraps all else
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=textwrap.fill(description.splitlines()[0], columns),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,

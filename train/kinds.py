@@ -1,9 +1,8 @@
 """Which scripts train what a recipe drafts with, or, by `--kind KIND`, another kind of drafter."""
 
-from argparse import ArgumentParser
-
 from specdraft.eval.drafters.registry import find, problems
 from specdraft.models.kinds import overrides_of
+from specdraft.recipes.arguments import Parser
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.find import KINDS
 from specdraft.recipes.load import load_recipe
@@ -13,7 +12,7 @@ from specdraft.recipes.terminal import tell
 def with_kind(arguments: list[str]) -> list[str]:
     """The arguments of `train` with what `--kind KIND` stands for behind the recipe. RecipeError
     for a kind that there is not."""
-    parser = ArgumentParser(prog="specdraft train", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="specdraft train", add_help=False, allow_abbrev=False)
     parser.add_argument("--kind")
     parsed, rest = parser.parse_known_args(arguments)
     if {"-h", "--help"} & {*rest}:

@@ -9,7 +9,7 @@ K for one student; more students have more of them.
 
 import json
 import random
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +22,7 @@ from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.measurement import REFERENCE, measure, measured_cost
 from specdraft.eval.measure.metrics import Costs, counts, times
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import whole
+from specdraft.recipes.arguments import Parser, whole
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.schema import Recipe
@@ -33,7 +33,7 @@ MEASURES = ("wall", "swi")
 FIRST = 2  # prompts of the first rung
 
 
-def parse_tuning(parser: ArgumentParser, candidates: int) -> Namespace:
+def parse_tuning(parser: Parser, candidates: int) -> Namespace:
     """Parse the command line of a script that tunes; RecipeError where there is nothing to try."""
     parser.add_argument("--by", choices=MEASURES, default="wall", help="what is tuned for")
     parser.add_argument(

@@ -31,6 +31,25 @@ def test_a_number_that_is_none_or_out_of_bounds_is_refused(text: str):
         whole_numbers("--seeds", f"0,{text}")
 
 
+def test_what_is_refused_is_shown_and_not_obeyed(capsys):
+    parser = recipe_parser("Do it.")
+    parser.add_argument("--count", type=whole(1, 3))
+    for words in (["tiny", "--\x1b]52;c;aGk=\a"], ["tiny", "--count", "1\x1b[2J"]):
+        with pytest.raises(SystemExit) as end:
+            parser.parse_intermixed_args(words)
+        assert end.value.code == 2
+        said = capsys.readouterr().err
+        assert "␛" in said
+        assert "\x1b" not in said
+
+
+def test_every_command_shows_what_it_refuses():
+    rooms = ("data", "eval", "models", "recipes", "train")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    raw = [path.name for path in files if "ArgumentParser" in path.read_text(encoding="utf-8")]
+    assert raw == ["arguments.py"]
+
+
 @pytest.mark.parametrize("columns", [60, 80])
 def test_help_fits_the_terminal(monkeypatch, columns: int):
     monkeypatch.setenv("COLUMNS", str(columns))
