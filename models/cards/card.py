@@ -15,6 +15,7 @@ from specdraft.recipes.find import HEADS
 from specdraft.recipes.fitted_tree import Fit
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
+from specdraft.recipes.terminal import visible
 
 PICTURE = "training_curve.png"
 COLUMNS = {
@@ -61,7 +62,7 @@ def model_card(
     ]
     if picture:
         parts += ["## Training", f"![training curve]({PICTURE})"]
-    return "\n\n".join(parts) + "\n"
+    return visible("\n\n".join(parts)) + "\n"
 
 
 def metadata(recipe: Recipe, card: Card, reports: Sequence[dict]) -> dict:
@@ -113,7 +114,8 @@ def facts(recipe: Recipe, card: Card, config: dict, fit: Fit | None) -> str:
         "licence": recipe.hub.license
         or "none was chosen (`hub.license`); that of the target may bind what is made from it",
     }  # fmt: skip
-    return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())])
+    cells = {name: " ".join(text.split()).replace("|", r"\|") for name, text in rows.items()}
+    return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in cells.items())])
 
 
 def head_facts(config: dict) -> str:

@@ -22,7 +22,7 @@ from local_hub import DROP, Handler, LocalHub
 from random_models import random_eagle3
 
 from specdraft.eval.drafters.trained import CARDS
-from specdraft.models.cards.card import PICTURE, head_facts, results
+from specdraft.models.cards.card import PICTURE, head_facts, model_card, results
 from specdraft.models.cards.curve import curve
 from specdraft.models.cards.log import LOG, records
 from specdraft.models.hub import fetch, is_hub_id
@@ -312,6 +312,16 @@ def test_paths_of_target_and_data_become_names(head_run, tmp_path):
     assert "drafts for **my-model**" in card
     assert "datasets:\n- owner/name\n" in card
     from_dict(recipe)
+
+
+def test_a_card_shows_what_a_name_would_have_a_terminal_do(runs):
+    names = r'data.sources=["a|b\e]52;c;aGk=\a.jsonl", "c\n# d.jsonl"]'
+    recipe = load_recipe("tiny", [names, r'target.model="my\e[2J"', "hub.repo_id=you/t"])
+    config = json.loads((runs / "falcon" / "falcon" / "config.json").read_text())
+    card = model_card(recipe, CARDS["falcon"], config, [], picture=False)
+    assert r"| data | a\|b␛]52;c;aGk=␇.jsonl, c # d.jsonl; answers by" in card
+    assert "drafts for **my␛[2J**" in card
+    assert not {"\x1b", "\a"} & set(card)
 
 
 def test_the_server_that_answered_is_nobodys_business(head_run):
