@@ -53,7 +53,7 @@ def main() -> None:
     """Write the data and train the model."""
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/t5"))
-    parser.add_argument("--steps", type=whole(1, 10**9), default=3000)
+    parser.add_argument("--steps", type=whole(1, 10**9), default=1200)
     parser.add_argument("--minutes", type=float, help="end earlier, after this long")
     parser.add_argument("--seed", type=whole(0, 2**31 - 1), default=TrainSettings.seed)
     parser.add_argument("--threads", type=whole(1, 1000), default=2)
@@ -66,7 +66,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled_target_dir())
     tokenizer.chat_template = None
     tokenizer.save_pretrained(args.out)
-    settings = TrainSettings(steps=args.steps, minutes=args.minutes, seed=args.seed)
+    settings = TrainSettings(args.steps, args.minutes, lr=1e-3, warmup=100, seed=args.seed)
     train_t5(settings, tokenizer, args.out)
     tell(f"{args.out}: a model and data for its drafters; next: specdraft train tiny_t5")
 

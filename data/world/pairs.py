@@ -9,7 +9,7 @@ are the requests that `world` holds out.
 import random
 from collections.abc import Iterator
 
-from specdraft.data.world.lexicon import Exchange
+from specdraft.data.world.lexicon import Exchange, texts
 from specdraft.data.world.retelling import TASKS, retell_once
 from specdraft.data.world.world import is_held_out
 
@@ -22,6 +22,18 @@ def pair(rng: random.Random, task: str, held_out: bool = False) -> Exchange:
         source, target = retell_once(rng, task)
         if len(source) <= MAX_CHARACTERS and is_held_out(source) == held_out:
             return source, target
+
+
+def word_salad(rng: random.Random) -> Exchange:
+    """Draw a text without sense and its copy: what is said can only be read.
+
+    Sentences can be guessed from their templates, and a model that is good at that learns late, or
+    never, to look its names and numbers up.
+    """
+    kinds = texts("lexicon")["words"].values()
+    every = [word for kind in kinds for word in kind]
+    salad = " ".join(rng.choice(every) for _ in range(rng.randint(4, 24)))
+    return f"{salad}\n\nRepeat the text.", salad
 
 
 def pairs(seed: int) -> Iterator[Exchange]:

@@ -12,16 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from specdraft.data.world.pairs import pairs
+from specdraft.data.world.pairs import pairs, word_salad
 from specdraft.data.world.tokenizer import END, PAD, VOCAB_SIZE
 from specdraft.data.world.training import TrainSettings, learn
 
 POOL = 64  # batches drawn at once, so that rows of a length stand together
+SALADS = 0.4  # of all pairs
 IGNORED = -100
 
 
 def build_t5(tokenizer: PreTrainedTokenizerFast, seed: int) -> T5ForConditionalGeneration:
-    """Return the untrained model: 8 layers that read and 8 that write, 128 wide."""
+    """Return the untrained model: 6 layers that read and 6 that write, 128 wide."""
     torch.manual_seed(seed)
     eos, pad = tokenizer.convert_tokens_to_ids([END, PAD])
     model = T5ForConditionalGeneration(
@@ -30,7 +31,7 @@ def build_t5(tokenizer: PreTrainedTokenizerFast, seed: int) -> T5ForConditionalG
             d_model=128,
             d_kv=32,
             d_ff=344,
-            num_layers=8,  # as many that write: transformers' own `generate` counts on it
+            num_layers=6,  # as many that write: transformers' own `generate` counts on it
             num_heads=4,
             feed_forward_proj="gated-gelu",
             tie_word_embeddings=False,
@@ -43,6 +44,10 @@ def build_t5(tokenizer: PreTrainedTokenizerFast, seed: int) -> T5ForConditionalG
     # FLAN-T5's lm_head is a matrix of its own, which a config alone cannot say any more.
     weight = torch.randn(VOCAB_SIZE, model.config.d_model) * model.config.d_model**-0.5
     model.lm_head.weight = torch.nn.Parameter(weight)
+    # To copy is to find what came before: one head of the encoder's begins by looking there.
+    bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    with torch.no_grad():
+        bias[1, 0] += 8.0  # the bucket of the token before
     return model
 
 
@@ -58,7 +63,7 @@ def batches(
     while True:
         rows, drawn = [], 0
         while drawn < POOL * tokens:
-            source, target = next(stream)
+            source, target = word_salad(order) if order.random() < SALADS else next(stream)
             rows.append((backend.encode(source).ids, [*backend.encode(target).ids, eos]))
             drawn += len(rows[-1][0]) + len(rows[-1][1])
         rows.sort(key=lambda row: (len(row[0]), len(row[1])))
