@@ -1,4 +1,4 @@
-"""Inputs that are no inputs: recipes, trees, heads, caches, rows of data, answers of a server."""
+"""Inputs that are no inputs: recipes, trees, targets, heads, caches, rows, answers of a server."""
 
 import json
 import shutil
@@ -17,7 +17,10 @@ from specdraft.data.server import Server
 from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.eval.drafters.registry import load_trained, problems
+from specdraft.eval.generation.chat import Chat
 from specdraft.models.saved import SUMS
+from specdraft.models.target import Target
+from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.recipes.static_trees import load_tree_paths, tree_block_size
 
@@ -48,6 +51,23 @@ def a_tree(random: Random, folder: Path, place: Place) -> str | None:
     (path := folder / "mine.yaml").write_bytes(text)
     found = refused_or_fine(lambda: load_tree_paths(str(path)))
     return found or refused_or_fine(lambda: tree_block_size(str(path)))
+
+
+def a_target(random: Random, folder: Path, place: Place) -> str | None:
+    """A small target, of which a question is asked."""
+    here = shutil.copytree(bundled_target_dir(), folder / "target")
+    path = random.choice([path for path in sorted(here.iterdir()) if path.suffix != ".md"])
+    path.write_bytes((odd_json if path.suffix == ".json" else spoilt)(path.read_bytes(), random))
+    data, train = {"sources": ["tiny"]}, {"steps": 1}
+    sections = {"target": {"model": str(here)}, "data": data, "train": train}
+    recipe = from_dict({"name": "a", **sections})
+
+    def ask() -> None:
+        talk = Chat(recipe, Target.of_recipe(recipe.target), "plain")
+        steps, _ = talk.ask("Who are you?")
+        next(iter(steps))
+
+    return refused_or_fine(ask)
 
 
 def a_head(random: Random, folder: Path, place: Place) -> str | None:
@@ -105,7 +125,7 @@ def answers(random: Random, folder: Path, place: Place) -> str | None:
         return refused_or_fine(ask)
 
 
-KINDS = (a_recipe, a_tree, a_head, a_cache, rows, answers)
+KINDS = (a_recipe, a_tree, a_head, a_cache, rows, answers, a_target)
 
 
 def fuzz(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
