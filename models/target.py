@@ -58,7 +58,8 @@ def context_length(config: PretrainedConfig) -> int | None:
     text = config.get_text_config()
     if hasattr(text, "relative_attention_num_buckets"):  # T5's config names one, and it has none
         return None
-    return next((size for key in _CONTEXTS if (size := getattr(text, key, None))), None)
+    sizes = (getattr(text, key, None) for key in _CONTEXTS)
+    return next((size for size in sizes if size and size > 0), None)  # -1 says: no end
 
 
 class Target:

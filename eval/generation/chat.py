@@ -32,6 +32,11 @@ class Chat:
     def __init__(self, recipe: Recipe, target: Target, method: str, context: int | None = None):
         self.recipe, self.target = recipe, target
         most = target.context - DRAFTS if target.context else context or CONTEXT
+        if most < 1:
+            raise RecipeError(
+                f"target.model = {target.name}: it has {target.context} positions, of which a chat "
+                f"keeps {DRAFTS} for drafts; take a target with more"
+            )
         self.context = context or min(CONTEXT, most)
         self.room = self.context - recipe.eval.max_new_tokens  # for what is read
         if self.room < 1 or self.context > most:

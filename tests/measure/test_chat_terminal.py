@@ -13,7 +13,7 @@ from rich.console import Console
 
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request, Step, Update
-from specdraft.eval.generation.chat import Chat
+from specdraft.eval.generation.chat import CONTEXT, Chat
 from specdraft.eval.generation.live import Answer, show
 from specdraft.models.falcon import FalconHead
 from specdraft.models.shapes import TargetShape, head_config
@@ -96,6 +96,18 @@ def test_a_context_must_hold_an_answer_and_fit_the_target(tiny):
     for context in (16, 10**6):
         with pytest.raises(RecipeError, match=f"context of {context} .* at most 896"):
             Chat(recipe, tiny, "plain", context)
+
+
+@pytest.mark.parametrize(("positions", "left"), [(3, None), (128, None), (-1, CONTEXT)])
+def test_a_target_of_few_positions_is_named_and_minus_one_is_no_end(positions, left, monkeypatch):
+    target = Target.load("tiny")
+    monkeypatch.setattr(target.config, "max_position_embeddings", positions)
+    recipe = load_recipe("recipes/tiny.yaml", SMALL)
+    if left is not None:
+        assert Chat(recipe, target, "plain").context == left
+        return
+    with pytest.raises(RecipeError, match=f"tiny: it has {positions} positions.*128 for drafts"):
+        Chat(recipe, target, "plain")
 
 
 def test_an_answer_stopped_before_its_first_token_takes_its_question_along(talk):
