@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.streamers import BaseStreamer
 
 from specdraft.eval.drafters.registry import Setup, make_drafter
@@ -36,15 +36,15 @@ from specdraft.eval.drafters.trained import KINDS, Source, Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.families.support import position_limit
-from specdraft.eval.generation.generate_call import GenerateCall, read_call
+from specdraft.eval.generation.generate_call import GenerateCall, read_call, read_sources
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.families.encoder_decoder import is_encoder_decoder
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.published import find_drafter
-from specdraft.models.target import Target
-from specdraft.recipes.errors import DataError, TargetError
+from specdraft.models.target import Target, context_length
+from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.static_trees import AUTO
 
@@ -174,11 +174,16 @@ class Speculative:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,  # what an encoder-decoder reads
         **model_kwargs,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
+    ) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
         """Decode, called by `generate`; returns [B, T + new tokens of the longest row]."""
+        sources, output = None, GenerateDecoderOnlyOutput
+        if is_encoder_decoder(model.config):
+            positions, output = context_length(model.config), GenerateEncoderDecoderOutput
+            sources = read_sources(inputs_tensor, len(input_ids), bool(positions), model_kwargs)
         call = read_call(
-            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, sources
         )
         streamer = self.streamer or _streamer_of_the_call()
         if streamer and len(input_ids) > 1:
@@ -193,7 +198,7 @@ class Speculative:
             streamer.end()
         sequences = torch.cat((input_ids, _pad(rows, call.pad_id, input_ids)), 1)
         if generation_config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)
+            return output(sequences=sequences)
         return sequences
 
     def _decode(
@@ -238,8 +243,6 @@ class BorrowedModel:
     """A copy of a model's structure over the model's own tensors, and a decoder over that."""
 
     def __init__(self, model: PreTrainedModel, make_drafter: MakeDrafter):
-        if is_encoder_decoder(model.config):
-            raise TargetError("custom_generate is not for encoder-decoders yet; eval/bench.py is")
         self._model, self._tensors = weakref.ref(model), _addresses(model)
         self.target, self.make_drafter = Target.of_model(model), make_drafter
         self._decoder: Decoder | None = None

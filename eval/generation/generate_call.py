@@ -4,7 +4,7 @@ Everything is honoured or refused by name. A generation config is compared field
 defaults, so that a field we have never heard of is refused and not ignored; logits processors,
 which is what most fields turn into, are checked once more as objects.
 
-Shapes: B rows of the call, T padded prompt length.
+Shapes: B rows of the call, T padded prompt length, S padded length of an encoder-decoder's sources.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -60,6 +60,7 @@ HONOURED = {
     "bad_words_ids",
     "begin_suppress_tokens",
     "bos_token_id",
+    "decoder_start_token_id",
     "do_sample",
     "eos_token_id",
     "exponential_decay_length_penalty",
@@ -151,6 +152,7 @@ def read_call(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     arguments: dict,
+    sources: Sequence[Sequence[int]] | None = None,  # of the rows, for an encoder-decoder
 ) -> GenerateCall:
     """Translate what `generate` hands to a decoding method; DataError for what we cannot honour.
 
@@ -163,7 +165,11 @@ def read_call(
     warpers = [one for one in processors if type(one) not in PROCESSORS]
     settings = _sampling(warpers, config.do_sample) | {"eos_ids": frozenset(eos_ids)}
     new_tokens = criteria.max_length - input_ids.shape[1]
-    requests = [Request(prompt, new_tokens, **settings) for prompt in prompts]
+    read = sources or [[]] * len(prompts)
+    requests = [
+        Request(prompt, new_tokens, source=source, **settings)
+        for prompt, source in zip(prompts, read, strict=True)
+    ]
     if processing := [one for one in processors if type(one) in PROCESSORS]:
         requests = [
             replace(request, process=Processing.of(processing, number, ids, request.prompt))
@@ -175,6 +181,29 @@ def read_call(
     others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     pad = config.pad_token_id if config.pad_token_id is not None else next(iter(eos_ids), None)
     return GenerateCall(requests, StoppingCriteriaList(others), pad)
+
+
+def read_sources(ids: Tensor, rows: int, positions: bool, arguments: dict) -> list[list[int]]:
+    """What the encoder of an encoder-decoder reads for each row, without padding.
+
+    ids: what `generate` was given [B, S], of which it may make several rows each. positions:
+    whether the encoder counts them, so that padding on the left is seen. arguments: of the call;
+    what is of the encoder is taken out of them. DataError for what is not ids, or has padding in
+    between.
+    """
+    mask, _ = arguments.pop("attention_mask", None), arguments.pop("encoder_outputs", None)
+    arguments["attention_mask"] = arguments.pop("decoder_attention_mask", None)
+    if ids.is_floating_point() or ids.dim() != 2:
+        raise DataError("generate: an encoder is given token ids here, no embeddings or features")
+    ids = ids.repeat_interleave(rows // len(ids), 0)
+    mask = torch.ones_like(ids) if mask is None else mask.to(ids.device)
+    ends = nn.functional.pad(mask.bool().long(), (1, 1)).diff(dim=-1)  # 1 where a source begins
+    if not (ends.clamp(min=0).sum(-1) == 1).all() or (positions and not mask[:, 0].all()):
+        raise DataError(
+            "generate: the attention mask hides tokens before or inside a source; pad on the right "
+            "(tokenizer.padding_side = 'right')"
+        )
+    return [row[kept].tolist() for row, kept in zip(ids, mask.bool(), strict=True)]
 
 
 def _check_config(config: GenerationConfig) -> None:

@@ -15,7 +15,6 @@ from specdraft.data.store.feature_cache import build_features
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.tokens import build_tokens
 from specdraft.eval.bench import measure
-from specdraft.eval.custom_generate import BorrowedModel
 from specdraft.eval.generation.answers import Answers, answer, within_context
 from specdraft.models.falcon import FalconHead
 from specdraft.models.shapes import TargetShape, head_config
@@ -138,8 +137,6 @@ def test_what_does_not_fit_is_refused_with_a_way_out(folder, tmp_path):
     with pytest.raises(RecipeError, match="answers need sources; set it to null"):
         recipe(folder, tmp_path, ROWS, data=served)
     target = Target.load(str(folder))
-    with pytest.raises(TargetError, match="custom_generate is not for"):
-        BorrowedModel(target.model, None)
     with pytest.raises(DataError, match="tiny is no encoder-decoder"):
         load_prompts(recipe("tiny", tmp_path, ROWS), st.small_tokenizer())
     with pytest.raises(TargetError, match=r"set data\.format=seq2seq"):

@@ -5,7 +5,9 @@ import torch
 from decoding import PATHS, Foreseeing, decode, prompts
 from random_models import HIDDEN, VOCAB, random_head, random_target
 from random_seq2seq import FAMILIES, asked, generated, random_seq2seq
+from transformers.generation import GenerateEncoderDecoderOutput
 
+from specdraft.eval.custom_generate import Speculative, falcon, prompt_lookup
 from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
@@ -19,7 +21,7 @@ from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.source import ROOM, Sources
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.target import Target
-from specdraft.recipes.errors import TargetError
+from specdraft.recipes.errors import DataError, TargetError
 
 SOURCES, NEXT = prompts(8), [*range(1, VOCAB), 0]
 
@@ -182,3 +184,64 @@ def test_what_cannot_work_is_refused_with_the_reason():
     with pytest.raises(TargetError, match="decoder_start_token_id"):
         Target(target.model, None, "t5")
     assert target.hidden_size == HIDDEN
+
+
+# -- inside transformers' generate -----------------------------------------------------------------
+
+
+def batch(sources: list[list[int]], side: str) -> dict[str, torch.Tensor]:
+    """Sources padded with zeros, and their mask."""
+    longest = max(map(len, sources))
+    pads = [[0] * (longest - len(source)) for source in sources]
+    pairs = [*zip(pads, sources, strict=True)]
+    left = side == "left"
+    ids = [pad + source if left else source + pad for pad, source in pairs]
+    ones = [[1] * len(source) for source in sources]
+    mask = [pad + one if left else one + pad for pad, one in zip(pads, ones, strict=True)]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def speculatives(target: Target) -> list[Speculative]:
+    head = random_head(target, 2)
+    return [Speculative(prompt_lookup(1, 4)), Speculative(falcon(head, "tiny_k2")), Speculative()]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_generate_gives_its_own_tokens_for_padded_sources(target, rows):
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    inputs = batch(SOURCES[:rows], "right")
+    expected = target.model.generate(**inputs, **options)
+    for fast in speculatives(target):
+        assert torch.equal(
+            target.model.generate(**inputs, **options, custom_generate=fast), expected
+        )
+        assert fast.last.tokens == rows * (expected.shape[1] - 1) or target.name == "bart"
+
+
+def test_generate_is_told_of_padding_that_an_encoder_would_see(target):
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    inputs, fast = batch(SOURCES[:3], "left"), Speculative(prompt_lookup(1, 4))
+    if target.context is None:  # T5 counts no positions
+        expected = target.model.generate(**inputs, **options)
+        assert torch.equal(
+            target.model.generate(**inputs, **options, custom_generate=fast), expected
+        )
+        inputs["attention_mask"][0, -2] = 0
+    with pytest.raises(DataError, match="pad on the right"):
+        target.model.generate(**inputs, **options, custom_generate=fast)
+
+
+def test_generate_samples_several_answers_to_each_source(target):
+    options = {"max_new_tokens": 10, "do_sample": True, "num_return_sequences": 3}
+    options |= {"pad_token_id": 0, "return_dict_in_generate": True}
+    found = []
+    for fast in speculatives(target):
+        torch.manual_seed(3)
+        inputs = batch(SOURCES[:2], "right")
+        output = target.model.generate(**inputs, **options, custom_generate=fast)
+        assert isinstance(output, GenerateEncoderDecoderOutput)
+        found.append(output.sequences)
+    assert found[0].shape[0] == 6
+    assert len({tuple(row) for row in found[0].tolist()}) > 3
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
