@@ -269,10 +269,10 @@ def test_a_plan_has_the_size_of_the_cache(tmp_path):
     (folder,) = tmp_path.glob("features-*")
     cache = FeatureCache.open(folder)
     tokens, kept = sum(cache.lengths), sum(cache.kept)
-    assert made.startswith(f"features to make: {tokens:,} tokens, 0.000")
+    size = f"{(kept * (128 + 4) + tokens * 5) / 1000:.3g} KB"
+    assert made.startswith(f"features to make: {tokens:,} tokens, {size} in int8")
     assert f"{kept:,} stored in int8, one scale per token; relative error (RMS) 0.0" in made
-    size = kept * (128 + 4) + tokens * 5
-    assert f"{size / 1000:.3g} KB" in run_here(*command, "--dry-run").stdout
+    assert size in run_here(*command, "--dry-run").stdout
     assert "features to make" not in run_here(*command).stdout
 
 
