@@ -18,7 +18,7 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import nearest
 from specdraft.recipes.terminal import tell
 
-KINDS = "train.kinds"  # finds the scripts of `train`
+TRAINERS = "train.kinds"  # finds the scripts of `train`
 COMMANDS = {
     "train": ("", "train what a recipe drafts with, or --kind KIND of it, and measure it"),
     "cache": ("data.cache", "the data stage alone: tokens and features of the target"),
@@ -39,9 +39,9 @@ COMMANDS = {
 
 def main() -> None:
     """Import what the command needs, which a signal still ends in a line, and run it."""
-    module, *_ = COMMANDS.get("".join(sys.argv[1:2]), (None,))
-    if module is not None:
-        import_module(f"specdraft.{module or KINDS}")
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in COMMANDS:
+        import_module(f"specdraft.{COMMANDS[name][0] or TRAINERS}")
     entry(command)()
 
 
@@ -61,7 +61,7 @@ def command() -> None:
     else:
         modules = [COMMANDS[name][0]]
         if name == "train":
-            kinds = import_module(f"specdraft.{KINDS}")
+            kinds = import_module(f"specdraft.{TRAINERS}")
             arguments = kinds.with_kind(arguments)
             modules = kinds.trainers(arguments)
         for module in modules:

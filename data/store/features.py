@@ -101,9 +101,8 @@ def read_features(
     items = [tokens[row] for row in rows]
     read = {}
     if tokens.has_sources:  # an encoder sees padding, unless it is masked
-        sources = [item.pop("source_ids") for item in items]
-        mask = pad([torch.ones_like(source) for source in sources])
-        read = {"source": pad(sources).to(target.device), "source_mask": mask.to(target.device)}
+        sources = pad_sources([item.pop("source_ids") for item in items])
+        read = {name: tensor.to(target.device) for name, tensor in sources.items()}
     # No attention mask: attention is causal, so padding on the right is seen by nobody.
     ids = pad([item["input_ids"] for item in items]).to(target.device)
     hidden = target.features(ids, layers=layers, **read)  # [B, T, H]
@@ -120,6 +119,11 @@ def read_features(
 def pad(rows: list[Tensor]) -> Tensor:
     """Return the ids of rows, padded on the right with zeros: [B, T]."""
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def pad_sources(sources: list[Tensor]) -> dict[str, Tensor]:
+    """Return {"source": ids [B, S] padded on the right, "source_mask": 0 where they are pads}."""
+    return {"source": pad(sources), "source_mask": pad([torch.ones_like(one) for one in sources])}
 
 
 @torch.inference_mode()

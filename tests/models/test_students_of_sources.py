@@ -99,7 +99,7 @@ def test_padding_of_sources_is_seen_by_no_one(target):
     def hidden(batch, number=0):
         every = torch.arange(batch.lengths[number])
         positions = (torch.full_like(every, number), every)
-        return student(batch.tokens, positions, lambda hidden, _: hidden, **batch.read)
+        return student(batch.tokens, positions, lambda hidden, _: hidden, **batch.encoder_inputs)
 
     for number, row in enumerate(rows):
         alone = hidden(collate_text([row], [(0, 0, 0)]))

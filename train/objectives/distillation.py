@@ -53,7 +53,7 @@ class Distillation:
                 hidden, lm_head, tokens, self.mixture, *target, finish=self.finish
             )
 
-        sums = model(batch.tokens[:, :-1], positions, loss, **batch.read)
+        sums = model(batch.tokens[:, :-1], positions, loss, **batch.encoder_inputs)
         written = torch.tensor((batch.written, len(batch.lengths)), device=counted.device)
         return sums.total, {
             "loss": sums.total.detach(),
@@ -69,7 +69,7 @@ class Distillation:
         features = batch.features
         if features is None:
             # Padding of tokens is seen by no one.
-            features = self.target.features(batch.tokens, **batch.read)
+            features = self.target.features(batch.tokens, **batch.encoder_inputs)
         return features[positions], self.target.lm_head_weight, self.target.finish
 
     def report(self, sums: Sums) -> dict[str, float | list]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdraft.data.store.features import pad_sources
 from specdraft.train.fit.batches import Batch, Key, padded
 
 
@@ -24,7 +25,7 @@ class TextBatch(Batch):
     written: int = 0  # rows whose answer the student wrote
 
     @property
-    def read(self) -> dict[str, Tensor]:
+    def encoder_inputs(self) -> dict[str, Tensor]:
         """What an encoder-decoder is given beside the tokens; nothing of other rows."""
         if self.source is None:
             return {}
@@ -47,8 +48,6 @@ def collate_text(rows: list[dict], keys: list[Key], written: int = 0) -> TextBat
     lengths = [len(row["input_ids"]) for row in rows]
     tokens, supervised = padded(rows, "input_ids"), padded(rows, "loss_mask")[:, 1:].bool()
     features = padded(rows, "features") if all("features" in row for row in rows) else None
-    source = mask = None
-    if all("source_ids" in row for row in rows):
-        source = padded(rows, "source_ids")
-        mask = padded([{"ones": torch.ones_like(row["source_ids"])} for row in rows], "ones")
-    return TextBatch(lengths, keys, tokens, features, supervised, source, mask, written)
+    sourced = all("source_ids" in row for row in rows)
+    sources = pad_sources([row["source_ids"] for row in rows]) if sourced else {}
+    return TextBatch(lengths, keys, tokens, features, supervised, written=written, **sources)
