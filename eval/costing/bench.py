@@ -69,7 +69,7 @@ def visit(cell: Cell) -> float:
     return 1e3 * min(seconds)
 
 
-def asked(target: Target, prompt: int, length: int) -> Request:
+def bench_request(target: Target, prompt: int, length: int) -> Request:
     """A request of so many tokens, and of a source where its target reads one, that does not end
     early."""
     source = [0] * min(SOURCE, target.context or SOURCE) if target.reads_source else []
@@ -150,7 +150,7 @@ class TargetBench:
 
         def opened() -> Callable[[], float]:
             packed, tree = self.decoder.packed, self.tree(nodes)
-            request = asked(self.target, cached + 1, 1)
+            request = bench_request(self.target, cached + 1, 1)
             eos = frozenset()
             shares = [(Row(slot, slot, request, [0], eos, False), 1) for slot in range(rows)]
             inputs = row_inputs(shares, dict.fromkeys(range(rows), tree), tree)
@@ -180,7 +180,7 @@ class TargetBench:
             guesser, timing = self.guesser, Timing()
             guesser.tree, guesser.between, guesser.seconds = self.tree(nodes), self.between, 0.0
             self.decoder.timing, steps, before = timing, [], 0.0
-            stream = self.decoder.stream([asked(self.target, PROMPT, self._answer)] * rows)
+            stream = self.decoder.stream([bench_request(self.target, PROMPT, self._answer)] * rows)
             while len(steps) <= STEPS:
                 next(stream)
                 if timing.forwards > len(steps):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdraft.eval.costing.bench import Cell, asked, nothing
+from specdraft.eval.costing.bench import Cell, bench_request, nothing
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -80,7 +80,7 @@ class DraftBench:
 
     def __init__(self, target: Target, trained: Trained, grid: Grid):
         self.target, self.trained, self.grid = target, trained, grid
-        self.request = asked(target, min(grid.cached), 1)
+        self.request = bench_request(target, min(grid.cached), 1)
         self.between: Callable[[], object] = nothing
         self.capacity = len(self.request.prompt) + FRESH
 

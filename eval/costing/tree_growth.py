@@ -34,7 +34,7 @@ class Text(NamedTuple):
     ids: list[int]  # all
     source: Sequence[int] = ()  # what an encoder-decoder's encoder reads
 
-    def read(self, device: torch.device) -> Tensor | None:
+    def source_on(self, device: torch.device) -> Tensor | None:
         """The source [1, S] as a target takes it."""
         return torch.tensor([list(self.source)], device=device) if self.source else None
 
@@ -54,7 +54,7 @@ def rank_traces(
     k, vocabulary = head.config.block_size, vocabulary_of(head, target)
     passes, traces = -(-depth // k), []
     for text in texts:
-        ids, read = text.ids, text.read(target.device)
+        ids, read = text.ids, text.source_on(target.device)
         tokens = torch.tensor([ids], device=target.device)
         features = target.features(tokens, layers=head.config.feature_layers, source=read)[:, :-1]
         ahead, trace = target.embed(tokens[:, 1:]), _no_ranks(len(ids), passes * k)
@@ -80,7 +80,7 @@ def medusa_rank_traces(
     drafter, traces = MedusaDrafter(heads, target, StaticTree.chain(depth, depth)), []
     for text in texts:
         tokens = torch.tensor(text.ids, device=target.device)
-        trace, read = _no_ranks(len(tokens), depth), text.read(target.device)
+        trace, read = _no_ranks(len(tokens), depth), text.source_on(target.device)
         scores = drafter.scores(target.features(tokens[None], source=read)[0])  # [T, D, V]
         for d in range(1, depth + 1):
             true = tokens[1 + d :]
