@@ -9,6 +9,10 @@ propose by its own row, one forward reviews that, and its own next token is adde
 ever generates token by token. The last step of a contribution may bring more than was asked for;
 what has been reviewed is kept.
 
+Where text repeats itself for long a student adds little to a copy, which costs nothing: with
+`copy_match`, ours, a row whose end has occurred before by that many tokens drafts what followed,
+and no student is asked.
+
 A review (`accept.review`) keeps what the student would choose itself or, leniently, gives enough
 probability. Max-Gram's tokens have none and are never kept leniently, and the target reviews by its
 own rules: the output is the target's for any leniency. Where the target's choice sees Gumbel noise,
@@ -108,6 +112,8 @@ class CascadeDrafter:
 
     students: from the largest to the smallest. counts: K, a row and a column more than students.
     maxgram: the deterministic drafter below them, with a table, so that it always has a proposal.
+    copy_match: tokens of the shortest repeated suffix behind which Max-Gram drafts alone, its own
+    count; None: never.
     """
 
     rules: frozenset[str] = frozenset()  # its drafts are candidates, not samples
@@ -121,6 +127,7 @@ class CascadeDrafter:
         leniency: float = 1.0,
         rows: int = 1,
         capacity: int = 2048,
+        copy_match: int | None = None,
     ):
         size = len(students) + 1
         if not students or [len(row) for row in counts] != [size] * size:
@@ -131,7 +138,8 @@ class CascadeDrafter:
         if maxgram.next_id is None:
             raise ValueError("a cascade needs a Max-Gram drafter with a table")
         self.counts, self.leniency, self.maxgram = counts, leniency, maxgram
-        self.max_nodes = self._most(0)
+        self.copy_match = copy_match
+        self.max_nodes = max(self._most(0), maxgram.count if copy_match else 0)
         self.reviewers = [Reviewer(student, rows, capacity, self.max_nodes) for student in students]
         self.max_committed = min(reviewer.max_committed for reviewer in self.reviewers)
         self.device = students[0].device
@@ -164,11 +172,20 @@ class CascadeDrafter:
 
     def draft(self, rows: list[int]) -> list[Tree]:
         """Draft a chain for each row; an empty one where a student's context is used up."""
+        asking = []
         for row in rows:
             memory = self.memory[row]
             memory.committed, memory.probs = len(memory.tokens), []
-        self._propose(0, [row for row in rows if self.memory[row].committed <= self.max_committed])
+            if copied := self._copied(row):
+                memory.tokens += copied
+            elif memory.committed <= self.max_committed:
+                asking.append(row)
+        self._propose(0, asking)
         return [self._take(self.memory[row]) for row in rows]
+
+    def _copied(self, row: int) -> list[int]:
+        """What Max-Gram drafts alone, where it does."""
+        return self.maxgram.copied(row, self.copy_match) if self.copy_match else []
 
     def _take(self, memory: Memory) -> Tree:
         drafted = memory.tokens[memory.committed :]

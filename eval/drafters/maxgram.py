@@ -73,6 +73,13 @@ class MaxGramDrafter:
         copied = next(known.continuations(count, self.shortest, ahead), [])
         return self._complete(copied, [*known.tokens[-1:], *ahead][-1], count)
 
+    def copied(self, row: int, shortest: int) -> list[int]:
+        """Return what followed a row's longest suffix of at least `shortest` tokens where it had
+        occurred before, completed as a draft is; none where it had not."""
+        known = self.memory[row]
+        copied = next(known.continuations(self.count, shortest), [])
+        return self._complete(copied, known.tokens[-1], self.count) if copied else []
+
     def _draft(self, known: Suffixes) -> Tree:
         copies = known.continuations(self.count, self.shortest)
         if self.branches == 1:

@@ -87,14 +87,15 @@ def cascade_space(recipe: Recipe) -> Space:
     """K's entries from the diagonal on, whose own is never 0: every drafter has something to do.
 
     Fewer values of each for more students, since there are more entries, and their leniency: a
-    lone student has nobody to be lenient with.
+    lone student has nobody to be lenient with. Max-Gram drafts alone behind matches of some length.
     """
     if (size := recipe.cascade.size) == 1:  # the paper's k11, k12 and k21
-        values = {(0, 0): (1, 2, 3, 4, 6, 8), (0, 1): (0, 1, 2, 4), (1, 1): (1, 2, 4, 7, 10)}
+        values = {(0, 0): (1, 2, 3, 4, 6, 8), (0, 1): (0, 1, 2, 4, 10), (1, 1): (1, 2, 4, 7, 10)}
     else:
         places = [(i, j) for i in range(size + 1) for j in range(i, size + 1)]
         values = {(i, j): (1, 2, 4) if i == j else (0, 1, 2) for i, j in places}
     space = {f"cascade.k.{i}.{j}": some for (i, j), some in values.items()}
+    space["cascade.copy_match"] = (None, 1, 2, 4)
     return space if size == 1 else space | {"cascade.leniency": (1.0, 2.0, 3.0, 5.0)}
 
 
@@ -161,7 +162,8 @@ ROWS = (
            generate=lambda s: {"student": s.trained.student, "gamma": s.drafting.gamma}),
     Method("cascade", "draft LMs above Max-Gram (CS Drafting)",
            lambda s: CascadeDrafter(s.trained.cascade, make_maxgram(s), s.recipe.cascade.k,
-                                    s.recipe.cascade.leniency, s.rows, s.capacity),
+                                    s.recipe.cascade.leniency, s.rows, s.capacity,
+                                    s.recipe.cascade.copy_match),
            **CASCADE, tuned=cascade_space),
     Method("falcon_maxgram", "Falcon's tree, then Max-Gram",
            lambda s: MaxGramTail(make_head(s, tree=True), make_maxgram(s), s.recipe.maxgram.n,

@@ -71,6 +71,7 @@ def alone(recipe: Recipe, place: int) -> Recipe:
     section = CascadeSection(
         students=names and (names[place],),
         k=((max(k[place][place], 1), k[0][-1]), (0, k[-1][-1])),
+        copy_match=recipe.cascade.copy_match,
     )
     return replace(recipe, cascade=section)
 

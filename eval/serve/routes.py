@@ -59,7 +59,7 @@ def _custom(method: str, length: Callable[[Recipe], int], *kinds: str) -> Callab
         settings = {}
         if section := sections.get(method):
             given = recipe.to_dict()[section]
-            keys = {"eval": ("lookup_match",), "cascade": ("k", "leniency")}
+            keys = {"eval": ("lookup_match",), "cascade": ("k", "leniency", "copy_match")}
             keys |= {"maxgram": ("min_match", "continuation")}
             settings = {section: {key: given[key] for key in keys[section]}}
         if method == "cascade":

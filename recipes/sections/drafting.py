@@ -81,6 +81,8 @@ class CascadeSection(Section):
 
     k: tuple[tuple[Drafted, ...], ...] = ((4, 2), (0, 10))  # upper triangular
     leniency: Factor = 1.0  # l, of reviews among students
+    # Tokens of a repeated suffix behind which Max-Gram drafts alone, maxgram.n; null: never.
+    copy_match: Annotated[int, Interval(1, 16)] | None = None
     students: tuple[str, ...] | None = None  # folders or Hub ids; null: the recipe's own student
 
     @property

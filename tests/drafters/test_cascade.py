@@ -44,8 +44,8 @@ def maxgram(rows: int = 1, count: int = 5) -> MaxGramDrafter:
     return MaxGramDrafter(FirstSuffixes, count, next_id=NEXT, rows=rows)
 
 
-def cascade(students, k, leniency=1.0, rows=1) -> CascadeDrafter:
-    return CascadeDrafter(students, maxgram(rows), k, leniency, rows, 128)
+def cascade(students, k, leniency=1.0, rows=1, copy_match=None) -> CascadeDrafter:
+    return CascadeDrafter(students, maxgram(rows), k, leniency, rows, 128, copy_match)
 
 
 # -- the target's tokens -------------------------------------------------------------------------
@@ -163,6 +163,34 @@ def test_leniency_changes_drafts(students):
         for leniency in (1.0, 5.0)
     ]
     assert drafts[0] != drafts[1]
+
+
+def test_behind_a_match_of_that_length_no_student_is_asked(students):
+    prompt = [1, 2, 3, 1, 2]  # its longest repeated suffix has two tokens
+    bottom = maxgram()
+    bottom.memory[0].extend(prompt)
+    for match in (1, 2):
+        drafter = cascade(students, TWO, copy_match=match)
+        assert drafted(drafter, prompt) == bottom.continuation(0, [], 5) == [3, 1, 2, 17, 7]
+        assert drafter.passes == [0, 0]
+    drafter = cascade(students, TWO, copy_match=3)
+    assert drafted(drafter, prompt) == drafted(cascade(students, TWO), prompt)
+    assert min(drafter.passes) > 0
+    # A draft may be longer than any of K, and a target has room for it.
+    assert cascade(students[:1], [[1, 0], [0, 1]], copy_match=1).max_nodes == 5
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_output_with_copies_alone_is_that_of_plain_decoding(target, students, temperature, rows):
+    asked = [Request(3 * p, 24, temperature, seed=n) for n, p in enumerate(prompts())]
+    expected = decode(Decoder(target, None, rows, 128), asked)
+    passes = []
+    for match in (None, 2, 1):
+        drafter = cascade(students, TWO, rows=rows, copy_match=match)
+        assert decode(Decoder(target, drafter, rows, 128), asked) == expected
+        passes.append(drafter.forwards)
+    assert passes[0] > passes[1] > passes[2] > 0
 
 
 class Periodic(Target):

@@ -67,7 +67,8 @@ def test_candidates_are_valid_different_and_begin_with_the_recipes_own():
     found = sample_settings(recipe, "cascade", 30)
     assert found[0] == {
         "cascade.k.0.0": 4, "cascade.k.0.1": 2, "cascade.k.0.2": 1,
-        "cascade.k.1.1": 2, "cascade.k.1.2": 0, "cascade.k.2.2": 3, "cascade.leniency": 1.0,
+        "cascade.k.1.1": 2, "cascade.k.1.2": 0, "cascade.k.2.2": 3, "cascade.copy_match": None,
+        "cascade.leniency": 1.0,
     }  # fmt: skip
     assert len(found) == 30 == len({tuple(setting.items()) for setting in found})
     assert sample_settings(recipe, "cascade", 30) == found

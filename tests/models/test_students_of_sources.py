@@ -124,7 +124,9 @@ def test_micro_batches_change_nothing_and_it_learns(tmp_path, monkeypatch):
         assert any("decoder" in n for n in moved)
         lines = map(json.loads, (tmp_path / name / "log.jsonl").read_text().splitlines())
         losses.append([line["loss"] for line in lines if line["kind"] == "train"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
+    # Adam's first steps make whole steps of the last bits of small gradients.
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
     assert losses[0][-1] < losses[0][0]
 
 
