@@ -3,6 +3,8 @@
     python data/tiny.py                       # conversations, tokenizer, training, evaluation
     python data/tiny.py --evaluate            # only measure what is in --out
     python data/tiny.py --steps 50 --out DIR  # a quick trial
+    # as many conversations of the same world as a drafter's data should have
+    python data/tiny.py --write-data --conversations 10000 --data runs/world
     # in minutes, another family: the bundled target with these settings, trained on
     python data/tiny.py --steps 300 --out runs/windowed --variant \
         '{"model_type": "mistral", "sliding_window": 32}'
@@ -28,13 +30,14 @@ from specdraft.data.world.tokenizer import build_tokenizer
 from specdraft.data.world.training import TrainSettings, build_variant, load_trained, train
 from specdraft.data.world.world import conversations, held_out_prompts
 from specdraft.recipes.arguments import Parser, whole
+from specdraft.recipes.terminal import tell
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLES = {"user": "human", "assistant": "gpt"}  # in ShareGPT's words
 PROMPT_SEED, CONVERSATION_SEED, TOKENIZER_SEED, REFERENCE_SEED = 1, 2, 3, 4
 PROMPTS_PER_KIND = 40
 REFERENCES_PER_KIND = 100
-CONVERSATIONS = 3000  # about 2 MB
+CONVERSATIONS = 3000  # about 2 MB; more begin with these
 
 
 def write_prompts(path: Path) -> None:
@@ -46,13 +49,14 @@ def write_prompts(path: Path) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def write_conversations(path: Path) -> None:
+def write_conversations(path: Path, count: int) -> None:
     """Write the training conversations for drafters in ShareGPT's form."""
-    talks = itertools.islice(conversations(CONVERSATION_SEED), CONVERSATIONS)
+    talks = itertools.islice(conversations(CONVERSATION_SEED), count)
     with path.open("w", encoding="utf-8") as file:
         for number, messages in enumerate(talks):
             turns = [{"from": ROLES[m["role"]], "value": m["content"]} for m in messages]
             file.write(json.dumps({"id": f"tiny-{number}", "conversations": turns}) + "\n")
+    tell(f"wrote {count:,} conversations: {path}")
 
 
 def evaluate(out: Path, training: dict[str, float]) -> None:
@@ -98,6 +102,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--evaluate", action="store_true", help="measure only, train nothing")
     parser.add_argument("--write-data", action="store_true", help="write the data only")
+    parser.add_argument(
+        "--conversations", type=whole(1, 10**7), default=CONVERSATIONS, help="default: %(default)s"
+    )
     parser.add_argument("--variant", type=settings_of, metavar="JSON", help="changed settings")
     return parser.parse_args()
 
@@ -121,7 +128,7 @@ def main() -> None:
         train_variant(args.variant, settings, args.out)
         return
     write_prompts(args.data / "prompts.jsonl")
-    write_conversations(args.data / "conversations.jsonl")
+    write_conversations(args.data / "conversations.jsonl", args.conversations)
     if args.write_data:
         return
     tokenizer = build_tokenizer(conversations(TOKENIZER_SEED), args.out)

@@ -1,8 +1,8 @@
 """How much data gives what acceptance: train on growing subsets, and say what more would bring.
 
     python train/curve.py recipes/tiny.yaml --kinds falcon,eagle,medusa,student
-        --rows 100,300,1000,3000 [--seeds 0,1,2] [--out DIR] [section.key=value ..]
-        [KIND:section.key=value ..]
+        --rows 100,300,1000,3000 [--steps equal,root,growing] [--seeds 0,1,2] [--out DIR]
+        [section.key=value ..] [KIND:section.key=value ..]
 
 Every kind of drafter is trained on nested subsets of the recipe's data, with equal steps (the
 recipe's) and with steps that grow with the data, and measured by decoding a chain. A saturating
@@ -15,20 +15,30 @@ PNGs.
 
 from specdraft.recipes.entry import entry
 
+import importlib.util
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 
 from specdraft.data.chat import split_holdout
 from specdraft.data.lock import output_lock
 from specdraft.eval.drafters.registry import problems
-from specdraft.eval.measure.report import write_json
 from specdraft.eval.papers.jobs import run_all
+from specdraft.eval.papers.result import write_result
 from specdraft.recipes.arguments import comma_separated, recipe_parser, whole, whole_numbers
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import tell
-from specdraft.train.curves.data_curve import draw_curves, make_curves, print_curves
-from specdraft.train.curves.sizes import METHODS, plan_sizes
+from specdraft.train.curves.data_curve import (
+    learnt_tokens,
+    make_curves,
+    print_curves,
+)
+from specdraft.train.curves.picture import draw_curves
+from specdraft.train.curves.sizes import METHODS, POWERS, plan_sizes
 
 DEFAULT = "falcon,eagle,medusa,student"
 FEWEST = 3  # sizes that a curve is fitted to
@@ -40,13 +50,13 @@ def main() -> None:
     parser = recipe_parser(__doc__)
     parser.add_argument("--kinds", default=DEFAULT, help="default: %(default)s")
     parser.add_argument("--rows", default="100,300,1000,3000,10000", help="default: %(default)s")
+    parser.add_argument("--steps", default="equal,growing", help="default: %(default)s")
     parser.add_argument("--seeds", default="0,1,2", help="default: %(default)s")
     parser.add_argument("--jobs", type=whole(1, 1000), default=1, help="trainings at once")
     parser.add_argument("--out", type=Path, help="default: runs/curve_NAME")
     options = parser.parse_intermixed_args()
-    kinds = comma_separated("--kinds", options.kinds)
-    if unknown := [kind for kind in kinds if kind not in METHODS]:
-        raise RecipeError(f"--kinds {unknown[0]:.100}: there are {', '.join(METHODS)}")
+    kinds = chosen("--kinds", options.kinds, METHODS)
+    regimes = chosen("--steps", options.steps, POWERS)
     rows = sorted(set(whole_numbers("--rows", options.rows, least=1)))
     seeds = whole_numbers("--seeds", options.seeds)
     common = [one for one in options.overrides if one.partition(":")[0] not in METHODS]
@@ -55,14 +65,38 @@ def main() -> None:
     recipe = load_recipe(options.recipe, common, check=problems)
     check_sizes(recipe, rows)
     out = options.out or Path("runs") / f"curve_{recipe.name}"
-    sizes = list(plan_sizes(recipe, options.recipe, kinds, rows, seeds, common, of_kind, out))
+    settings = (common, of_kind, out, regimes)
+    sizes = list(plan_sizes(recipe, options.recipe, kinds, rows, seeds, *settings))
     with output_lock(out):
         run_all(list(dict.fromkeys(size.job for _, size in sizes)), options.jobs, "training")
-        report = make_curves(sizes)
-        write_json(report, out / "curve.json")
+        report = asked(recipe, options, common, of_kind) | make_curves(
+            sizes, learnt_tokens(out / "cache")
+        )
+        write_result(report, out / "curve.json")
         print_curves(report)
-        draw_curves(report, out)
+        if importlib.util.find_spec("matplotlib"):
+            draw_curves(report, out)
         tell(f"wrote {out / 'curve.json'}")
+
+
+def asked(recipe: Recipe, options: Namespace, common: list[str], of_kind: dict) -> dict:
+    """What a table says of how it was made: with overrides for all, and for one kind."""
+    return {
+        "source": f"tokens per step of chains by rows of training, {recipe.name}",
+        "command": shlex.join(["python", "train/curve.py", *sys.argv[1:]]),
+        "recipe": options.recipe,
+        "overrides": common,
+        "overrides_of_kind": {kind: some for kind, some in of_kind.items() if some},
+        "seeds": whole_numbers("--seeds", options.seeds),
+    }
+
+
+def chosen(option: str, given: str, there: Iterable[str]) -> list[str]:
+    """Split what an option names. Raises RecipeError for one that is not there."""
+    names = comma_separated(option, given)
+    if unknown := [name for name in names if name not in there]:
+        raise RecipeError(f"{option} {unknown[0]:.100}: there are {', '.join(there)}")
+    return names
 
 
 def check_sizes(recipe: Recipe, rows: list[int]) -> None:

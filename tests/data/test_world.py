@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_here
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -130,6 +131,17 @@ def test_evaluation_prompts_end_with_distinct_held_out_requests_of_every_kind():
     last = [messages[-2]["content"] for _, messages in prompts]
     assert len(set(last)) == len(last)
     assert all(map(is_held_out, last))
+
+
+@pytest.mark.parametrize("count", [3, 3010])
+def test_as_many_conversations_as_asked_begin_as_the_bundled_ones(tmp_path, count):
+    asked = ["--write-data", "--conversations", str(count), "--data", str(tmp_path)]
+    done = run_here("data/tiny.py", *asked)
+    assert f"wrote {count:,} conversations" in done.stdout, done.stderr
+    written = (tmp_path / "conversations.jsonl").read_text().splitlines()
+    bundled = (BUNDLED / "conversations.jsonl").read_text().splitlines()
+    assert len(written) == count
+    assert written[:3000] == bundled[:count]
 
 
 def test_bundled_prompts_and_bundled_conversations_share_no_request():

@@ -1,107 +1,134 @@
 """Curves of trainings on growing subsets: figures, fits, what ten times the data would bring."""
 
-import importlib.util
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from rich.text import Text
 
-from specdraft.eval.page.colours import method_colours
-from specdraft.eval.page.plots import curves, write_png
+from specdraft.data.store.tokens import TokenCache
+from specdraft.eval.papers.result import show
+from specdraft.eval.papers.table import Row, over_seeds, written
 from specdraft.recipes.terminal import Screen
-from specdraft.train.curves.saturation import fit_saturation, predict
+from specdraft.train.curves.saturation import fit_saturation
 from specdraft.train.curves.sizes import METHODS, Size
 
 BACK_TEST = 3  # the first sizes, which predict the largest
 
 
-def make_curves(sizes: Sequence[tuple[str, Size]]) -> dict:
-    """Return the points of every training, and a curve for every kind and regime of steps."""
+def make_curves(sizes: Sequence[tuple[str, Size]], learnt: Mapping[int, int]) -> dict:
+    """Return a table of all trainings, a row for every size, and the curve of every kind and regime
+    of steps.
+
+    learnt: tokens of a size that are learnt from. The table is one of eval/papers: it has tokens
+    per step and minutes of training, what ten times the data would bring, and what the first sizes
+    foretell of the largest over what it has brought. `runs` are the trainings.
+    """
     points = [{"steps_are": regime} | _point(size) for regime, size in sizes]
-    names = dict.fromkeys((point["kind"], point["steps_are"]) for point in points)
-    return {
-        "schema": 1,
-        "environment": json.loads(sizes[0][1].job.path.read_text())["environment"],
-        "points": points,
-        "curves": [
-            {"kind": kind, "steps_are": regime} | _curve(_by_rows(points, kind, regime))
-            for kind, regime in names
-        ],
+    for point in points:
+        point["tokens"] = learnt[point["rows"]]
+    regimes = {point["steps_are"] for point in points}
+    columns: dict[str, list[dict]] = {}
+    for point in points:
+        named = point["kind"] + f", {point['steps_are']} steps" * (len(regimes) > 1)
+        columns.setdefault(named, []).append(point)
+    found = {name: _curve(some) for name, some in columns.items()}
+    rows = {
+        f"{rows:,} rows, {tokens:,} tokens": _size(rows, columns)
+        for rows, tokens in dict.fromkeys((point["rows"], point["tokens"]) for point in points)
     }
+    rows |= _foretold(found)
+    return {
+        "environment": sizes[0][1].job.report()["environment"],
+        **written(rows, {}),
+        "curves": found,
+        "runs": points,
+    }
+
+
+def learnt_tokens(cache: Path) -> dict[int, int]:
+    """Return the tokens that are learnt from of every size in a curve's own cache."""
+    caches = map(TokenCache.open, sorted(cache.glob("tokens-*")))
+    return {one.meta["settings"]["limit"]: one.stats["supervised"] for one in caches}
 
 
 def _point(size: Size) -> dict:
     report = size.job.report()
     run = next(run for run in report["runs"] if run["method"] == METHODS[size.kind])
-    log = size.job.folder / "log.jsonl"  # a table, which is counted, keeps none
-    last = json.loads(log.read_text().splitlines()[-1]) if log.is_file() else {}
     return {
         "kind": size.kind,
         "rows": size.rows,
         "steps": size.steps,
         "seed": size.seed,
-        "minutes": last.get("minutes"),
-        "prompts": run["outputs"],
+        "minutes": size.minutes,
+        "outputs": run["outputs"],
         "identical": run["identical"],
+        "near_ties": run["near_ties"],
+        "depth": len(run["acceptance_by_depth"]),
         "tokens_per_step": run["tokens_per_step"],
-        "speedup": run["speedup"],
     }
 
 
-def _by_rows(points: Sequence[dict], kind: str, regime: str) -> dict[int, list[float]]:
-    by_rows: dict[int, list[float]] = {}
-    for point in points:
-        if (point["kind"], point["steps_are"]) == (kind, regime):
-            by_rows.setdefault(point["rows"], []).append(point["tokens_per_step"])
-    return by_rows
-
-
-def _curve(by_rows: dict[int, list[float]]) -> dict:
+def _curve(points: Sequence[dict]) -> dict:
     """The fit, what ten times the largest size would bring, and how far the first sizes' fit missed
     the largest (None with no more of them)."""
-    sizes = [*by_rows]
-    pairs = [(size, value) for size, values in by_rows.items() for value in values]
-    fitted = fit_saturation(*zip(*pairs, strict=True))
-    more, interval = predict(by_rows, 10 * sizes[-1])
-    first, missed = dict(list(by_rows.items())[:BACK_TEST]), None
+    by_rows: dict[int, list[float]] = {}
+    for point in points:
+        by_rows.setdefault(point["rows"], []).append(point["tokens_per_step"])
+    sizes, depth = [*by_rows], max(point["depth"] for point in points)
+    fitted, more = fit_saturation(by_rows, depth), 10 * sizes[-1]
+    missed = None
     if len(sizes) > BACK_TEST:
-        said, _ = predict(first, sizes[-1])
-        missed = said / fmean(by_rows[sizes[-1]]) - 1
+        first = fit_saturation({rows: by_rows[rows] for rows in sizes[:BACK_TEST]}, depth)
+        missed = first(sizes[-1]) / fmean(by_rows[sizes[-1]]) - 1
     return {
-        "ceiling": fitted.ceiling,
-        "gap": fitted.gap,
-        "slope": fitted.slope,
+        "kind": points[0]["kind"],
+        "steps_are": points[0]["steps_are"],
+        "depth": depth,
+        "likeliest_error": fitted.likeliest,
         "rows": sizes,
         "means": [fmean(values) for values in by_rows.values()],
-        "ten_times": {"rows": 10 * sizes[-1], "tokens_per_step": more, "interval": interval},
+        "ten_times": {
+            "rows": more,
+            "tokens_per_step": fitted(more),
+            "interval": fitted.interval(more),
+        },
         "back_test_error": missed,
     }
 
 
-def print_curves(report: dict, console: Screen | None = None) -> None:
-    """Show tokens per step by rows, a line per kind and regime, and what ten times would bring."""
-    console, sizes = console or Screen(), report["curves"][0]["rows"]
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("kind, steps", no_wrap=True)
-    for heading in (*(f"{size:,}" for size in sizes), f"{10 * sizes[-1]:,}?", "90%", "missed"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for curve in report["curves"]:
+def _size(rows: int, columns: Mapping[str, Sequence[dict]]) -> Row:
+    """Tokens per step and minutes with so many rows, over the seeds."""
+    cells, runs = {}, []
+    for name, points in columns.items():
+        own = [point for point in points if point["rows"] == rows]
+        cells[name] = over_seeds([point["tokens_per_step"] for point in own])
+        if None not in (minutes := [point["minutes"] for point in own]):
+            cells[f"{name}: minutes"] = over_seeds(minutes)
+        runs += own
+    return Row(cells, runs)
+
+
+def _foretold(found: Mapping[str, dict]) -> dict[str, Row]:
+    """What ten times the largest size would bring, and how well the first sizes foretold it."""
+    more, tested = {}, {}
+    for name, curve in found.items():
         ten = curve["ten_times"]
-        interval = "-" if ten["interval"] is None else "{:.2f}-{:.2f}".format(*ten["interval"])
-        missed = curve["back_test_error"]
-        table.add_row(
-            f"{curve['kind']}, {curve['steps_are']}",
-            *(f"{mean:.2f}" for mean in curve["means"]),
-            f"{ten['tokens_per_step']:.2f}",
-            interval,
-            "-" if missed is None else f"{missed:+.1%}",
-        )
-    console.print(table)
-    for curve in report["curves"]:
+        sure = "{:.2f} to {:.2f}".format(*ten["interval"])
+        more[name] = {"mean": ten["tokens_per_step"], "shape": sure}
+        if curve["back_test_error"] is not None:
+            tested[name] = {"mean": 1 + curve["back_test_error"]}
+    rows = {f"{ten['rows']:,} rows, foretold (90%)": Row(more)}
+    if tested:
+        rows[f"forecast of the first {BACK_TEST} sizes over the last"] = Row(tested)
+    return rows
+
+
+def print_curves(report: dict, console: Screen | None = None) -> None:
+    """Show the table, then what ten times the data would bring."""
+    show(report)
+    console = console or Screen()
+    for curve in report["curves"].values():
         console.print(Text(sentence(curve)))
 
 
@@ -109,31 +136,9 @@ def sentence(curve: dict) -> str:
     """Say what ten times the data would bring, as the fit has it."""
     ten, now = curve["ten_times"], curve["means"][-1]
     gain = ten["tokens_per_step"] / now - 1
-    sure = ""
-    if ten["interval"]:
-        sure = " ({:.2f} to {:.2f})".format(*ten["interval"])
+    sure = "{:.2f} to {:.2f}".format(*ten["interval"])
     return (
         f"{curve['kind']}, {curve['steps_are']} steps: {ten['rows']:,} rows would bring "
-        f"{ten['tokens_per_step']:.2f} tokens per step{sure}, {gain:+.0%} over "
+        f"{ten['tokens_per_step']:.2f} tokens per step ({sure}), {gain:+.0%} over "
         f"{curve['rows'][-1]:,}"
     )
-
-
-def draw_curves(report: dict, folder: Path) -> None:
-    """Write a PNG per regime: tokens per step by rows, and what is foretold for ten times as many.
-
-    Without matplotlib, nothing.
-    """
-    if not importlib.util.find_spec("matplotlib"):
-        return
-    by_method = method_colours(METHODS.values())
-    colours = {kind: by_method[method] for kind, method in METHODS.items()}
-    for regime in dict.fromkeys(curve["steps_are"] for curve in report["curves"]):
-        chosen = [curve for curve in report["curves"] if curve["steps_are"] == regime]
-        series = {}
-        for curve in chosen:
-            points = dict(zip(curve["rows"], curve["means"], strict=True))
-            ten = curve["ten_times"]
-            series[curve["kind"]] = points | {ten["rows"]: ten["tokens_per_step"]}
-        title = f"tokens per step by rows of training, {regime} steps (the last foretold)"
-        write_png(curves(f"curve-{regime}", title, series, colours, "rows"), folder)

@@ -1,10 +1,15 @@
 """A curve that saturates: tokens per step by training rows, and how sure it is.
 
-    tau(n) = ceiling - gap * n^(-slope),    gap >= 0, 0 < slope <= 2
+What falls as a power of the data is an error (Hestness et al. 2017, arXiv 1712.00409), down to a
+floor that no data lower; here the chance that the target rejects the next drafted token:
 
-fitted by least squares. For every slope of a grid the other two are linear; the best slope stands.
-Uncertainty is that of the measurements: what they are off the fit, seeds and misfit alike, is drawn
-anew around it (a parametric bootstrap), and the middle 90% of what those fits say is the interval.
+    error(n) = floor + gap * n^(-slope),           0 <= floor, 0 <= gap, 0 < slope <= 2
+    tau = 1 + a + a^2 + .. + a^depth,              a = 1 - error, depth: tokens of a chain
+
+Three or four sizes leave open how much of the error is floor, so no single fit is believed: every
+pair of floor and slope on a grid, with its best gap, is weighted by how likely it makes what was
+measured (all are equally likely before; noise is Gaussian, of the spread that the best fit leaves),
+and what is foretold is the median of what they say, its interval their middle 90%.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,56 +17,67 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SLOPES = np.geomspace(0.02, 2.0, 120)
-DRAWS, PARAMETERS = 200, 3
+FLOORS = np.linspace(0.0, 0.99, 100)
+SLOPES = np.linspace(0.02, 2.0, 100)
+PARAMETERS = 3
+LEAST_SPREAD = 0.02  # of an error: no training follows a power law to the hundredth
 
 
 @dataclass(frozen=True)
 class Saturation:
-    """One fitted curve."""
+    """What drafts of up to `depth` tokens bring with so much data, as far as is known."""
 
-    ceiling: float  # tokens per step with all data there could be
-    gap: float
-    slope: float
+    depth: int
+    floors: np.ndarray  # [curves]
+    gaps: np.ndarray  # [curves]
+    slopes: np.ndarray  # [curves]
+    weights: np.ndarray  # [curves], sum 1
 
-    def __call__(self, rows: float) -> float:
-        """Return the tokens per step that so many rows bring."""
-        return self.ceiling - self.gap * rows**-self.slope
+    def __call__(self, rows: float, share: float = 0.5) -> float:
+        """Return tokens per step with so many rows: the median, or another quantile."""
+        taus = tokens_per_step(self.floors + self.gaps * rows**-self.slopes, self.depth)
+        order = np.argsort(taus)
+        reached = np.cumsum(self.weights[order]) >= share
+        return float(taus[order][int(reached.argmax())])
+
+    def interval(self, rows: float) -> tuple[float, float]:
+        """Return the middle 90%."""
+        return self(rows, 0.05), self(rows, 0.95)
+
+    @property
+    def likeliest(self) -> dict[str, float]:
+        """Return the curve that fits best: floor, gap and slope of the error."""
+        best = int(self.weights.argmax())
+        named = {"floor": self.floors, "gap": self.gaps, "slope": self.slopes}
+        return {name: float(values[best]) for name, values in named.items()}
 
 
-def fit_saturation(sizes: Sequence[float], values: Sequence[float]) -> Saturation:
-    """Fit the curve to one value or several per size; at least three sizes that differ.
+def tokens_per_step(error: np.ndarray, depth: int) -> np.ndarray:
+    """Return tau of a chain whose every token is rejected with this chance once it is reached."""
+    accepted = 1.0 - np.clip(error, 0.0, 1.0)
+    return sum(accepted**place for place in range(depth + 1))
 
-    Where data bring nothing, or harm, it is flat at their mean: gap is 0.
+
+def error_of(taus: Sequence[float], depth: int) -> np.ndarray:
+    """Return the chance of rejection that makes these tokens per step."""
+    grid = np.linspace(1.0, 0.0, 4001)
+    return np.interp(np.asarray(taus, float), tokens_per_step(grid, depth), grid)
+
+
+def fit_saturation(by_rows: Mapping[int, Sequence[float]], depth: int) -> Saturation:
+    """Weigh all curves by tokens per step of two sizes or more, each of one seed or several.
+
+    Where data bring nothing, or harm, the likeliest are flat: their gap is 0.
     """
-    told = np.asarray(values, float)
-    falling = np.asarray(sizes, float) ** -SLOPES[:, None]  # [slopes, values]
-    centred = falling - falling.mean(1, keepdims=True)
-    gaps = -(centred @ told) / (centred**2).sum(1)  # of a straight line through each row
-    ceilings = told.mean() + gaps * falling.mean(1)
-    errors = ((ceilings[:, None] - gaps[:, None] * falling - told) ** 2).sum(1)
-    best = int(np.where(gaps > 1e-9, errors, np.inf).argmin())
-    if gaps[best] <= 1e-9:
-        return Saturation(float(told.mean()), 0.0, 1.0)
-    return Saturation(float(ceilings[best]), float(gaps[best]), float(SLOPES[best]))
-
-
-def predict(
-    by_size: Mapping[int, Sequence[float]], rows: float, seed: int = 0
-) -> tuple[float, tuple[float, float] | None]:
-    """Return what so many rows bring, and the interval of 90%.
-
-    by_size: values of the seeds. The interval is None where there are no more values than the
-    curve has parameters: nothing tells how sure it is.
-    """
-    pairs = [(size, value) for size, values in by_size.items() for value in values]
+    pairs = [(rows, value) for rows, values in by_rows.items() for value in values]
     sizes, told = (np.array(column, float) for column in zip(*pairs, strict=True))
-    fitted = fit_saturation(sizes, told)
-    if len(told) <= PARAMETERS:
-        return fitted(rows), None
-    spread = np.sqrt(((fitted(sizes) - told) ** 2).sum() / (len(told) - PARAMETERS))
-    generator = np.random.default_rng(seed)
-    noise = generator.normal(0.0, spread, (DRAWS, len(told)))
-    drawn = [fit_saturation(sizes, fitted(sizes) + off)(rows) for off in noise]
-    low, high = np.quantile(drawn, [0.05, 0.95])
-    return fitted(rows), (float(low), float(high))
+    errors = error_of(told, depth)
+    floors, slopes = (axis.ravel() for axis in np.meshgrid(FLOORS, SLOPES))
+    falling = sizes ** -slopes[:, None]  # [curves, values]
+    above = errors - floors[:, None]
+    gaps = np.maximum((falling * above).sum(1) / (falling**2).sum(1), 0.0)
+    misfit = ((above - gaps[:, None] * falling) ** 2).sum(1)
+    freedom = max(len(told) - PARAMETERS, 1)
+    spread = max(float(np.sqrt(misfit.min() / freedom)), LEAST_SPREAD)
+    weights = np.exp(-(misfit - misfit.min()) / (2 * spread**2))
+    return Saturation(depth, floors, gaps, slopes, weights / weights.sum())

@@ -1,10 +1,12 @@
 """The trainings of a data curve: every kind of drafter on nested subsets, each its own process.
 
 A subset is the first rows of the recipe's data (`data.limit`), so a larger one holds the smaller
-ones. With equal steps all sizes take those of the recipe; with growing steps all take as many
-epochs as these are at the largest size, where both are one run.
+ones. The largest takes the recipe's steps, and so do all with equal steps; with growing steps all
+take as many epochs, and steps that grow with the root of the rows are between: where rows are few,
+more epochs of fewer steps, as people train. At the largest size all are one run.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,7 @@ from specdraft.eval.papers.jobs import Job
 from specdraft.models.kinds import overrides_of
 from specdraft.recipes.schema import Recipe
 
-EQUAL, GROWING = "equal", "growing"  # steps
-
+POWERS = {"equal": 0.0, "root": 0.5, "growing": 1.0}  # of the rows that steps grow with
 
 # What measures a kind (models/kinds.py). Chains do: no tree is fitted to a head of a few rows.
 METHODS = {
@@ -40,6 +41,12 @@ class Size:
     seed: int
     job: Job
 
+    @property
+    def minutes(self) -> float | None:
+        """What the training took. A table, which is counted, keeps no log: None."""
+        log = self.job.folder / "log.jsonl"
+        return json.loads(log.read_text().splitlines()[-1])["minutes"] if log.is_file() else None
+
 
 def plan_sizes(
     recipe: Recipe,
@@ -50,17 +57,18 @@ def plan_sizes(
     overrides: Sequence[str],
     of_kind: Mapping[str, Sequence[str]],
     out: Path,
+    regimes: Sequence[str] = tuple(POWERS),
 ) -> Iterator[tuple[str, Size]]:
-    """Yield every training with its regime, smallest first; one of both regimes comes twice.
+    """Yield every training with its regime, smallest first; one of several regimes comes for each.
 
     overrides: for all; of_kind: for one kind, after what makes it.
     """
     whole = recipe.train.steps
     for size in sorted(rows):
-        growing = max(1, round(whole * size / max(rows)))
         for kind in kinds:
             for seed in seeds:
-                for regime, steps in ((EQUAL, whole), (GROWING, growing)):
+                for regime in regimes:
+                    steps = max(1, round(whole * (size / max(rows)) ** POWERS[regime]))
                     job = _job(source, kind, size, steps, seed, (overrides, of_kind), out)
                     yield regime, Size(kind, size, steps, seed, job)
 

@@ -1,0 +1,51 @@
+"""Data curves drawn: what was measured, the forecast between and beyond, and how sure it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdraft.eval.page.colours import method_colours
+from specdraft.eval.papers.plots import figure, save
+from specdraft.train.curves.saturation import fit_saturation
+from specdraft.train.curves.sizes import METHODS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+POINTS = 60  # of a line
+
+
+def draw_curves(report: dict, folder: Path) -> None:
+    """Write curve-REGIME.png for every regime of steps; DataError without matplotlib."""
+    for regime in dict.fromkeys(run["steps_are"] for run in report["runs"]):
+        drawn = figure()
+        axes = drawn.add_subplot()
+        runs = [run for run in report["runs"] if run["steps_are"] == regime]
+        for kind in dict.fromkeys(run["kind"] for run in runs):
+            _draw_kind(axes, kind, [run for run in runs if run["kind"] == kind])
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=1.0)
+        axes.set(xlabel="rows of training", ylabel="tokens per step")
+        axes.set_title(f"{regime} steps; lines and 90% bands of all curves that fit", fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, loc="upper left")
+        save(drawn, folder / f"curve-{regime}.png")
+
+
+def _draw_kind(axes: Axes, kind: str, runs: Sequence[dict]) -> None:
+    """Every run a point; the median forecast from the smallest size to ten times the largest."""
+    colour = method_colours(METHODS.values())[METHODS[kind]]
+    by_rows: dict[int, list[float]] = {}
+    for run in runs:
+        by_rows.setdefault(run["rows"], []).append(run["tokens_per_step"])
+    fitted = fit_saturation(by_rows, max(run["depth"] for run in runs))
+    line = np.geomspace(min(by_rows), 10 * max(by_rows), POINTS)
+    low, high = zip(*map(fitted.interval, line), strict=True)
+    axes.fill_between(line, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(line, [fitted(rows) for rows in line], color=colour, linewidth=1.2)
+    places = [run["rows"] for run in runs], [run["tokens_per_step"] for run in runs]
+    axes.plot(*places, "o", color=colour, markersize=4, label=kind)
