@@ -25,7 +25,6 @@ from transformers import (
 )
 
 from specdraft.models.families.encoder_decoder import base_of, decoder_depth
-from specdraft.models.placement import is_kept_elsewhere
 from specdraft.models.saved import check_sums, write_sums
 from specdraft.models.shapes import (
     OTHER_STUDENTS,
@@ -42,6 +41,7 @@ from specdraft.models.target_files import (
     load_tokenizer,
     model_folder,
 )
+from specdraft.models.weights.placement import is_kept_elsewhere
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError, in_a_line
 from specdraft.recipes.schema import StudentSection
 

@@ -32,7 +32,6 @@ from specdraft.models.families.encoder_decoder import (
 )
 from specdraft.models.families.finish import finish_of
 from specdraft.models.feature_layers import Layers, check_layers, wide_features
-from specdraft.models.placement import is_kept_elsewhere, loading_options, runs_on, shared
 from specdraft.models.target_files import (
     auto_class,
     end_ids,
@@ -44,6 +43,8 @@ from specdraft.models.target_files import (
     model_folder,
     read_chat_template,
 )
+from specdraft.models.weights.placement import is_kept_elsewhere, loading_options, runs_on, shared
+from specdraft.models.weights.prepacked import PrepackedWeights, prepacked_layer
 from specdraft.recipes.errors import TargetError
 from specdraft.recipes.sections.target import TargetSection
 
@@ -74,6 +75,7 @@ class Target:
         tokenizer: PreTrainedTokenizerBase | None,
         name: str,
         no_layers: str | None = None,  # why they are not loaded (see `without_layers`)
+        prepacked: PrepackedWeights | None = None,
     ):
         self.model = model.eval().requires_grad_(False)
         self.no_layers = no_layers
@@ -82,7 +84,8 @@ class Target:
         self.name = name
         self.config = model.config
         self.embedding = model.get_input_embeddings()
-        self.lm_head = model.get_output_embeddings()
+        self.prepacked = prepacked or PrepackedWeights()
+        self.lm_head = prepacked_layer(model.get_output_embeddings(), self.prepacked)
         self.finish = finish_of(model)  # what comes after lm_head
         self.base = base_of(model)  # what makes features
         self.start_ids = start_ids(model.config, model.generation_config)  # of an encoder-decoder
@@ -100,6 +103,7 @@ class Target:
         dtype: str = "float32",
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
+        prepacked: PrepackedWeights | None = None,
         **placing,
     ) -> "Target":
         """Load a target by folder, Hub id or "tiny"; raises TargetError with the reason.
@@ -114,7 +118,8 @@ class Target:
             raise TargetError(f"cannot load {name}: {error}") from error
         model = model if placing else model.to(device)
         try:
-            target = cls(model, load_tokenizer(folder, trust_remote_code), name)
+            tokenizer = load_tokenizer(folder, trust_remote_code)
+            target = cls(model, tokenizer, name, prepacked=prepacked)
         except KeyError as error:  # a weight that accelerate keeps under another name only
             raise TargetError(
                 f"{name}: target.device_map parts {error} from a matrix that it is one with; give "
@@ -166,7 +171,9 @@ class Target:
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         source = (section.model, section.revision, section.dtype, device)
-        target = cls.load(*source, section.trust_remote_code, **loading_options(section))
+        prepacked = PrepackedWeights(section.prepack_gib * 2**30)
+        trusted, placing = section.trust_remote_code, loading_options(section)
+        target = cls.load(*source, trusted, prepacked, **placing)
         target._use_template(section)
         return target
 

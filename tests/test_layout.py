@@ -22,7 +22,7 @@ FLOORS = {
         "sections",
         ".",
     ],
-    "models": ["sar families", "hub portable", "cards", "."],
+    "models": ["sar families weights", "hub portable", "cards", "."],
     "data": ["world .", "store"],
     "eval": [
         "families",

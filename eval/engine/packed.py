@@ -37,8 +37,9 @@ from specdraft.models.families.alibi import attention_inputs, has_alibi
 from specdraft.models.families.encoder_decoder import Places
 from specdraft.models.families.scores import PLAIN, Scores, attention
 from specdraft.models.feature_layers import Layers, wide_features
-from specdraft.models.placement import shared
 from specdraft.models.target import Target
+from specdraft.models.weights.placement import shared
+from specdraft.models.weights.prepacked import prepack_layers
 
 ATTENTION, BESIDE_SOURCE = "specdraft_packed", "specdraft_packed_beside_source"
 CAUSAL = None  # a segment without a bias is a chain that starts an empty row
@@ -304,6 +305,7 @@ class PackedTarget:
         # A structural copy that shares every tensor, so that the caller's model keeps its own
         # attention function.
         self.base = view = copy.deepcopy(target.base, shared(target.model))
+        prepack_layers(view, target.prepacked)
         recurrent = recurrent_layers(target, view)
         others = [layer.number for layer in recurrent]
         geometry, of_sources = measure(target, view, capacity, others)

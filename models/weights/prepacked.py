@@ -1,0 +1,121 @@
+"""Weights laid out once for the CPU's matrix kernels, where a few tokens meet large matrices.
+
+A verifying forward multiplies every matrix with some dozen tokens: too many for the product of a
+matrix and a vector, too few to pay for arranging the matrix anew in each call, as torch's linear
+layers do on a CPU. oneDNN keeps the arrangement, at the price of a second copy of the weights: a
+node more of a tree then costs a fraction (on an AMD EPYC, [4096, 1024] in float32 with 1, 4 and 12
+tokens: 334, 1110, 1977 us before, 256, 294, 647 us after).
+
+Only frozen weights are packed, and only outside training: what is packed has no gradient.
+"""
+
+import copy
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MOST = 2**31  # bytes of copies per model, unless a recipe says: larger models keep their memory
+# Multiplications per call from which the packed product, which costs some microseconds more to
+# call, is worth it. bfloat16 is arranged in every call otherwise, whatever the size.
+WORTH = {torch.float32: 600_000, torch.bfloat16: 0}
+_TOKENS = 16  # per call that the layout is made for
+_NEAR = 1e-2  # relative; a product in bfloat16 is as exact
+
+
+@cache
+def is_supported(dtype: torch.dtype) -> bool:
+    """Whether this build of torch packs such weights on this CPU, and multiplies by them right."""
+    if dtype not in WORTH or not torch.backends.mkldnn.is_available():
+        return False
+    x, weight = torch.ones(3, 8, dtype=dtype), torch.arange(32.0).to(dtype).view(4, 8)
+    try:
+        if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        product = _multiply(x, _prepack(weight), None)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return bool(torch.allclose(product, F.linear(x, weight), rtol=_NEAR))
+
+
+class PrepackedWeights:
+    """The packed copies of one model's weights, each made when it is first worth it; of weights
+    beyond `most` bytes there are none."""
+
+    def __init__(self, most: float = MOST) -> None:
+        self._copies: dict[int, tuple[Tensor, int, Tensor | None]] = {}
+        self.most, self.size = most, 0  # bytes
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [.., K] by weight [N, K]: [.., N], as `F.linear` but for rounding."""
+        packed = None if torch.is_grad_enabled() else self._prepacked(weight)
+        return F.linear(x, weight, bias) if packed is None else _multiply(x, packed, bias)
+
+    def _prepacked(self, weight: Tensor) -> Tensor | None:
+        """The packed copy, of the weight as it is now; None where there is none."""
+        known, version, packed = self._copies.get(id(weight), (None, 0, None))
+        if known is weight and version == weight._version:
+            return packed
+        if packed is not None:  # of a weight that has changed since
+            self.size -= _size(weight)
+        packed = None
+        if is_supported(weight.dtype) and self.size + _size(weight) <= self.most:
+            self.size += _size(weight)
+            packed = _prepack(weight.detach())
+        # The weight itself is held, so that its id stays its own.
+        self._copies[id(weight)] = (weight, weight._version, packed)
+        return packed
+
+
+class PrepackedLinear(nn.Linear):
+    """A linear layer that multiplies by a packed copy of its weight."""
+
+    store: PrepackedWeights
+    least: float  # numbers in x from which the packed product is worth its call
+
+    def forward(self, x: Tensor) -> Tensor:
+        multiply = F.linear if x.numel() < self.least else self.store.linear
+        return multiply(x, self.weight, self.bias)
+
+
+def can_prepack(module: nn.Module) -> bool:
+    """Whether it is a plain linear layer with frozen weights on a CPU, kept where it runs."""
+    return (
+        type(module) is nn.Linear
+        and module.weight.device.type == "cpu"
+        and module.weight.dtype in WORTH
+        and not module.weight.requires_grad
+        and not module.weight.is_inference()  # nobody could tell whether it has changed
+        and not hasattr(module, "_hf_hook")
+    )
+
+
+def prepack_layers(model: nn.Module, store: PrepackedWeights) -> None:
+    """Let the linear layers of a model, a structural copy of somebody's, multiply by packed
+    weights."""
+    for module in model.modules():
+        if can_prepack(module):
+            module.__class__, module.store = PrepackedLinear, store
+            module.least = WORTH[module.weight.dtype] / module.out_features
+
+
+def prepacked_layer(module: nn.Module, store: PrepackedWeights) -> nn.Module:
+    """The same linear layer with packed weights, sharing its tensors; else the module itself."""
+    if not can_prepack(module):
+        return module
+    view = copy.copy(module)
+    prepack_layers(view, store)
+    return view
+
+
+def _prepack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _TOKENS)
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _size(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()

@@ -1,0 +1,148 @@
+"""Prepacked weights: torch's own products but for rounding, and nobody's model changed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decoding import check_as_plain
+from random_families import GQA, MLP, check_family, random_model
+from random_models import random_head, random_target
+from random_seq2seq import asked, generated, random_seq2seq
+from torch import nn
+
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.packed import PackedTarget
+from specdraft.models.target import Target
+from specdraft.models.weights import prepacked
+from specdraft.models.weights.prepacked import (
+    PrepackedLinear,
+    PrepackedWeights,
+    is_supported,
+    prepacked_layer,
+)
+from specdraft.recipes.sections.target import TargetSection
+
+DTYPES = [dtype for dtype in prepacked.WORTH if is_supported(dtype)]
+pytestmark = pytest.mark.skipif(not DTYPES, reason="this torch packs no weights on this CPU")
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Every product is worth it: the models of tests are small."""
+    monkeypatch.setattr(prepacked, "WORTH", dict.fromkeys(DTYPES, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 24), (7, 24), (2, 5, 24), (100, 24)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_are_those_of_torch(dtype, shape, biased):
+    store, generator = PrepackedWeights(), torch.Generator().manual_seed(0)
+    weight = torch.randn(40, 24, generator=generator).to(dtype)
+    bias = torch.randn(40, generator=generator).to(dtype) if biased else None
+    x = torch.randn(shape, generator=generator).to(dtype)
+    apart = torch.stack((x, x), -1)[..., 0]  # the same numbers, not side by side
+    with torch.inference_mode():
+        expected = F.linear(x, weight, bias)
+        tolerance = 1e-5 if dtype is torch.float32 else 4e-2
+        for given in (x, apart):
+            product = store.linear(given, weight, bias)
+            torch.testing.assert_close(product, expected, atol=tolerance, rtol=tolerance)
+    assert store.size == 40 * 24 * weight.element_size()  # and it was the packed copy
+
+
+def test_a_weight_that_changed_is_packed_again():
+    store, weight, x = PrepackedWeights(), torch.ones(8, 8), torch.ones(3, 8)
+    with torch.no_grad():
+        assert store.linear(x, weight).eq(8).all()
+        weight.mul_(2)
+        assert store.linear(x, weight).eq(16).all()
+    assert store.size == 8 * 8 * 4
+
+
+def test_gradients_pass_where_there_are_any():
+    target, store = random_target(), PrepackedWeights()
+    features = torch.randn(5, target.hidden_size, requires_grad=True)
+    target.logits(features).sum().backward()
+    assert features.grad.abs().sum() > 0
+    x = torch.ones(2, 8, requires_grad=True)
+    store.linear(x, torch.ones(8, 8)).sum().backward()
+    assert x.grad.eq(8).all()
+    assert store.size == 0
+
+
+def test_large_models_keep_their_memory():
+    store, first, second = PrepackedWeights(8 * 8 * 4), torch.ones(8, 8), torch.ones(8, 8)
+    with torch.inference_mode():
+        for weight in (first, second, first, second):
+            assert store.linear(torch.ones(3, 8), weight).eq(8).all()
+    assert store.size == store.most
+
+
+def test_a_recipe_says_how_much():
+    for most in (0.0, 0.5):
+        target = Target.of_recipe(TargetSection(prepack_gib=most), "cpu")
+        with torch.inference_mode():
+            target.logits(torch.randn(4000, target.hidden_size))
+        assert target.prepacked.most == most * 2**30
+        assert (target.prepacked.size > 0) == (most > 0)
+
+
+def test_what_cannot_be_packed_is_left_as_it_is(monkeypatch):
+    store, linear = PrepackedWeights(), nn.Linear(8, 8).requires_grad_(False)
+
+    class Other(nn.Linear):
+        pass
+
+    for module in (nn.Linear(8, 8), Other(8, 8).requires_grad_(False), nn.LayerNorm(8)):
+        assert prepacked_layer(module, store) is module
+    assert prepacked_layer(linear.double(), store) is linear
+    monkeypatch.setattr(prepacked, "is_supported", lambda _: False)
+    view = prepacked_layer(linear.float(), store)
+    with torch.inference_mode():
+        x = torch.ones(100_000, 8)
+        assert torch.equal(view(x), linear(x))
+    assert store.size == 0
+
+
+def test_the_model_keeps_its_layers_and_shares_its_tensors(always):
+    target = random_target()
+    packed = PackedTarget(target, 1, 64)
+    assert not any(isinstance(m, PrepackedLinear) for m in target.model.modules())
+    layers = [m for m in packed.base.modules() if isinstance(m, PrepackedLinear)]
+    known = {id(parameter) for parameter in target.model.parameters()}
+    assert len(layers) > 4
+    assert {id(layer.weight) for layer in [*layers, target.lm_head]} <= known
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Llama", GQA),
+        ("Qwen2", {**GQA, "tie_word_embeddings": True}),
+        ("Phi", {**GQA, "partial_rotary_factor": 0.5}),  # a bias everywhere
+        ("GPTNeoX", MLP),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_families_decode_as_their_own_generate(always, family, settings):
+    target = Target(random_model(family, **settings), None, family)
+    check_family(target)
+    assert target.prepacked.size > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_decode_the_targets_own_tokens(always, rows):
+    target = random_target()
+    drafter = FalconDrafter(random_head(target, 2), target, StaticTree.chain(4, 2), rows, 128)
+    check_as_plain(target, drafter, rows)
+    assert target.prepacked.size > 0
+
+
+def test_encoder_decoders_decode_as_their_own_generate(always):
+    target = random_seq2seq("flan-t5")
+    sources = [[5, 9, 2, 7], [3, 3, 8, 1, 6, 4, 2]]
+    decoder = Decoder(target, None, 2, 64)
+    done = sorted(decoder.run(asked(target, sources)), key=lambda one: one.index)
+    assert [one.tokens for one in done] == [generated(target, one, 12) for one in sources]
+    assert target.prepacked.size > 0
