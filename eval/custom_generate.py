@@ -43,7 +43,7 @@ from specdraft.models.families.encoder_decoder import is_encoder_decoder
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.published import find_drafter
-from specdraft.models.target import Target, context_length
+from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.static_trees import AUTO
@@ -180,8 +180,8 @@ class Speculative:
         """Decode, called by `generate`; returns [B, T + new tokens of the longest row]."""
         sources, output = None, GenerateDecoderOnlyOutput
         if is_encoder_decoder(model.config):
-            positions, output = context_length(model.config), GenerateEncoderDecoderOutput
-            sources = read_sources(inputs_tensor, len(input_ids), bool(positions), model_kwargs)
+            output = GenerateEncoderDecoderOutput
+            sources = read_sources(inputs_tensor, len(input_ids), model_kwargs)
         call = read_call(
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, sources
         )

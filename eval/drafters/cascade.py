@@ -56,7 +56,7 @@ class Reviewer:
 
     def start(self, row: int, request: Request) -> None:
         self.cached[row], self.settled[row] = [], 0
-        self.packed.start(row, request.source)
+        self.packed.start(row, request.source, request.source_padding)
 
     def read(
         self, rows: list[int], tokens: list[list[int]], committed: list[int], starts: list[int]

@@ -65,7 +65,7 @@ class LMDrafter:
 
     def start(self, row: int, request: Request) -> None:
         self.memory[row] = Memory(request, list(request.prompt))
-        self.packed.start(row, request.source)
+        self.packed.start(row, request.source, request.source_padding)
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         """Commit tokens; keep the cache entries of those that a draft has foreseen."""

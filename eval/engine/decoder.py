@@ -112,7 +112,7 @@ class Decoder:
         check_request(f"request {index}", request, self.target, packed.pool.capacity, draft, rules)
         eos = self.target.eos_ids if request.eos_ids is None else request.eos_ids
         row = Row(slot, index, request, list(request.prompt), eos, is_drafting=drafter is not None)
-        packed.start(slot, request.source)
+        packed.start(slot, request.source, request.source_padding)
         if drafter:
             with self._fallback.of([row]):
                 drafter.start(slot, request)

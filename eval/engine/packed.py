@@ -327,11 +327,11 @@ class PackedTarget:
         self._bias, self._kept_bias = bias, lru_cache(KEPT_BIASES)(bias)
         check_forward(target, self._read_in_two, capacity, layers)
 
-    def start(self, row: int, source: Sequence[int] = ()) -> None:
+    def start(self, row: int, source: Sequence[int] = (), padding: Sequence[int] = ()) -> None:
         """Empty a row for a new request, and read its source where there is one."""
         self.pool.lengths[row] = 0
         if self.sources:
-            self.sources.start(row, source)
+            self.sources.start(row, source, padding)
 
     def segment(self, row: int, topology: Topology, known: int = 1) -> Segment:
         """Plan one row's tree (or, on an empty row, its prompt as a chain) behind its cache.

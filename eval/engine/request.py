@@ -34,6 +34,8 @@ class Request:
     # of the request's own tokens, the prompt's first, so that it is exact at any node of a draft.
     process: Process | None = None
     source: Sequence[int] = ()  # what the encoder of an encoder-decoder reads
+    # Ids before the source that its encoder counts but does not see: padding on the left.
+    source_padding: Sequence[int] = ()
 
 
 def check_request(
@@ -47,7 +49,7 @@ def check_request(
     prompt, length, vocab_size = request.prompt, request.max_new_tokens, target.vocab_size
     if not prompt:
         raise DataError(f"{name}: the prompt is empty; give at least one token")
-    _check_source(name, request.source, target)
+    _check_source(name, request, target)
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
         raise DataError(
             f"{name}: token ids {min(prompt)}..{max(prompt)} are outside the vocabulary "
@@ -80,20 +82,21 @@ def check_request(
         raise DataError(f"{name}: stop strings need a tokenizer and must not be empty")
 
 
-def _check_source(name: str, source: Sequence[int], target: Target) -> None:
+def _check_source(name: str, request: Request, target: Target) -> None:
+    source, read = request.source, [*request.source_padding, *request.source]
     if bool(source) != target.reads_source:
         reads = (
             "reads a source, and this one is empty" if target.reads_source else "reads no source"
         )
         raise DataError(f"{name}: {target.name} {reads}")
-    if source and not 0 <= min(source) <= max(source) < target.vocab_size:
+    if source and not 0 <= min(read) <= max(read) < target.vocab_size:
         raise DataError(
-            f"{name}: token ids {min(source)}..{max(source)} of the source are outside the "
+            f"{name}: token ids {min(read)}..{max(read)} of the source are outside the "
             f"vocabulary 0..{target.vocab_size - 1}"
         )
-    if target.context is not None and len(source) > target.context:
+    if target.context is not None and len(read) > target.context:
         raise DataError(
-            f"{name}: a source of {len(source)} tokens exceeds the {target.context} positions of "
+            f"{name}: a source of {len(read)} tokens exceeds the {target.context} positions of "
             f"{target.name}'s encoder; shorten it"
         )
 

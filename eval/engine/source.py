@@ -48,10 +48,13 @@ class Sources:
         self._waiting: dict[int, Tensor] = {}  # by row, what its encoder said [1, S, H]
         self._new: list[int] = []  # rows whose keys and values the running forward makes
 
-    def start(self, row: int, source: Sequence[int]) -> None:
-        """Read the source of a row's new request."""
-        ids = torch.tensor([list(source)], device=self.target.device)
-        self._waiting[row] = self.target.encode(ids)
+    def start(self, row: int, source: Sequence[int], padding: Sequence[int] = ()) -> None:
+        """Read the source of a row's new request, behind padding that is seen by its positions."""
+        ids = torch.tensor([[*padding, *source]], device=self.target.device)
+        mask = torch.ones_like(ids)
+        mask[:, : len(padding)] = 0
+        states = self.target.encode(ids, mask if padding else None)
+        self._waiting[row] = states[:, len(padding) :]
         if len(source) > self.pool.capacity:
             self._grow(len(source))
         self.pool.lengths[row] = len(source)

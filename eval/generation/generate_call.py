@@ -152,7 +152,8 @@ def read_call(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     arguments: dict,
-    sources: Sequence[Sequence[int]] | None = None,  # of the rows, for an encoder-decoder
+    # Of the rows, for an encoder-decoder, with the padding in front of each.
+    sources: Sequence[tuple[list[int], list[int]]] | None = None,
 ) -> GenerateCall:
     """Translate what `generate` hands to a decoding method; DataError for what we cannot honour.
 
@@ -165,10 +166,10 @@ def read_call(
     warpers = [one for one in processors if type(one) not in PROCESSORS]
     settings = _sampling(warpers, config.do_sample) | {"eos_ids": frozenset(eos_ids)}
     new_tokens = criteria.max_length - input_ids.shape[1]
-    read = sources or [[]] * len(prompts)
+    read = sources or [([], [])] * len(prompts)
     requests = [
-        Request(prompt, new_tokens, source=source, **settings)
-        for prompt, source in zip(prompts, read, strict=True)
+        Request(prompt, new_tokens, source=source, source_padding=padding, **settings)
+        for prompt, (padding, source) in zip(prompts, read, strict=True)
     ]
     if processing := [one for one in processors if type(one) in PROCESSORS]:
         requests = [
@@ -183,13 +184,13 @@ def read_call(
     return GenerateCall(requests, StoppingCriteriaList(others), pad)
 
 
-def read_sources(ids: Tensor, rows: int, positions: bool, arguments: dict) -> list[list[int]]:
-    """What the encoder of an encoder-decoder reads for each row, without padding.
+def read_sources(ids: Tensor, rows: int, arguments: dict) -> list[tuple[list[int], list[int]]]:
+    """What the encoder of an encoder-decoder reads for each row: the padding in front, which it
+    may count, and the source.
 
-    ids: what `generate` was given [B, S], of which it may make several rows each. positions:
-    whether the encoder counts them, so that padding on the left is seen. arguments: of the call;
-    what is of the encoder is taken out of them. DataError for what is not ids, or has padding in
-    between.
+    ids: what `generate` was given [B, S], of which it may make several rows each. arguments: of the
+    call; what is of the encoder is taken out of them. DataError for what is not ids, or has padding
+    in between.
     """
     mask, _ = arguments.pop("attention_mask", None), arguments.pop("encoder_outputs", None)
     arguments["attention_mask"] = arguments.pop("decoder_attention_mask", None)
@@ -198,12 +199,16 @@ def read_sources(ids: Tensor, rows: int, positions: bool, arguments: dict) -> li
     ids = ids.repeat_interleave(rows // len(ids), 0)
     mask = torch.ones_like(ids) if mask is None else mask.to(ids.device)
     ends = nn.functional.pad(mask.bool().long(), (1, 1)).diff(dim=-1)  # 1 where a source begins
-    if not (ends.clamp(min=0).sum(-1) == 1).all() or (positions and not mask[:, 0].all()):
+    if not (ends.clamp(min=0).sum(-1) == 1).all():
         raise DataError(
-            "generate: the attention mask hides tokens before or inside a source; pad on the right "
-            "(tokenizer.padding_side = 'right')"
+            "generate: the attention mask hides tokens inside a source, or all of one; pad on one "
+            "side (tokenizer.padding_side)"
         )
-    return [row[kept].tolist() for row, kept in zip(ids, mask.bool(), strict=True)]
+    starts = mask.argmax(-1).tolist()
+    return [
+        (row[:start].tolist(), row[kept].tolist())
+        for row, kept, start in zip(ids, mask.bool(), starts, strict=True)
+    ]
 
 
 def _check_config(config: GenerationConfig) -> None:

@@ -7,7 +7,7 @@ from random_models import HIDDEN, VOCAB, random_head, random_target
 from random_seq2seq import FAMILIES, asked, generated, random_seq2seq
 from transformers.generation import GenerateEncoderDecoderOutput
 
-from specdraft.eval.custom_generate import Speculative, falcon, prompt_lookup
+from specdraft.eval.custom_generate import Speculative, falcon, prompt_lookup, ssd
 from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
@@ -206,10 +206,11 @@ def speculatives(target: Target) -> list[Speculative]:
     return [Speculative(prompt_lookup(1, 4)), Speculative(falcon(head, "tiny_k2")), Speculative()]
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_generate_gives_its_own_tokens_for_padded_sources(target, rows):
+def test_generate_gives_its_own_tokens_for_padded_sources(target, rows, side):
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    inputs = batch(SOURCES[:rows], "right")
+    inputs = batch(SOURCES[:rows], side)
     expected = target.model.generate(**inputs, **options)
     for fast in speculatives(target):
         assert torch.equal(
@@ -218,16 +219,20 @@ def test_generate_gives_its_own_tokens_for_padded_sources(target, rows):
         assert fast.last.tokens == rows * (expected.shape[1] - 1) or target.name == "bart"
 
 
-def test_generate_is_told_of_padding_that_an_encoder_would_see(target):
+def test_a_students_encoder_counts_the_padding_as_the_targets_does(target):
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    inputs, fast = batch(SOURCES[:3], "left"), Speculative(ssd(target))
+    expected = target.model.generate(**inputs, **options)
+    assert torch.equal(target.model.generate(**inputs, **options, custom_generate=fast), expected)
+    assert fast.last.tokens_per_step > 3  # its drafts are the target's own tokens
+
+
+@pytest.mark.parametrize("place", [-2, slice(None)], ids=["inside", "all"])
+def test_padding_inside_a_source_is_refused(target, place):
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     inputs, fast = batch(SOURCES[:3], "left"), Speculative(prompt_lookup(1, 4))
-    if target.context is None:  # T5 counts no positions
-        expected = target.model.generate(**inputs, **options)
-        assert torch.equal(
-            target.model.generate(**inputs, **options, custom_generate=fast), expected
-        )
-        inputs["attention_mask"][0, -2] = 0
-    with pytest.raises(DataError, match="pad on the right"):
+    inputs["attention_mask"][0, place] = 0
+    with pytest.raises(DataError, match="inside a source"):
         target.model.generate(**inputs, **options, custom_generate=fast)
 
 
