@@ -38,6 +38,7 @@ from specdraft.models.saved import (
     load_for,
 )
 from specdraft.models.target import Target
+from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import in_a_line
 from specdraft.recipes.fields import Few, Fraction, Interval, Tokens, Width, shown
 
@@ -285,20 +286,21 @@ class Eagle3Head(SavedHead, tags=["eagle3"]):
 class OwnVocabulary(DraftVocabulary):
     """The tokens of a head with an lm_head of its own, which is as precise as the target's."""
 
-    def __init__(self, head: Eagle3Head, target: Target):
-        super().__init__(head.draft_ids, target)
+    def __init__(self, head: Eagle3Head, target: Target, prepacked: PrepackedWeights | None = None):
+        super().__init__(head.draft_ids, target, prepacked)
         self.head, self.own = head, head.lm_head.detach().to(target.lm_head_weight.dtype)
 
     def logits(self, features: Tensor) -> Tensor:
         """States [.., H] to logits [.., N]."""
-        return F.linear(self.head.answers(features).to(self.own.dtype), self.own)
+        return self._linear(self.head.answers(features).to(self.own.dtype), self.own)
 
 
 def vocabulary_of(head: Eagle3Head | FalconHead, target: Target) -> DraftVocabulary:
     """The tokens that a head drafts among, with logits of what it predicts."""
+    prepacked = PrepackedWeights(target.prepacked.most)
     if isinstance(head, Eagle3Head):
-        return OwnVocabulary(head, target)
-    return DraftVocabulary(head.draft_ids, target)
+        return OwnVocabulary(head, target, prepacked)
+    return DraftVocabulary(head.draft_ids, target, prepacked)
 
 
 def load_eagle3(

@@ -24,6 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from specdraft.models.families.finish import PLAIN, Finish, finish_of
 from specdraft.models.target_files import auto_class, model_folder, read_tensors
+from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import TargetError, in_a_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,13 +82,14 @@ class DraftVocabulary:
     Without `ids` the N tokens are all of the target's, and a place is an id.
     """
 
-    def __init__(self, ids: Tensor | None, target: Any):
+    def __init__(self, ids: Tensor | None, target: Any, prepacked: PrepackedWeights | None = None):
         """ids: [N], ascending. target: a `Target`, or its `TargetEmbeddings`. Raises TargetError
         for a part of an lm_head that has a bias."""
         if ids is not None:
             check_no_bias(getattr(target, "lm_head", None), getattr(target, "name", ""))
             ids = ids.to(target.lm_head_weight.device)
         self.ids, self._target = ids, target
+        self._linear = prepacked.linear if prepacked else nn.functional.linear
 
     @cached_property
     def lm_head(self) -> Tensor:
@@ -100,7 +102,7 @@ class DraftVocabulary:
         features = features.to(self._target.dtype)
         if self.ids is None:
             return self._target.logits(features)
-        return self._target.finish(nn.functional.linear(features, self.lm_head))
+        return self._target.finish(self._linear(features, self.lm_head))
 
     def tokens(self, places: Tensor) -> Tensor:
         """Return the ids at places [..]."""

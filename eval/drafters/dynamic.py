@@ -112,11 +112,13 @@ class DynamicFalcon(Rewarded, HeadDrafter):
 
     def grow(self, rows: list[int]) -> list[Tree]:
         self.worth.begin(rows, sum(self.pool.lengths[row] for row in rows) / len(rows))
+        if not self.worth.starts():
+            self.worth.choose(())
+            return [self._no_draft] * len(rows)
         growths = [Blocks([self.memory[row].ahead[-1]]) for row in rows]
-        if self.worth.starts():
-            with Stopwatch() as watch:
-                self._grow(rows, growths)
-            self.seconds += watch.seconds
+        with Stopwatch() as watch:
+            self._grow(rows, growths)
+        self.seconds += watch.seconds
         least = self.worth.choose([growth.chances[1:] for growth in growths])
         return [self._tree(growth, least) for growth in growths]
 

@@ -33,6 +33,7 @@ from specdraft.models.eagle3 import Eagle3Head, vocabulary_of
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
+from specdraft.models.weights.prepacked import frozen_view
 
 # Masks of drafted inputs and of their queries; None: nothing to hide.
 Hidden = tuple[TreeBias | None, TreeBias | None]
@@ -74,11 +75,10 @@ class HeadDrafter:
         scratch: int,
     ):
         head.check_target(target.identity())
-        config = head.config
-        self.feature_layers = config.feature_layers
-        asked = {"key": "the head's feature_layers", "way_out": "train a head for this target"}
-        target.check_layers(self.feature_layers, **asked)
-        self.head = head.to(target.device).eval()
+        config, self.feature_layers = head.config, head.config.feature_layers
+        way_out = "train a head for this target"
+        target.check_layers(self.feature_layers, key="the head's feature_layers", way_out=way_out)
+        self.head = frozen_view(head.to(target.device).eval(), target.prepacked.most)
         self.target, self.k, self.depth = target, config.block_size, depth
         self.reach = head.reading.reach
         self.vocabulary = vocabulary_of(self.head, target)

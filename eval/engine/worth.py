@@ -20,7 +20,9 @@ from math import log2
 from specdraft.eval.engine.cost import CostModel, Curve
 
 KEEP = 0.98  # what a step counts for, of the one after it
-PATIENCE = 32  # steps without a draft after which one is tried
+# Steps without a draft after which one is tried, twice as many after each try that was in vain: it
+# has to read all that was committed since.
+PATIENCE, MOST_PATIENCE = 32, 1024
 CACHED = 256  # cached tokens: costs are those of their nearest multiple
 # What several rows bring unevenly (pads, masks, the host's lists) is in no cost: with 24 rows of
 # stories, 1.26 times plain decoding was expected and 0.91 found, with 8 rows 1.48 and 1.14. So
@@ -61,7 +63,8 @@ class Worth:
         self.before, self.behind = 1.0, 0.5
         # Of the last drafts, one per row: what they have gained, their first passes not counted.
         # Before the first, eight that gained a token each.
-        self.gains, self.drafts, self.idle = 8.0, 8.0, 0
+        self.gains, self.drafts = 8.0, 8.0
+        self.idle, self.patience = 0, PATIENCE
         self.rows, self.cached, self.rate = 1, CACHED, 0.0
         self._running: set[int] = set()  # rows that took part in the last step
         self._first = self._later = 0.0  # milliseconds of this step's passes
@@ -87,9 +90,11 @@ class Worth:
         """Whether anything is drafted: what drafts of late were worth, and now and then a try."""
         first, gain = self._pass_ms(self.rows, 0), self.gains / self.drafts
         margin = MARGIN * log2(self.rows)
-        if gain - self.rate * first / self.rows <= margin and self.idle < PATIENCE:
+        promising = gain - self.rate * first / self.rows > margin
+        if not promising and self.idle < self.patience:
             self.idle += 1
             return False
+        self.patience = PATIENCE if promising else min(2 * self.patience, MOST_PATIENCE)
         self._first, self.idle, self._profit = first, 0, 0.0
         return True
 

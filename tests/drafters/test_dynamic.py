@@ -20,7 +20,7 @@ from specdraft.eval.engine.cost import CostModel
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import GUMBEL, Request
 from specdraft.eval.engine.tree import Tree
-from specdraft.eval.engine.worth import NEVER, PATIENCE, USUAL, Worth, _ratios
+from specdraft.eval.engine.worth import MOST_PATIENCE, NEVER, PATIENCE, USUAL, Worth, _ratios
 
 # Nodes and passes that cost next to nothing: everything is drafted. And such as cost a lot.
 FREE = CostModel(
@@ -233,10 +233,10 @@ def test_fewer_nodes_are_drafted_for_many_rows_down_to_none(target):
     assert counts[0] > 1.3 * counts[1] > 1.69 * counts[2]
 
 
-def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again():
+def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again_ever_less_often():
     worth = Worth(DEAR, 3, 48)
     drafted = []
-    for _ in range(4 * PATIENCE):
+    for _ in range(4 * MOST_PATIENCE):
         worth.begin(range(8), 100)
         drafted.append(worth.starts())
         assert worth.choose([[0.9, 0.8]] * 8 if drafted[-1] else []) == NEVER
@@ -245,8 +245,20 @@ def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again():
     first = drafted.index(False)
     assert first < PATIENCE / 2
     tries = [step for step, made in enumerate(drafted) if made and step > first]
-    assert tries == [first + n * (PATIENCE + 1) + PATIENCE for n in range(len(tries))]
-    assert len(tries) > 1
+    waits = [after - before - 1 for before, after in itertools.pairwise([first - 1, *tries])]
+    doubled = [min(PATIENCE * 2**n, MOST_PATIENCE) for n in range(len(waits))]
+    assert waits == doubled
+    assert doubled.count(MOST_PATIENCE) > 1
+
+
+def test_where_drafts_are_worth_it_again_a_try_is_soon_made_after_each_lull():
+    worth = Worth(USUAL, 3, 48)
+    worth.begin([0], 100)
+    worth.gains, worth.patience = -8.0, MOST_PATIENCE
+    assert not worth.starts()
+    worth.gains = 8.0
+    assert worth.starts()
+    assert worth.patience == PATIENCE
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -18,6 +18,7 @@ from specdraft.models.weights import prepacked
 from specdraft.models.weights.prepacked import (
     PrepackedLinear,
     PrepackedWeights,
+    frozen_view,
     is_supported,
     prepacked_layer,
 )
@@ -27,7 +28,7 @@ DTYPES = [dtype for dtype in prepacked.WORTH if is_supported(dtype)]
 pytestmark = pytest.mark.skipif(not DTYPES, reason="this torch packs no weights on this CPU")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Every product is worth it: the models of tests are small."""
     monkeypatch.setattr(prepacked, "WORTH", dict.fromkeys(DTYPES, 0))
@@ -105,7 +106,7 @@ def test_what_cannot_be_packed_is_left_as_it_is(monkeypatch):
     assert store.size == 0
 
 
-def test_the_model_keeps_its_layers_and_shares_its_tensors(always):
+def test_the_model_keeps_its_layers_and_shares_its_tensors():
     target = random_target()
     packed = PackedTarget(target, 1, 64)
     assert not any(isinstance(m, PrepackedLinear) for m in target.model.modules())
@@ -125,24 +126,42 @@ def test_the_model_keeps_its_layers_and_shares_its_tensors(always):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_families_decode_as_their_own_generate(always, family, settings):
+def test_families_decode_as_their_own_generate(family, settings):
     target = Target(random_model(family, **settings), None, family)
     check_family(target)
     assert target.prepacked.size > 0
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_heads_decode_the_targets_own_tokens(always, rows):
+@pytest.mark.parametrize("drafted", [None, 12])
+def test_heads_decode_the_targets_own_tokens(rows, drafted):
     target = random_target()
-    drafter = FalconDrafter(random_head(target, 2), target, StaticTree.chain(4, 2), rows, 128)
+    head = random_head(target, 2, draft_vocab=drafted)
+    if drafted:
+        head.draft_ids.copy_(torch.arange(0, 2 * drafted, 2))
+    drafter = FalconDrafter(head, target, StaticTree.chain(4, 2), rows, 128)
     check_as_plain(target, drafter, rows)
     assert target.prepacked.size > 0
 
 
-def test_encoder_decoders_decode_as_their_own_generate(always):
+def test_encoder_decoders_decode_as_their_own_generate():
     target = random_seq2seq("flan-t5")
     sources = [[5, 9, 2, 7], [3, 3, 8, 1, 6, 4, 2]]
     decoder = Decoder(target, None, 2, 64)
     done = sorted(decoder.run(asked(target, sources)), key=lambda one: one.index)
     assert [one.tokens for one in done] == [generated(target, one, 12) for one in sources]
     assert target.prepacked.size > 0
+
+
+def test_a_heads_view_follows_its_training():
+    head = random_head(random_target(), 2)
+    view, x = frozen_view(head), torch.randn(4, head.config.hidden_size)
+    for _ in range(2):
+        with torch.inference_mode():
+            own = head.layers[0].out(x)
+            torch.testing.assert_close(view.layers[0].out(x), own)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.mul_(1.5)
+    assert not any(one.requires_grad for one in view.parameters())
+    assert all(one.requires_grad for one in head.parameters())
