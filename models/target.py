@@ -179,13 +179,18 @@ class Target:
 
     @classmethod
     def random(
-        cls, config: PretrainedConfig, name: str, dtype: torch.dtype, device: torch.device
+        cls,
+        config: PretrainedConfig,
+        name: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        prepacked: PrepackedWeights | None = None,
     ) -> "Target":
         """A target with the sizes of a config and random weights, drawn on `device`; it has no
         tokenizer, and its identity is its name's."""
         with torch.device(device):
             model = auto_class(config).from_config(config, dtype=dtype)
-        target = cls(model, None, name)
+        target = cls(model, None, name, prepacked=prepacked)
         sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         target._identity = {"name": name, "revision": None, "weights": f"random {name}"} | sizes
         return target

@@ -23,6 +23,7 @@ from specdraft.models.embeddings import DTYPES
 from specdraft.models.falcon import FalconHead
 from specdraft.models.shapes import KNOWN, TargetShape, any_head, llama_config
 from specdraft.models.target import Target
+from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import RecipeError, in_a_line
 from specdraft.recipes.fields import nearest
 from specdraft.recipes.schema import Recipe
@@ -125,9 +126,11 @@ def build(
     """
     name, config, dtype = skeleton.shape.name, skeleton.shape.config, recipe.target.dtype
     cache = row_bytes(TargetShape.of(config.get_text_config()), capacity, dtype)
-    check_room(f"--shape {name}, {dtype}", skeleton.bytes + cache, device)
+    prepacked = PrepackedWeights(recipe.target.prepack_gib * 2**30)
+    copies = min(skeleton.bytes, int(prepacked.most)) if device.type == "cpu" else 0
+    check_room(f"--shape {name}, {dtype}", skeleton.bytes + copies + cache, device)
     torch.manual_seed(recipe.train.seed)
-    target = Target.random(config, name, DTYPES[dtype], device)
+    target = Target.random(config, name, DTYPES[dtype], device, prepacked)
     with torch.device(device):
         head = any_head(recipe, TargetShape.of(config.get_text_config())).eval()
     return target, head

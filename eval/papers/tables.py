@@ -7,6 +7,7 @@ from specdraft.eval.papers.ems import PaddingTable
 from specdraft.eval.papers.expectation import ExpectationTable
 from specdraft.eval.papers.falcon import FalconTable
 from specdraft.eval.papers.gsd import GraphTable, TauTable
+from specdraft.eval.papers.prepacking import PrepackingTable
 from specdraft.eval.papers.rivals import RivalTable
 from specdraft.eval.papers.rsd import BudgetTable, SeededBudgetTable
 from specdraft.eval.papers.suffix import SuffixTable
@@ -28,6 +29,7 @@ KINDS = {
     "ems": PaddingTable,
     "ewif": ExpectationTable,
     "suffix": SuffixTable,
+    "prepacked": PrepackingTable,
     "contexts": ContextTable,
     "report": ReportTable,
 }

@@ -14,6 +14,7 @@ from specdraft.eval.papers.jobs import resolved
 from specdraft.eval.papers.result import rounded, show
 from specdraft.eval.papers.table import Plan, over_seeds, with_settings
 from specdraft.eval.papers.tables import all_tables
+from specdraft.models.embeddings import DTYPES
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 
@@ -21,6 +22,7 @@ TABLES = all_tables()
 ABLATIONS = [table for table in TABLES.values() if isinstance(table, FalconTable)]
 # These measure what there is, in their own process.
 READY = {"tau", "tuned_cascades", "t5_cascades", "budgets", "ewif", "suffix", "contexts", "report"}
+READY |= {"prepacked"}
 SMALL = ("data.limit=8", "train.steps=2", "train.batch_size=4", "eval.limit=2")
 SMALL += ("eval.max_new_tokens=8", "eval.validation=2")
 
@@ -185,3 +187,13 @@ def test_without_a_table_all_are_listed():
     done = run_here("eval/paper.py")
     assert done.returncode == 0
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(TABLES)
+
+
+def test_prepacking_is_timed_beside_the_weights_as_they_are(plan):
+    table = with_settings(TABLES["prepacked"], ["table.widths=[64]", "table.nodes=[1,300]"])
+    rows = table.find(plan, (0, 1)).rows
+    names = [f"64 wide, {dtype}, {how}" for dtype in DTYPES for how in ("as they are", "prepacked")]
+    assert [*rows] == names
+    for row in rows.values():
+        assert [*row.figures] == ["1", "300"]
+        assert all(cell["mean"] > 0 for cell in row.figures.values())

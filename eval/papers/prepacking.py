@@ -1,0 +1,91 @@
+"""Time verifying forwards with a target's weights as they are, and prepacked, by nodes of a draft.
+
+Targets are random Llamas of a few widths, on one CPU thread; both take turns.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import Annotated
+
+import torch
+from transformers import LlamaConfig
+
+from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.engine.tree import chain
+from specdraft.eval.measure.environment import cpu_threads
+from specdraft.eval.papers.table import Plan, Row, SeededTable
+from specdraft.models.embeddings import DTYPES
+from specdraft.models.target import Target
+from specdraft.models.weights.prepacked import PrepackedWeights
+from specdraft.recipes.fields import Count, Interval
+
+CPU, TURNS = torch.device("cpu"), 11
+CACHED = 64  # tokens before the draft
+LAYERS, VOCABULARY, HEAD_DIM = 8, 8192, 64
+Nodes = Annotated[int, Interval(1, 512)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepackingTable(SeededTable):
+    """Widths and dtypes, as they are and prepacked, as rows; nodes as columns, in milliseconds."""
+
+    widths: tuple[Count, ...] = (256, 512, 1024)
+    nodes: tuple[Nodes, ...] = (1, 4, 12, 24, 48)
+
+    def rows(self, plan: Plan, seed: int) -> dict[str, Row]:
+        """Every width and dtype, with the weights of a seed."""
+        found = {}
+        with cpu_threads(1):
+            for width, dtype in product(self.widths, DTYPES):
+                torch.manual_seed(seed)
+                prepacked = random_target(width, dtype)
+                as_it_is = Target(prepacked.model, None, dtype, prepacked=PrepackedWeights(0))
+                names = [f"{width} wide, {dtype}, {how}" for how in ("as they are", "prepacked")]
+                times = milliseconds([as_it_is, prepacked], self.nodes)
+                found |= {name: Row(own) for name, own in zip(names, times, strict=True)}
+        return found
+
+
+def random_target(width: int, dtype: str) -> Target:
+    """A Llama of a width, with random weights."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=max(width // HEAD_DIM, 1),
+        num_key_value_heads=max(width // HEAD_DIM // 2, 1),
+    )
+    return Target.random(config, f"{width} wide", DTYPES[dtype], CPU)
+
+
+@torch.inference_mode()
+def milliseconds(targets: Sequence[Target], nodes: Sequence[int]) -> list[dict[str, float]]:
+    """Of each target, what verifying a chain of so many nodes takes: the median of turns."""
+    tried = [(target, PackedTarget(target, 1, CACHED + max(nodes))) for target in targets]
+    found: list[dict[str, float]] = [{} for _ in targets]
+    for count in nodes:
+        times: list[list[float]] = [[] for _ in targets]
+        for _ in range(TURNS + 1):
+            for own, (target, packed) in zip(times, tried, strict=True):
+                own.append(_timed(partial(_verify, target, packed, count)))
+        for own, figures in zip(times, found, strict=True):
+            figures[f"{count}"] = 1e3 * median(own[1:])  # in the first, weights are packed
+    return found
+
+
+def _verify(target: Target, packed: PackedTarget, count: int) -> None:
+    packed.pool.lengths[0] = CACHED
+    ids, segments = torch.arange(count), [packed.segment(0, chain(count - 1))]
+    features = packed.forward(ids, CACHED + ids, segments)
+    target.logits(features).argmax(-1).tolist()
+
+
+def _timed(call: partial) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
