@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -91,8 +92,15 @@ class StopRequest:
         if not self._raised or not issubclass(lost.exc_type, KeyboardInterrupt):
             self._hook(lost)
             return
-        self._lost = True
-        threading.Timer(0.01, os.kill, (os.getpid(), self._raised)).start()
+        self._lost, left = True, threading.Event()
+
+        def again(number: int) -> None:
+            left.wait()  # what comes while this runs is dropped, too
+            time.sleep(0.01)
+            os.kill(os.getpid(), number)
+
+        threading.Thread(target=again, args=(self._raised,)).start()
+        left.set()
 
     def _ask(self, number: int, _: object) -> None:
         again, self.asked, pressed = self.asked, True, number == signal.SIGINT

@@ -27,6 +27,7 @@ from specdraft.eval.serve.rows import RowStep, ServedRows
 from specdraft.models.falcon import FalconHead
 from specdraft.models.families.finish import PLAIN
 from specdraft.models.target_files import folder_here, identity_of, load_tokenizer
+from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.fields import nearest, shown
 from specdraft.recipes.load import from_dict
@@ -58,6 +59,7 @@ class ServedModel:
         self.model, self.name, self.revision = model, served.model, served.revision
         self.vocab_size, self.hidden_size = served.get_vocab_size(), served.get_hidden_size()
         self.dtype, self.lm_head = served.dtype, model.lm_head
+        self.prepacked = PrepackedWeights()  # of heads, on a CPU
         self.folder = folder_here(self.name)
         if self.folder is None:
             raise TargetError(

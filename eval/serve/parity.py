@@ -223,7 +223,7 @@ def traced(
     capacity = len(prompt.input_ids) + recipe.eval.max_new_tokens
     drafter = make_drafter(name, Setup(recipe, target, trained, 1, capacity))
     decoder = Decoder(target, drafter, 1, capacity + drafter.max_nodes)
-    head = trained.head
+    head = getattr(drafter, "head", None)  # as it drafts
     with tracing(head) if head is not None else nullcontext({}) as trace:
         (done,) = decoder.run([request])
     if len(done.steps) > 1 and len(done.steps[1].tokens):
