@@ -17,6 +17,8 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 from math import log2
 
+import numpy as np
+
 from specdraft.eval.engine.cost import CostModel, Curve
 
 KEEP = 0.98  # what a step counts for, of the one after it
@@ -80,10 +82,11 @@ class Worth:
             self.drafts = KEEP * self.drafts + self.rows
         self.rows, self._first, self._later, self._profit = rows, 0.0, 0.0, None
         self.cached = CACHED * max(round(cached / CACHED), 1)
-        plain, block = self._step_ms(0), rows * self.k
+        prices, block = self._prices(), rows * self.k
+        plain = prices[0]
         # Tokens of all rows per millisecond, at the speed-up over plain decoding of late.
         self.rate = self.tokens / self.plain * rows / plain
-        self._node = self.rate * (self._step_ms(block) - plain) / block  # what one has to bring
+        self._node = self.rate * (prices[block] - plain) / block  # what one has to bring
         self._keep = (self.behind / self.before) ** (1 / self.k)
 
     def starts(self) -> bool:
@@ -125,14 +128,14 @@ class Worth:
 
         chances: of every row's nodes.
         """
-        best, least, gained, rate = -self.rate * self._step_ms(0), NEVER, 0.0, self.rate
+        prices, rate = self._prices(), self.rate
+        best, least, gained, count = -rate * prices[0], NEVER, 0.0, 0
         ranked = sorted(chain.from_iterable(chances), reverse=True)[: self.rows * self.most]
-        count = 0
         for number, chance in enumerate(ranked, start=1):
             gained += chance
-            if (worth := gained - rate * self._step_ms(number)) > best:
+            if (worth := gained - rate * prices[number]) > best:
                 best, least, count = worth, chance, number
-        later, plain = self._later + self._step_ms(count), self._step_ms(0)
+        later, plain = self._later + prices[count], prices[0]
         self.tokens *= KEEP
         self.plain = KEEP * self.plain + self.rows * (self._first + later) / plain
         if self._profit is not None:
@@ -166,14 +169,19 @@ class Worth:
             added += chance - self._node
         return added
 
-    def _step_ms(self, nodes: int) -> float:
-        """A step without its draft, with so many drafted nodes of all rows together."""
-        known = self._steps.setdefault((self.rows, self.cached), [])
-        while len(known) <= nodes:
-            each = 1 + len(known) / self.rows
-            ms = self.costs.verify_ms(self.rows, each, self.cached)
-            known.append(ms + self.costs.loop_ms(self.rows, each))
-        return known[nodes]
+    def _prices(self) -> list[float]:
+        """Of a step without its draft, by the number of drafted nodes of all rows together."""
+        rows, cached = self.rows, self.cached
+        if (prices := self._steps.get((rows, cached))) is None:
+            most, costs = rows * max(self.most, self.k), self.costs
+            # From one of these numbers to the next a cost rises evenly (eval/engine/cost.py).
+            knots = (knot - rows for knot in costs.knots)
+            turns = sorted({0, 1, most, *(nodes for nodes in knots if 1 < nodes < most)})
+            each = [1 + nodes / rows for nodes in turns]
+            known = [costs.verify_ms(rows, n, cached) + costs.loop_ms(rows, n) for n in each]
+            prices = np.interp(range(most + 1), turns, known).tolist()
+            self._steps[rows, cached] = prices
+        return prices
 
     def _pass_ms(self, rows: int, paths: int) -> float:
         """One pass more over some paths of each of some rows; 0 paths: the first of a draft."""

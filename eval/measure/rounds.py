@@ -5,7 +5,9 @@ each follows every other equally often: what one leaves in the caches of the mac
 successor, or helps it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -61,15 +63,28 @@ def take_turns(
     # All is done once before anything is repeated: a slow minute of the machine is one try of all.
     ids = [(number, again) for again in range(settings.repeats) for number in range(len(work))]
     tries: list[list[Round]] = [[] for _ in work]
-    for number, again in tqdm(ids, desc="evaluating", unit="turn", disable=not progress):
-        names, batch = work[number]
-        order = balanced(names, number + again)
-        tries[number].append(remember((number, again), partial(_round, runners, order, batch)))
+    with _nothing_to_collect():
+        for number, again in tqdm(ids, desc="evaluating", unit="turn", disable=not progress):
+            names, batch = work[number]
+            order = balanced(names, number + again)
+            tries[number].append(remember((number, again), partial(_round, runners, order, batch)))
     outcomes: Outcomes = {name: [] for name in runners}
     for (names, _), rounds in zip(work, tries, strict=True):
         for name in names:
             outcomes[name].append(_median([one[name] for one in rounds]))
     return outcomes
+
+
+@contextmanager
+def _nothing_to_collect() -> Iterator[None]:
+    """Keep what has been loaded out of Python's garbage collections: one over all that torch and
+    transformers have made takes as long as dozens of steps, of whichever way it falls into."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def batches(name: str, items: Sequence[T], size: int) -> list[Sequence[T]]:

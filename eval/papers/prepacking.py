@@ -5,7 +5,7 @@ Targets are random Llamas of a few widths, on one CPU thread; both take turns.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.tree import chain
-from specdraft.eval.measure.environment import cpu_threads
-from specdraft.eval.papers.table import Plan, Row, SeededTable
+from specdraft.eval.measure.environment import cpu_threads, environment
+from specdraft.eval.papers.table import Found, Plan, Row, SeededTable
 from specdraft.models.embeddings import DTYPES
 from specdraft.models.target import Target
 from specdraft.models.weights.prepacked import PrepackedWeights
@@ -26,6 +26,7 @@ from specdraft.recipes.fields import Count, Interval
 CPU, TURNS = torch.device("cpu"), 11
 CACHED = 64  # tokens before the draft
 LAYERS, VOCABULARY, HEAD_DIM = 8, 8192, 64
+FORMATS, HOW = ("float32", "bfloat16"), ("as they are", "prepacked")
 Nodes = Annotated[int, Interval(1, 512)]
 
 
@@ -36,17 +37,22 @@ class PrepackingTable(SeededTable):
     widths: tuple[Count, ...] = (256, 512, 1024)
     nodes: tuple[Nodes, ...] = (1, 4, 12, 24, 48)
 
+    def find(self, plan: Plan, seeds: Sequence[int]) -> Found:
+        """Means over seeds, and the machine."""
+        with cpu_threads(1):
+            found = super().find(plan, seeds)
+            return replace(found, environment=environment(random_target(HEAD_DIM, FORMATS[0])))
+
     def rows(self, plan: Plan, seed: int) -> dict[str, Row]:
         """Every width and dtype, with the weights of a seed."""
         found = {}
-        with cpu_threads(1):
-            for width, dtype in product(self.widths, DTYPES):
-                torch.manual_seed(seed)
-                prepacked = random_target(width, dtype)
-                as_it_is = Target(prepacked.model, None, dtype, prepacked=PrepackedWeights(0))
-                names = [f"{width} wide, {dtype}, {how}" for how in ("as they are", "prepacked")]
-                times = milliseconds([as_it_is, prepacked], self.nodes)
-                found |= {name: Row(own) for name, own in zip(names, times, strict=True)}
+        for width, dtype in product(self.widths, FORMATS):
+            torch.manual_seed(seed)
+            prepacked = random_target(width, dtype)
+            as_it_is = Target(prepacked.model, None, dtype, prepacked=PrepackedWeights(0))
+            names = [f"{width} wide, {dtype}, {how}" for how in HOW]
+            times = milliseconds([as_it_is, prepacked], self.nodes)
+            found |= {name: Row(own) for name, own in zip(names, times, strict=True)}
         return found
 
 

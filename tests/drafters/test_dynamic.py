@@ -353,3 +353,17 @@ def test_the_host_looks_once_per_pass(target, monkeypatch):
         drafter = drafter_for(target, "both", 1, width=width)
         list(Decoder(target, drafter, 1, 512).run([Request(prompts()[2], 20)]))
         assert waits.count == drafter.forwards > 4
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_prices_are_those_of_the_costs_whatever_the_number_of_nodes(rows):
+    verify = {"forward": 2.0, "several": 0.3, "rows": 0.1, "cached": 1e-4, "scores": 1e-5}
+    verify |= {"tokens from 1": 0.5, "tokens from 8": 0.01, "tokens from 20": 0.3}
+    loop = {"step": 0.1, "drafts": 0.05, "rows": 0.01, "nodes": 0.02}
+    costs = CostModel(_ratios(verify), (1, 8, 20), _ratios(loop), _ratios({"draft": 0.1}))
+    worth = Worth(costs, 3, 10)
+    worth.begin(range(rows), 300)
+    each = [1 + nodes / rows for nodes in range(10 * rows + 1)]
+    assert worth._prices() == pytest.approx(
+        [costs.verify_ms(rows, n, 256) + costs.loop_ms(rows, n) for n in each]
+    )

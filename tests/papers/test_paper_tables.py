@@ -11,10 +11,10 @@ from specdraft.data.sources import bundled_file
 from specdraft.eval.papers.ems import WAYS
 from specdraft.eval.papers.falcon import FalconTable
 from specdraft.eval.papers.jobs import resolved
+from specdraft.eval.papers.prepacking import FORMATS, HOW
 from specdraft.eval.papers.result import rounded, show
 from specdraft.eval.papers.table import Plan, over_seeds, with_settings
 from specdraft.eval.papers.tables import all_tables
-from specdraft.models.embeddings import DTYPES
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 
@@ -191,9 +191,10 @@ def test_without_a_table_all_are_listed():
 
 def test_prepacking_is_timed_beside_the_weights_as_they_are(plan):
     table = with_settings(TABLES["prepacked"], ["table.widths=[64]", "table.nodes=[1,300]"])
-    rows = table.find(plan, (0, 1)).rows
-    names = [f"64 wide, {dtype}, {how}" for dtype in DTYPES for how in ("as they are", "prepacked")]
-    assert [*rows] == names
-    for row in rows.values():
+    found = table.find(plan, (0, 1))
+    assert found.environment["threads"] == 1
+    names = [f"64 wide, {dtype}, {how}" for dtype in FORMATS for how in HOW]
+    assert [*found.rows] == names
+    for row in found.rows.values():
         assert [*row.figures] == ["1", "300"]
         assert all(cell["mean"] > 0 for cell in row.figures.values())
