@@ -45,19 +45,19 @@ class PrepackedWeights:
     beyond `most` bytes there are none."""
 
     def __init__(self, most: float = MOST) -> None:
-        self._copies: dict[int, tuple[Tensor, int, Tensor | None]] = {}
+        self._copies: dict[int, tuple[Tensor, tuple[int, int], Tensor | None]] = {}
         self.most, self.size = most, 0  # bytes
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [.., K] by weight [N, K]: [.., N], as `F.linear` but for rounding."""
         packed = None
-        if x.numel() >= _least(weight) and not torch.is_grad_enabled():
+        if weight.is_cpu and x.numel() >= _least(weight) and not torch.is_grad_enabled():
             packed = self._prepacked(weight)
         return F.linear(x, weight, bias) if packed is None else _multiply(x, packed, bias)
 
     def _prepacked(self, weight: Tensor) -> Tensor | None:
         """The packed copy, of the weight as it is now; None where there is none."""
-        known, version, packed = self._copies.get(id(weight), (None, 0, None))
+        known, version, packed = self._copies.get(id(weight), (None, None, None))
         if known is weight and version == _version(weight):
             return packed
         if packed is not None:  # of a weight that has changed since
@@ -126,9 +126,10 @@ def _least(weight: Tensor) -> float:
     return WORTH.get(weight.dtype, inf) / len(weight)
 
 
-def _version(weight: Tensor) -> int:
-    """Whether it has changed since; of a tensor made in inference mode nobody knows."""
-    return 0 if weight.is_inference() else weight._version
+def _version(weight: Tensor) -> tuple[int, int]:
+    """What tells whether it has changed since: its place and, unless it was made in inference mode,
+    how often it was written to."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 def _prepack(weight: Tensor) -> Tensor:

@@ -58,7 +58,16 @@ def test_a_weight_that_changed_is_packed_again():
         assert store.linear(x, weight).eq(8).all()
         weight.mul_(2)
         assert store.linear(x, weight).eq(16).all()
+        weight.data = torch.full((8, 8), 3.0)
+        assert store.linear(x, weight).eq(24).all()
     assert store.size == 8 * 8 * 4
+
+
+def test_weights_on_other_devices_are_left_to_torch():
+    store, weight = PrepackedWeights(), torch.ones(8, 8, device="meta")
+    with torch.inference_mode():
+        assert store.linear(torch.ones(3, 8, device="meta"), weight).shape == (3, 8)
+    assert store.size == 0
 
 
 def test_gradients_pass_where_there_are_any():
