@@ -286,7 +286,7 @@ class Eagle3Head(SavedHead, tags=["eagle3"]):
 class OwnVocabulary(DraftVocabulary):
     """The tokens of a head with an lm_head of its own, which is as precise as the target's."""
 
-    def __init__(self, head: Eagle3Head, target: Target, prepacked: PrepackedWeights | None = None):
+    def __init__(self, head: Eagle3Head, target: Target, prepacked: PrepackedWeights):
         super().__init__(head.draft_ids, target, prepacked)
         self.head, self.own = head, head.lm_head.detach().to(target.lm_head_weight.dtype)
 

@@ -117,7 +117,6 @@ class BestFirst(Rewarded, LevelDrafter):
         self.worth.begin(rows, sum(map(self.num_committed_tokens, rows)) / len(rows))
         if self.worth.starts():
             return super().draft(rows)
-        self.worth.choose([])
         return [self._no_draft] * len(rows)
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:

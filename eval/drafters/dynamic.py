@@ -113,7 +113,6 @@ class DynamicFalcon(Rewarded, HeadDrafter):
     def grow(self, rows: list[int]) -> list[Tree]:
         self.worth.begin(rows, sum(self.pool.lengths[row] for row in rows) / len(rows))
         if not self.worth.starts():
-            self.worth.choose(())
             return [self._no_draft] * len(rows)
         growths = [Blocks([self.memory[row].ahead[-1]]) for row in rows]
         with Stopwatch() as watch:

@@ -51,8 +51,8 @@ USUAL = CostModel(
 class Worth:
     """What the parts of a draft are worth, for the rows that run now.
 
-    Of every step: `begin`, `starts`, `goes_on` after each pass, `choose`, and `earn` for each row
-    once its tokens are committed.
+    Of every step: `begin` and `starts`; where it does, `goes_on` after each pass and `choose`; then
+    `earn` for each row once its tokens are committed.
     """
 
     def __init__(self, costs: CostModel | None, block_size: int, most: int):
@@ -90,12 +90,14 @@ class Worth:
         self._keep = (self.behind / self.before) ** (1 / self.k)
 
     def starts(self) -> bool:
-        """Whether anything is drafted: what drafts of late were worth, and now and then a try."""
+        """Whether anything is drafted, else the step's drafting has ended: what drafts of late were
+        worth, and now and then a try."""
         first, gain = self._pass_ms(self.rows, 0), self.gains / self.drafts
         margin = MARGIN * log2(self.rows)
         promising = gain - self.rate * first / self.rows > margin
         if not promising and self.idle < self.patience:
             self.idle += 1
+            self.choose(())
             return False
         self.patience = PATIENCE if promising else min(2 * self.patience, MOST_PATIENCE)
         self._first, self.idle, self._profit = first, 0, 0.0

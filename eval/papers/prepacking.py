@@ -3,10 +3,8 @@
 Targets are random Llamas of a few widths, on one CPU thread; both take turns.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from statistics import median
 from typing import Annotated
@@ -14,8 +12,8 @@ from typing import Annotated
 import torch
 from transformers import LlamaConfig
 
-from specdraft.eval.engine.packed import PackedTarget
-from specdraft.eval.engine.tree import chain
+from specdraft.eval.costing.bench import TargetBench, turns, visit
+from specdraft.eval.costing.grid import Grid
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.papers.table import Found, Plan, Row, SeededTable
 from specdraft.models.embeddings import DTYPES
@@ -23,7 +21,7 @@ from specdraft.models.target import Target
 from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.fields import Count, Interval
 
-CPU, TURNS = torch.device("cpu"), 11
+CPU, TURNS = torch.device("cpu"), 5
 CACHED = 64  # tokens before the draft
 LAYERS, VOCABULARY, HEAD_DIM = 8, 8192, 64
 FORMATS, HOW = ("float32", "bfloat16"), ("as they are", "prepacked")
@@ -69,29 +67,13 @@ def random_target(width: int, dtype: str) -> Target:
     return Target.random(config, f"{width} wide", DTYPES[dtype], CPU)
 
 
-@torch.inference_mode()
 def milliseconds(targets: Sequence[Target], nodes: Sequence[int]) -> list[dict[str, float]]:
-    """Of each target, what verifying a chain of so many nodes takes: the median of turns."""
-    tried = [(target, PackedTarget(target, 1, CACHED + max(nodes))) for target in targets]
-    found: list[dict[str, float]] = [{} for _ in targets]
-    for count in nodes:
-        times: list[list[float]] = [[] for _ in targets]
-        for _ in range(TURNS + 1):
-            for own, (target, packed) in zip(times, tried, strict=True):
-                own.append(_timed(partial(_verify, target, packed, count)))
-        for own, figures in zip(times, found, strict=True):
-            figures[f"{count}"] = 1e3 * median(own[1:])  # in the first, weights are packed
-    return found
-
-
-def _verify(target: Target, packed: PackedTarget, count: int) -> None:
-    packed.pool.lengths[0] = CACHED
-    ids, segments = torch.arange(count), [packed.segment(0, chain(count - 1))]
-    features = packed.forward(ids, CACHED + ids, segments)
-    target.logits(features).argmax(-1).tolist()
-
-
-def _timed(call: partial) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+    """Of each target, what verifying so many nodes of one row takes: the median of turns."""
+    grid = Grid(tuple(nodes), rows=(1,), cached=(CACHED,))
+    benches = [[*TargetBench(target, grid).cells()] for target in targets]
+    forwards = [[cell for cell in cells if cell.what == "verify"] for cells in benches]
+    times: list[dict[int, list[float]]] = [{count: [] for count in nodes} for _ in targets]
+    for visits in zip(*(turns(cells, TURNS) for cells in forwards), strict=True):
+        for own, (_, cell) in zip(times, visits, strict=True):
+            own[cell.at["nodes"]].append(visit(cell))
+    return [{f"{count}": median(some) for count, some in own.items()} for own in times]

@@ -239,7 +239,8 @@ def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again_ever_less_o
     for _ in range(4 * MOST_PATIENCE):
         worth.begin(range(8), 100)
         drafted.append(worth.starts())
-        assert worth.choose([[0.9, 0.8]] * 8 if drafted[-1] else []) == NEVER
+        if drafted[-1]:
+            assert worth.choose([[0.9, 0.8]] * 8) == NEVER
         for _ in range(8):
             worth.earn(0, 1)
     first = drafted.index(False)

@@ -1,5 +1,6 @@
 """CS Drafting's Table 2: its rows, how each is tuned, and what is made of their figures."""
 
+import gc
 import json
 from collections import Counter
 from itertools import pairwise
@@ -189,6 +190,16 @@ def test_runners_take_turns_on_every_batch(target):
     assert "".join(asked) == "abc" + "abcbcacab" + "bcacabcba"
     assert [len(parts) for parts in outcomes.values()] == [3, 3, 3]
     assert all(len(part.tries) == 2 for parts in outcomes.values() for part in parts)
+
+
+def test_no_garbage_collection_over_what_was_loaded_falls_into_a_turn(target):
+    recipe = load_recipe(RECIPE, ["eval.max_new_tokens=2"])
+    run, frozen = module.make_method("plain", recipe, target, Trained(), 64), []
+    before = gc.get_freeze_count()
+    runners = {"a": lambda some: frozen.append(gc.get_freeze_count()) or run(some)}
+    take_turns(runners, make_requests(recipe.eval, chats(random_prompts(2))), recipe.eval, False)
+    assert min(frozen[1:]) > before + 10_000  # the first call warms up
+    assert gc.get_freeze_count() <= before
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 9])
