@@ -6,8 +6,10 @@
 Reads what was trained from `output.dir` and writes DIR/report.json; by default beside that of the
 training, into output.dir/bench/SETTINGS. With several batch sizes it ends with their curves: each
 method over plain decoding of the same rows.
-A method may be decoded the vanilla padded way (METHOD:padded, METHOD:pad_kv, METHOD:pad_inputs;
-EMS-SD, Table 2) or from one queue instead of batches that end together (METHOD:dynamic).
+Methods that draft what is worth it are priced for these rows first: what costs.json lacks is
+measured. A method may be decoded the vanilla padded way (METHOD:padded, METHOD:pad_kv,
+METHOD:pad_inputs; EMS-SD, Table 2) or from one queue instead of batches that end together
+(METHOD:dynamic).
 
 Cut off, the same command goes on where it stopped (DIR/measured.jsonl,
 eval/measure/logbook.py). A method that fails on a prompt is shown as failed there, the others go
@@ -26,7 +28,14 @@ from pathlib import Path
 from specdraft.data.fingerprint import of_settings
 from specdraft.data.lock import output_lock
 from specdraft.data.prompts import Prompt, load_prompts
-from specdraft.eval.drafters.registry import describe, drafted_tree, load_trained, problems
+from specdraft.eval.costing.measuring import cover_rows
+from specdraft.eval.drafters.registry import (
+    describe,
+    drafted_tree,
+    find,
+    load_trained,
+    problems,
+)
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import environment
 from specdraft.eval.measure.logbook import NAME, Logbook
@@ -106,6 +115,8 @@ def measure(recipes: list[Recipe], out: Path) -> dict:
     sets = {recipe.eval.prompts: recipe for recipe in recipes}
     prompts = {name: load_prompts(recipe, target.tokenizer) for name, recipe in sets.items()}
     trained = load_trained(first, target)
+    if any(find(name)[0].is_priced for name in first.eval.methods):
+        cover_rows(first, target, max(recipe.eval.batch_size for recipe in recipes))
     reports = []
     with Logbook(out, depends_on(recipes, target, trained, prompts)) as logbook:
         if logbook.note:

@@ -55,7 +55,10 @@ def test_a_finished_head_is_watched_and_measured(finished):
     assert watched.returncode == 0, watched.stderr
     assert "tokens/s" in watched.stdout
     out = finished / "bench"
-    options = ["--methods", "plain,falcon_tree", "--batch-sizes", "1,2", "--temperatures", "0,1"]
+    options = ["--methods", "plain,falcon_tree,falcon_dynamic"]
+    options += ["--batch-sizes", "1,2", "--temperatures", "0,1"]
+    costs = finished / "run" / "costs.json"
+    assert {point["rows"] for point in json.loads(costs.read_text())["points"]} == {1}
     bench = run_here("eval/bench.py", "recipes/tiny.yaml", *places, *options, "--out", str(out))
     assert bench.returncode == 0, bench.stderr
     rows = json.loads((out / "report.json").read_text())["runs"]
@@ -63,6 +66,9 @@ def test_a_finished_head_is_watched_and_measured(finished):
         (1, 0.0), (1, 1.0), (2, 0.0), (2, 1.0),
     }  # fmt: skip
     assert all(row["identical"] + row["near_ties"] == 2 for row in rows)
+    # What drafts by its worth knows what two rows cost.
+    priced = [p["what"] for p in json.loads(costs.read_text())["points"] if p["rows"] == 2]
+    assert {"verify", "loop"} <= {*priced}
 
 
 def test_one_command_takes_a_run_or_its_head_for_a_recipe(finished, tmp_path):

@@ -12,6 +12,7 @@ ever are: between two of them comes one of the other kind, unseen, as in decodin
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -32,6 +33,7 @@ from specdraft.models.target import Target
 GOES = 3  # of a visit, or as many as ..
 ENOUGH = 0.05  # .. seconds have room for
 STEPS = 4  # of the loop at a time, behind the one that reads the prompt
+FRESH = 4  # tokens that a step brings, where its tree is deep enough
 PROMPT = 8  # tokens of it: what the loop does does not depend on them
 SOURCE = 128  # tokens that an encoder has read for every row
 
@@ -81,29 +83,48 @@ def nothing() -> None:
 
 
 class Guesser:
-    """A `Drafter` that drafts the same tree for every row, and does something else `between`."""
+    """A `Drafter` that drafts trees of one size, and does something else `between`.
+
+    They begin with what the target says, down a path that is no row of nodes: so much is accepted
+    and moved in the cache as in decoding.
+    """
 
     forwards = 0
     rules: frozenset[str] = frozenset()
     from_tokens = True
 
-    def __init__(self, most: int, feature_layers: Layers):
-        self.max_nodes, self.feature_layers, self.seconds = most, feature_layers, 0.0
-        self.tree: Tree | None = None
+    def __init__(self, target: Target, most: int, feature_layers: Layers):
+        self.target, self.max_nodes, self.feature_layers = target, most, feature_layers
+        self.seconds, self.nodes = 0.0, 1  # of a tree
+        self.answer: list[int] = []  # of every request
         self.between: Callable[[], object] = nothing
+        self._said: dict[int, int] = {}  # of every row, tokens of the answer
 
     def start(self, row: int, request: Request) -> None:
         """Nothing to know."""
+        self._said[row] = 0
 
     def draft(self, rows: list[int]) -> list[Tree]:
         with Stopwatch() as watch:
-            if len(self.tree.topology) > 1:
+            if self.nodes > 1:
                 self.between()
+            trees = [self.tree(self.nodes, self.answer[self._said[row] :]) for row in rows]
         self.seconds += watch.seconds
-        return [self.tree] * len(rows)
+        return trees
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         """Nothing to learn."""
+        self._said[row] += len(tokens)
+
+    def tree(self, nodes: int, right: Sequence[int] = ()) -> Tree:
+        """Random tokens, two children below each node; right: the first ones of one path."""
+        topology = Topology([-1, *((node - 1) // 2 for node in range(1, nodes))])
+        tokens = torch.randint(self.target.vocab_size, (nodes - 1,)).tolist()
+        node = 1
+        for token in right[: FRESH - 1]:
+            if node < nodes:
+                tokens[node - 1], node = token, 2 * node + 1
+        return Tree(topology, torch.tensor(tokens, dtype=torch.long, device=self.target.device))
 
 
 class TargetBench:
@@ -115,7 +136,7 @@ class TargetBench:
 
     def __init__(self, target: Target, grid: Grid, layers: Layers = ()):
         self.target, self.grid = target, grid
-        self.guesser = Guesser(max(grid.side), layers)
+        self.guesser = Guesser(target, max(grid.side), layers)
         self.between: Callable[[], object] = nothing
         capacity = max(grid.capacity, PROMPT + self._answer + max(grid.side))
         self.decoder = Decoder(target, self.guesser, max(grid.rows), capacity)
@@ -124,6 +145,14 @@ class TargetBench:
     def _answer(self) -> int:
         """Tokens that the steps of the loop may bring."""
         return (1 + STEPS) * (1 + max(self.grid.side)) + 1
+
+    @cached_property
+    def answer(self) -> list[int]:
+        """What the target says in the steps of the loop."""
+        count = FRESH * (1 + STEPS) + 1
+        request = bench_request(self.target, PROMPT, count)
+        (said,) = Decoder(self.target, None, 1, PROMPT + count).run([request])
+        return said.tokens
 
     def cells(self) -> Iterator[Cell]:
         """The forwards of the grid, and the loop at some of its places."""
@@ -137,19 +166,13 @@ class TargetBench:
         """A forward of one row that verifies a few nodes: what comes between two drafts."""
         return self._verify_cell(1, self.grid.side[-1], min(self.grid.cached), nothing).open()
 
-    def tree(self, nodes: int) -> Tree:
-        """A tree of random tokens, two children below each node."""
-        topology = Topology([-1, *((node - 1) // 2 for node in range(1, nodes))])
-        tokens = torch.randint(self.target.vocab_size, (nodes - 1,), device=self.target.device)
-        return Tree(topology, tokens)
-
     def _verify_cell(
         self, rows: int, nodes: int, cached: int, between: Callable[[], object]
     ) -> Cell:
         """What `Timing.verify` of the decoder counts. The cache holds whatever lies there."""
 
         def opened() -> Callable[[], float]:
-            packed, tree = self.decoder.packed, self.tree(nodes)
+            packed, tree = self.decoder.packed, self.guesser.tree(nodes)
             request = bench_request(self.target, cached + 1, 1)
             eos = frozenset()
             shares = [(Row(slot, slot, request, [0], eos, False), 1) for slot in range(rows)]
@@ -178,7 +201,8 @@ class TargetBench:
 
         def go() -> float:
             guesser, timing = self.guesser, Timing()
-            guesser.tree, guesser.between, guesser.seconds = self.tree(nodes), self.between, 0.0
+            guesser.answer = self.answer
+            guesser.nodes, guesser.between, guesser.seconds = nodes, self.between, 0.0
             self.decoder.timing, steps, before = timing, [], 0.0
             stream = self.decoder.stream([bench_request(self.target, PROMPT, self._answer)] * rows)
             while len(steps) <= STEPS:

@@ -4,8 +4,9 @@ A head's trees are chains side by side, which part at some depth: behind the pas
 passes read as many blocks, or at the root, so that rounds have as many distributions, too. What a
 pass, a path, a round and a distribution cost is what these trees differ by.
 
-Before every draft that is timed, its row has read a prompt, drafted once and been shown the tokens
-of a step: what is read again, and what is read anew, is what a running row reads.
+Before every draft that is timed, its row has read a prompt and drafted once. Timed is that it is
+shown the tokens of a step, and drafts: what is read again, and what is read anew, is what a running
+row reads.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdraft.eval.costing.bench import Cell, bench_request, nothing
+from specdraft.eval.costing.bench import FRESH, Cell, bench_request, nothing
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -36,7 +37,6 @@ from specdraft.recipes.find import HEADS, drafter_folder
 from specdraft.recipes.schema import Recipe
 
 SEVERAL = (4, 16)  # rows, beside one
-FRESH = 4  # tokens that a step has brought
 GAMMAS = (1, 2, 4)  # levels of a student's draft
 
 DRAFTERS = ("head", "medusa", "student")  # in `Trained`
@@ -146,14 +146,15 @@ class DraftBench:
                 if not drafter.from_tokens:
                     drafter.observe(row, prompt, long)
             drafter.draft(numbers)
-            for row in numbers:
-                drafter.observe(row, [0] * FRESH, short)
+            with Stopwatch() as shown:
+                for row in numbers:
+                    drafter.observe(row, [0] * FRESH, short)
             between()
             _wait(self.target.device)
             with Stopwatch() as watch:
                 drafter.draft(numbers)
                 _wait(self.target.device)
-            return watch.seconds
+            return shown.seconds + watch.seconds
 
         return go
 

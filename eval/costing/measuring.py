@@ -1,18 +1,18 @@
 """Costs are measured: of a target and what drafts for it, in turns, into a ledger."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from specdraft.eval.costing.bench import TargetBench, turns, visit
-from specdraft.eval.costing.drafts import DraftBench, drafter_identity
+from specdraft.eval.costing.bench import Cell, TargetBench, turns, visit
+from specdraft.eval.costing.drafts import DraftBench, drafter_identity, trained_drafter
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, unrest
 from specdraft.eval.costing.room import most_rows, row_bytes
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.measure.environment import environment
+from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.models.shapes import TargetShape
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
@@ -22,22 +22,39 @@ NAME = "costs.json"  # in the folder of a run
 
 
 def measure_costs(
-    recipe: Recipe, target: Target, trained: Trained, grid: Grid, out: Path | None = None
+    recipe: Recipe,
+    target: Target,
+    trained: Trained,
+    grid: Grid,
+    out: Path | None = None,
+    quiet: bool = False,
 ) -> Ledger:
     """Return a ledger in which all of a grid that has room is measured, and curves are fitted.
 
     out: default output.dir/costs.json. What it holds of this machine, target and drafter stands,
-    what it lacks is measured; what it holds of others is named, and measured again. Raises
-    DataError where it holds no costs.
+    what it lacks is measured; what it holds of others is named, and measured again. quiet: where
+    nothing is lacking, nothing is said and nothing written. Raises DataError where it holds no
+    costs.
     """
     out = out or Path(recipe.output.dir) / NAME
     ledger = Ledger(out, recipe.name, subject(target, trained))
-    _measure(ledger, target, trained, _with_room(grid, recipe, target))
+    left = _left(ledger, target, trained, _with_room(grid, recipe, target))
+    if not left and quiet:
+        return ledger
+    _measure(ledger, left)
     ledger.fit()
     ledger.write()
     if (apart := unrest([*ledger.points.values()])) > BUSY:
         say(f"tries of a point lie {apart:.0%} apart: the machine did something else, too")
     return ledger
+
+
+def cover_rows(recipe: Recipe, target: Target, most: int) -> None:
+    """Measure what the costs of a run lack for drafts of up to so many rows: from those of a single
+    row nobody knows what a row more costs. Raises as `measure_costs` and `trained_drafter` do."""
+    trained = trained_drafter(recipe, target)
+    with cpu_threads(recipe.eval.threads):
+        measure_costs(recipe, target, trained, Grid.for_rows(most), quiet=True)
 
 
 def subject(target: Target, trained: Trained) -> Mapping[str, Any]:
@@ -66,17 +83,22 @@ def _with_room(grid: Grid, recipe: Recipe, target: Target) -> Grid:
     return grid.with_rows(most)
 
 
-def _measure(ledger: Ledger, target: Target, trained: Trained, grid: Grid) -> None:
-    """Time what the ledger has not got, in turns."""
+def _left(ledger: Ledger, target: Target, trained: Trained, grid: Grid) -> list[tuple[int, Cell]]:
+    """What the ledger has not got, in turns."""
     layers = trained.head.config.feature_layers if trained.head else ()
     forwards, drafts = TargetBench(target, grid, layers), DraftBench(target, trained, grid)
     forwards.between, drafts.between = drafts.draft(), forwards.forward()
     cells = [*forwards.cells(), *drafts.cells()]
+    return [(turn, c) for turn, c in turns(cells, grid.repeats) if len(ledger.tries(c)) <= turn]
+
+
+def _measure(ledger: Ledger, left: Sequence[tuple[int, Cell]]) -> None:
+    """Time what is left."""
     if ledger.note:
         say(ledger.note)
-    left = [(turn, c) for turn, c in turns(cells, grid.repeats) if len(ledger.tries(c)) <= turn]
     if not left:
-        say(f"all {len(cells)} points are there, nothing is measured; to do it again, delete it")
+        count = len(ledger.points)
+        say(f"all {count} points are there, nothing is measured; to do it again, delete it")
     try:
         ledger.write()
         for _, cell in tqdm(left, desc="measuring", unit="visit", leave=False):

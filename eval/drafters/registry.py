@@ -62,6 +62,7 @@ class Method:
     rule: str | None = None  # its paper's acceptance when sampling; None: eval.acceptance
     tuned: Space | Callable[[Recipe], Space] | None = None  # what eval/fit.py searches
     drafts_tree: bool = False  # eval.tree, which eval/fit.py searches, too
+    is_priced: bool = False  # whether it drafts by what eval/costs.py has measured
 
     @property
     def is_ours(self) -> bool:
@@ -132,7 +133,8 @@ ROWS = (
     Method("falcon_chain", "Falcon's head, a chain", make_head, **FALCON),
     Method("falcon_tree", "Falcon's head, a static tree", partial(make_head, tree=True), **FALCON,
            drafts_tree=True),
-    Method("falcon_dynamic", "Falcon's head, as much as is worth it", make_dynamic, **FALCON),
+    Method("falcon_dynamic", "Falcon's head, as much as is worth it", make_dynamic, **FALCON,
+           is_priced=True),
     Method("maxgram", "copies behind the longest suffix, then bigrams", make_maxgram, **TABLE,
            tuned=MAXGRAM_SPACE),
     Method("ssd", "a draft LM, a chain",
@@ -145,7 +147,7 @@ ROWS = (
     Method("ssd_dynamic", "a draft LM, as much as is worth it",
            lambda s: BestFirst(*s.student, measured_costs(s), s.drafting.depth,
                                s.drafting.out_degree),
-           **STUDENT),
+           **STUDENT, is_priced=True),
     Method("rsd_c", "a draft LM, siblings without replacement (RSD-C)",
            lambda s: Branching(*s.student, s.drafting.branching), **STUDENT, rule="recursive"),
     Method("rsd_s", "a draft LM, stochastic beams (RSD-S)",
@@ -173,13 +175,13 @@ ROWS = (
     Method("eagle_tree", "EAGLE-1's head, a static tree",
            partial(make_head, tree=True, only="eagle_tree"), **EAGLE, drafts_tree=True),
     Method("eagle_dynamic", "EAGLE-1's head, as much as is worth it",
-           partial(make_dynamic, only="eagle_dynamic"), **EAGLE),
+           partial(make_dynamic, only="eagle_dynamic"), **EAGLE, is_priced=True),
     Method("eagle3_chain", "EAGLE-3's head, a chain", partial(make_head, only="eagle3_chain"),
            **EAGLE3),
     Method("eagle3_tree", "EAGLE-3's head, a static tree",
            partial(make_head, tree=True, only="eagle3_tree"), **EAGLE3, drafts_tree=True),
     Method("eagle3_dynamic", "EAGLE-3's head, as much as is worth it",
-           partial(make_dynamic, only="eagle3_dynamic"), **EAGLE3),
+           partial(make_dynamic, only="eagle3_dynamic"), **EAGLE3, is_priced=True),
     Method("medusa_chain", "Medusa's heads, a chain", make_medusa, **MEDUSA),
     Method("medusa_tree", "Medusa's heads, a static tree", partial(make_medusa, tree=True),
            **MEDUSA, drafts_tree=True),

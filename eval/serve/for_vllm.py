@@ -7,11 +7,13 @@
 
 vLLM (0.32) tells such a class which tokens each row of its batch has, and no features. Those are
 seen by a hook on the model that it serves: the hidden states behind the final norm of all tokens of
-a step, their positions, and where each row begins, in the order of the rows. What becomes of rows
-is the matter of eval/serve/rows.py. A model that a CUDA graph replays as a whole runs no hook:
-drafters that read features want `"cudagraph_mode": "PIECEWISE"`, or eager mode.
+a step, and behind the inner layers that a head reads, their positions, and where each row begins,
+in the order of the rows. What becomes of rows is the matter of eval/serve/rows.py. A model that a
+CUDA graph replays as a whole runs no hook: drafters that read features want `"cudagraph_mode":
+"PIECEWISE"`, or eager mode.
 
-Shapes: N packed tokens of a step, R rows, A new tokens of a row, H hidden, V vocabulary.
+Shapes: N packed tokens of a step, R rows, A new tokens of a row, H hidden, n inner layers that are
+read, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from specdraft.eval.drafters.trained import KINDS, Trained
 from specdraft.eval.serve.rows import RowStep, ServedRows
 from specdraft.models.falcon import FalconHead
 from specdraft.models.families.finish import PLAIN
+from specdraft.models.feature_layers import Layers, check_layers
 from specdraft.models.target_files import folder_here, identity_of, load_tokenizer
 from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import RecipeError, TargetError
@@ -59,6 +62,7 @@ class ServedModel:
         self.model, self.name, self.revision = model, served.model, served.revision
         self.vocab_size, self.hidden_size = served.get_vocab_size(), served.get_hidden_size()
         self.dtype, self.lm_head = served.dtype, model.lm_head
+        self.layers = served.get_total_num_hidden_layers()
         self.prepacked = PrepackedWeights()  # of heads, on a CPU
         self.folder = folder_here(self.name)
         if self.folder is None:
@@ -80,12 +84,20 @@ class ServedModel:
     def identity(self) -> dict:
         return identity_of(self.name, self.revision, self.folder)
 
-    def check_layers(self, layers: tuple[int, ...], **_: str) -> None:
-        if layers:
+    def check_layers(self, layers: Layers, **asked: str) -> None:
+        """Raise TargetError for layers that it does not have, or that vLLM does not show."""
+        check_layers(layers, self.layers, self.name, **asked)
+        if layers and not hasattr(self.model, "set_aux_hidden_state_layers"):
             raise TargetError(
-                f"the head reads layers {list(layers)} of its target, and vLLM shows {self.name}'s "
-                "last to a custom class; train one with data.feature_layers=[]"
+                f"the head reads layers {list(layers)} of its target, and vLLM's "
+                f"{type(self.model).__name__} ({self.name}) shows its last alone; train one with "
+                "data.feature_layers=[]"
             )
+
+    def show_layers(self, layers: Layers) -> None:
+        """Have the model return (last, [layer, ..]), in ascending order, as for EAGLE-3."""
+        if layers:
+            self.model.set_aux_hidden_state_layers(tuple(sorted(layers)))
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.embed_input_ids(ids.flatten()).view(*ids.shape, -1)
@@ -99,7 +111,7 @@ class ServedModel:
 class Seen:
     """What the hook has seen of a step."""
 
-    features: Tensor  # [N, H]
+    features: Tensor  # [N, (1 + n) * H]
     positions: Tensor  # [N]
     starts: Tensor  # [R + 1], where each row begins
 
@@ -123,6 +135,7 @@ class Proposer:
         check_options(self.method, self.settings, self.sources)
         self.rows: ServedRows | None = None
         self.seen: Seen | None = None
+        self.layers: Layers = ()  # of the model, that the head reads beside its last
 
     # -- what vLLM calls -------------------------------------------------------------------------
 
@@ -144,6 +157,8 @@ class Proposer:
         self.rows = ServedRows(drafter, slots)
         if not drafter.from_tokens:
             self._check_hook(served)
+            self.layers = drafter.feature_layers
+            served.show_layers(self.layers)
             target_model.register_forward_hook(self._see, with_kwargs=True)
 
     def propose(
@@ -169,14 +184,27 @@ class Proposer:
 
     # -- the features ----------------------------------------------------------------------------
 
-    def _see(self, model: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+    def _see(
+        self,
+        model: nn.Module,
+        args: tuple,
+        kwargs: dict,
+        output: Tensor | tuple[Tensor, list[Tensor]],  # the latter where layers are shown
+    ) -> Tensor:
+        """Keep what a step shows; return what the model would return without us."""
         from vllm.forward_context import get_forward_context  # not there where it is tested
 
+        last, inner = output if self.layers else (output, [])
         metadata = get_forward_context().attn_metadata
-        if not metadata:  # a run that warms up, or measures memory
-            return
-        starts = next(iter(metadata.values())).query_start_loc
-        self.seen = Seen(output, kwargs["positions"], starts)
+        if metadata:  # none in a run that warms up, or measures memory
+            starts = next(iter(metadata.values())).query_start_loc
+            self.seen = Seen(self.wide(last, inner), kwargs["positions"], starts)
+        return last
+
+    def wide(self, last: Tensor, inner: list[Tensor]) -> Tensor:
+        """Put the layers, of which vLLM gives the lowest first, in the order of the head's."""
+        shown = dict(zip(sorted(self.layers), inner, strict=True))
+        return torch.cat((last, *(shown[layer] for layer in self.layers)), -1)
 
     def _with_features(self, tokens: list[np.ndarray], sampled: list[list[int]]) -> list[RowStep]:
         """Cut what was seen into rows: of each the features of tokens whose next one is known."""

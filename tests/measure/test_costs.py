@@ -13,7 +13,7 @@ from random_models import random_head, random_target
 from random_seq2seq import random_seq2seq
 
 from specdraft.eval.costing import room, shapes
-from specdraft.eval.costing.bench import Cell, TargetBench, turns, visit
+from specdraft.eval.costing.bench import FRESH, STEPS, Cell, TargetBench, turns, visit
 from specdraft.eval.costing.curves import fit, knots, nonnegative
 from specdraft.eval.costing.drafts import DraftBench, shape_of
 from specdraft.eval.costing.grid import Grid
@@ -273,6 +273,21 @@ def test_between_two_of_a_kind_comes_one_of_the_other():
     assert min(drafts.draft()(), forwards.forward()()) > 0
     assert DraftBench(target, Trained(), SMALL).draft()() is None
     assert not done
+
+
+@pytest.mark.parametrize(("nodes", "brought"), [(1, 1), (2, 2), (4, 3), (16, FRESH)])
+def test_the_steps_of_the_loop_accept_tokens_of_their_trees(nodes, brought):
+    bench = TargetBench(random_target(vocab=40), Grid((1, nodes), (1, 2), (8,)))
+    at = {"rows": 2, "nodes": nodes}
+    (cell,) = (one for one in bench.cells() if one.what == "loop" and one.at == at)
+    counts, observe = [], bench.guesser.observe
+    bench.guesser.observe = lambda row, tokens, *rest: (
+        counts.append(len(tokens)), observe(row, tokens, *rest),
+    )  # fmt: skip
+    with torch.inference_mode():
+        cell.open()()
+    assert len(counts) >= 2 * STEPS
+    assert {*counts} == {brought}
 
 
 def test_a_head_with_layers_of_the_target_is_timed_with_them():

@@ -28,10 +28,20 @@ class Running:
 
 class SmallEngine:
     """Decodes prompts with drafts from `rows`; `chunk` tokens of a prompt a step, at most `batch`
-    rows at once, of which some wait, are preempted or aborted, as `rng` has it."""
+    rows at once, of which some wait, are preempted or aborted, as `rng` has it; `layers` of the
+    target are shown beside its features."""
 
-    def __init__(self, target: Target, rows: ServedRows, chunk: int, batch: int, seed: int):
+    def __init__(
+        self,
+        target: Target,
+        rows: ServedRows,
+        chunk: int,
+        batch: int,
+        seed: int,
+        layers: tuple[int, ...] = (),
+    ):
         self.target, self.rows, self.chunk, self.batch = target, rows, chunk, batch
+        self.layers = layers
         self.rng = random.Random(seed)
         self.cached: list[list[int]] = []  # what finished requests have left
         self.finished: dict[int, Running] = {}
@@ -82,10 +92,11 @@ class SmallEngine:
         start, known = row.read, len(row.tokens)
         end = min(start + self.chunk, known) if known - start > 1 else known
         ids = row.tokens[:end] + (row.draft if end == known else [])
-        features = self.target.features(torch.tensor([ids]))[0]
+        features = self.target.features(torch.tensor([ids]), layers=self.layers)[0]
         sampled = end == known
         if sampled:
-            best = self.target.logits(features[known - 1 :]).argmax(-1).tolist()
+            last = features[known - 1 :, : self.target.hidden_size]
+            best = self.target.logits(last).argmax(-1).tolist()
             fresh = []
             for token, guess in zip(best, [*row.draft, -1], strict=True):
                 fresh.append(token)

@@ -11,13 +11,16 @@ from random_models import random_head
 from served_engine import SmallEngine
 from torch import nn
 
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.serve.for_vllm import Proposer, Seen
-from specdraft.eval.serve.rows import RowStep
+from specdraft.eval.serve.rows import RowStep, ServedRows
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import TargetError
 
-LENGTH = 10
+LENGTH, HIDDEN = 10, 128
+COUPLED = {"block_size": 3, "fusion": "linear", "reads": "both", "coupling": "recurrent"}
 
 
 class Model(nn.Module):
@@ -29,6 +32,15 @@ class Model(nn.Module):
         self.embed_input_ids, self.compute_logits = target.embed, target.logits
 
 
+class LayeredModel(Model):
+    """The same of a model that shows inner layers."""
+
+    shown: tuple[int, ...] = ()
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        self.shown = layers
+
+
 @pytest.fixture(scope="module")
 def target():
     return Target.load("tiny")
@@ -37,6 +49,7 @@ def target():
 def config_of(target: Target, options: dict, **changes) -> SimpleNamespace:
     sizes = {"get_vocab_size": lambda: target.vocab_size}
     sizes |= {"get_hidden_size": lambda: target.hidden_size}
+    sizes |= {"get_total_num_hidden_layers": lambda: target.config.num_hidden_layers}
     served = {"model": str(bundled_target_dir()), "revision": None, "dtype": torch.float32}
     parts = {
         "model_config": SimpleNamespace(**served, **sizes, max_model_len=64),
@@ -69,7 +82,12 @@ class Calls:
             torch.arange(row.start, row.start + len(p)) for row, p in zip(rows, parts, strict=True)
         ]
         starts = torch.tensor([0, *map(len, parts)]).cumsum(0)
-        self.proposer.seen = Seen(torch.cat(parts), torch.cat(places), starts)
+        # vLLM's model returns its last features and a list of layers, the lowest first.
+        layers = self.proposer.layers
+        last, *inner = torch.cat(parts).split(HIDDEN, -1)
+        lowest_first = [inner[layers.index(layer)] for layer in sorted(layers)]
+        features = self.proposer.wide(last, lowest_first)
+        self.proposer.seen = Seen(features, torch.cat(places), starts)
         fresh = [row.known[row.start + len(row.features) :].tolist() for row in rows]
         sampled = [own if row.sampled else [] for own, row in zip(fresh, rows, strict=True)]
         self.made.append(counts)
@@ -77,12 +95,25 @@ class Calls:
         return self.proposer.propose(sampled, numbers, table)
 
 
+class Kept:
+    """Keeps what is drafted."""
+
+    def __init__(self, rows: Calls | ServedRows):
+        self.rows, self.drafts = rows, []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def step(self, rows: list[RowStep]) -> list[list[int]]:
+        self.drafts.append(self.rows.step(rows))
+        return self.drafts[-1]
+
+
 @pytest.mark.parametrize("method", ["falcon_chain", "prompt_lookup"])
 def test_outputs_are_plain_decodings_and_drafts_no_longer_than_asked_for(target, method, tmp_path):
     options = {"method": method}
     if method == "falcon_chain":
-        kind = {"block_size": 3, "fusion": "linear", "reads": "both", "coupling": "recurrent"}
-        random_head(target, **kind).save_pretrained(tmp_path)
+        random_head(target, **COUPLED).save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         options["head"] = str(tmp_path)
         assert config["block_size"] == 3
@@ -94,6 +125,34 @@ def test_outputs_are_plain_decodings_and_drafts_no_longer_than_asked_for(target,
     for number, tokens in found.items():
         assert tokens == prompts[number] + plain_tokens(target, prompts[number], LENGTH)
     assert max(map(len, engine.rows.made)) == 4  # one more than there are slots
+
+
+def test_layers_are_read_in_the_heads_order_and_drafts_are_our_own(target, tmp_path):
+    layers = (6, 3)
+    head = random_head(target, **COUPLED, feature_layers=layers)
+    head.save_pretrained(tmp_path)
+    proposer, model = Proposer(config_of(target, {"head": str(tmp_path)})), LayeredModel(target)
+    proposer.load_model(model)
+    assert model.shown == (3, 6)
+    drafter = FalconDrafter(head, target, StaticTree.chain(5, 3), 3, 64)
+    prompts = [list(range(n, n + 12)) * 2 for n in (5, 40, 70)]
+    drafts = []
+    for rows in (Calls(proposer), ServedRows(drafter, 3)):
+        kept = Kept(rows)
+        SmallEngine(target, kept, chunk=6, batch=3, seed=2, layers=layers).run(prompts, LENGTH)
+        drafts.append(kept.drafts)
+    assert drafts[0] == drafts[1]
+    assert len({tuple(draft) for step in drafts[0] for draft in step}) > 10
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "words"),
+    [(Model, (3,), "Model .* shows its last"), (LayeredModel, (99,), "has 12 decoder layers")],
+)
+def test_layers_that_the_model_does_not_show_are_refused(target, tmp_path, model, layers, words):
+    random_head(target, feature_layers=layers).save_pretrained(tmp_path)
+    with pytest.raises(TargetError, match=words):
+        Proposer(config_of(target, {"head": str(tmp_path)})).load_model(model(target))
 
 
 def test_what_the_hook_cannot_see_is_refused_while_the_engine_loads(target, tmp_path):
