@@ -109,7 +109,7 @@ class HeadDrafter:
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         memory = self.memory[row]
         memory.ahead += tokens
-        memory.features.append(self.head.join(features.float()))
+        memory.features.append(features)  # not joined: that is done for all rows at once
 
     def draft(self, rows: list[int]) -> list[Tree]:
         """Draft for each row; an empty tree while too few tokens are known."""
@@ -206,7 +206,7 @@ class HeadDrafter:
         """Fuse each row's inputs: fused [M, H] and states [L, 1, M, H] per row."""
         counts = [len(ahead) for ahead, _, _ in read]
         whole = upload([token for ahead, _, _ in read for token in ahead], self.target.device)
-        features = torch.cat([part for _, part, _ in read]) if len(read) > 1 else read[0][1]
+        features = self.head.join(torch.cat([part for _, part, _ in read]).float())
         inputs = self.head.inputs(self.target.embed(whole).float(), features)
         if not befores[0]:  # every position stands by itself
             fused, _ = self.head.fuse(inputs[None])
