@@ -21,6 +21,7 @@ FONT, LETTER = 11, 6.2  # size of text, and the width of an average letter of it
 INK, FAINT, GRID, MARK = "#1f2933", "#66727f", "#d9dee3", "#b0b9c1"  # on paper
 ON_THE_PAGE = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--rule)", MARK: "var(--mark)"}
 PHASES = {"draft": "#d0a23c", "verify": "#5d7f9e", "rest": "#a3aeb8"}
+RARE = 0.1  # share of drafts that a node is in, to be shown
 SELDOM = "#93a1af"  # a node of a tree that is hardly ever accepted
 MOST_TICKS = 10  # with a number, of an axis
 
@@ -173,8 +174,11 @@ def node_tree(name: str, title: str, nodes: Sequence[Mapping], colour: str) -> P
     """A decoding tree from left to right: the more colour, and the wider, the more often a node is
     accepted.
 
-    nodes: {"path", "drafted", "accepted"} with parents first, as `acceptance_by_node` has them.
+    nodes: {"path", "drafted", "accepted"} with parents first, as `acceptance_by_node` has them; of
+    trees that change, those that are no rarity.
     """
+    most = max(node["drafted"] for node in nodes)
+    nodes = [node for node in nodes if node["drafted"] >= RARE * most]
     plot, paths = Plot(name, title), [tuple(node["path"]) for node in nodes]
     index = {(): 0} | {path: n for n, path in enumerate(paths, start=1)}
     tree = Topology([-1, *(index[path[:-1]] for path in paths)])
