@@ -127,7 +127,8 @@ def wide(tmp_path_factory) -> list[str]:
     turns = [("user", "Say it. " * 40), ("assistant", "No. " * 60)]
     chat = {"messages": [{"role": role, "content": said} for role, said in turns]}
     (folder / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 24)
-    return [f"target.model={folder / 'target'}", f"data.sources=[{folder / 'chats.jsonl'}]"]
+    sources = f"data.sources=[{folder / 'chats.jsonl'}]"
+    return [f"target.model={folder / 'target'}", sources, "data.feature_layers=[]"]
 
 
 def test_features_that_are_stopped_half_way_keep_their_shards(tmp_path, wide):

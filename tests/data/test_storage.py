@@ -262,6 +262,7 @@ def test_sizes_are_known_before_the_first_forward(make, dtype, context):
 
 def test_a_plan_has_the_size_of_the_cache(tmp_path):
     places = [f"data.cache_dir={tmp_path}", "data.limit=8", "data.feature_context=20"]
+    places.append("data.feature_layers=[]")
     command = ["data/cache.py", "recipes/tiny.yaml", *places, "data.feature_dtype=int8"]
     planned = run_here(*command, "--dry-run").stdout
     assert "at most 8 rows" in planned

@@ -26,6 +26,7 @@ from specdraft.recipes.load import load_recipe
 from specdraft.train.heads import sar_head
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+NO_LAYERS = "data.feature_layers=[]"  # of random targets, which have few
 IDS = torch.tensor([0, 2, 3, 5, 8, 9, 13, 14, 17, 20, 21, 22])
 
 
@@ -147,11 +148,11 @@ def test_a_recipe_that_cannot_be_is_refused_before_any_training(target):
     check = sar_head("falcon").check
     ends = random_target()
     ends.model.generation_config.eos_token_id = [3, 5, 7]
-    check(load_recipe(RECIPE, ["head.draft_vocab=3"]), ends)
-    check(load_recipe(RECIPE, ["head.draft_vocab=23"]), target)
+    check(load_recipe(RECIPE, [NO_LAYERS, "head.draft_vocab=3"]), ends)
+    check(load_recipe(RECIPE, [NO_LAYERS, "head.draft_vocab=23"]), target)
     for size, told in ((2, "= 2: must be 3 at least"), (24, r"= 24: must be at most .*\(23\)")):
         with pytest.raises(RecipeError, match=rf"head.draft_vocab {told}"):
-            check(load_recipe(RECIPE, [f"head.draft_vocab={size}"]), ends)
+            check(load_recipe(RECIPE, [NO_LAYERS, f"head.draft_vocab={size}"]), ends)
 
 
 def test_a_new_head_drafts_among_its_answers_tokens_and_the_ends(target):
@@ -159,7 +160,7 @@ def test_a_new_head_drafts_among_its_answers_tokens_and_the_ends(target):
         scales={"embed_scale": 1.0, "feature_scale": 1.0},
         answers=lambda: [torch.tensor([4, 4, 9, 9, 9, 1])],
     )
-    recipe = load_recipe(RECIPE, ["head.draft_vocab=3"])
+    recipe = load_recipe(RECIPE, [NO_LAYERS, "head.draft_vocab=3"])
     ends = random_target()
     ends.model.generation_config.eos_token_id = 22
     head = sar_head("falcon").make(recipe, ends, data)

@@ -144,6 +144,7 @@ def test_a_card_says_what_the_drafter_is_and_how_good(hub, runs, kind):
         weights = json.loads(files["config.json"])["target"]["weights"]
         assert weights[:12] in card
         form = "3 tokens a pass; fusion linear; slots read both, coupling recurrent"
+        form += "; reads layers 3 of the target, too"
         assert f"| head | {form} |" in card
 
 
@@ -410,7 +411,8 @@ for card in cards:
     assert torch.equal(model.generate(**lines["inputs"], **how), plain), folder
 there, here = FalconHead.from_pretrained("you/falcon"), FalconHead.from_pretrained(local)
 blocks = torch.arange(9)[None] // 2
-x = torch.randn(2, 1, 9, here.config.hidden_size)
+width, layers = here.config.hidden_size, len(here.config.feature_layers)
+x = torch.randn(1, 9, width), torch.randn(1, 9, (1 + layers) * width)
 logits = [Target.load("tiny").logits(head(*x, blocks)) for head in (there, here)]
 assert torch.equal(*logits) and logits[0].std() > 0
 from transformers import AutoModelForCausalLM, LlamaConfig
