@@ -101,7 +101,6 @@ class Guesser:
         self._said: dict[int, int] = {}  # of every row, tokens of the answer
 
     def start(self, row: int, request: Request) -> None:
-        """Nothing to know."""
         self._said[row] = 0
 
     def draft(self, rows: list[int]) -> list[Tree]:
@@ -113,7 +112,6 @@ class Guesser:
         return trees
 
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
-        """Nothing to learn."""
         self._said[row] += len(tokens)
 
     def tree(self, nodes: int, right: Sequence[int] = ()) -> Tree:

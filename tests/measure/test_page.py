@@ -298,6 +298,13 @@ def test_no_two_nodes_of_a_tree_share_a_place():
     assert all(dot.x < 360 for dot in dots)
 
 
+def test_of_a_tree_that_changes_the_nodes_of_few_drafts_are_not_drawn():
+    drafted = {(0,): 100, (1,): 9, (0, 0): 10, (1, 0): 3}
+    nodes = [{"path": list(path), "drafted": n, "accepted": 1} for path, n in drafted.items()]
+    tips = [getattr(shape, "tip", "") for shape in node_tree("n", "t", nodes, "#1f77c4").shapes]
+    assert {tip.split(":")[0] for tip in tips if "accepted 1" in tip} == {"ranks 0", "ranks 0.0"}
+
+
 def test_the_headline_is_of_what_was_trained_even_where_it_is_slower(report, tmp_path):
     for speedup, faster in ((0.5, 1), (2.5, 0)):
         other = copy.deepcopy(report)

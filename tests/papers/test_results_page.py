@@ -35,7 +35,7 @@ def test_a_changed_figure_makes_the_page_stale(tmp_path):
     with pytest.raises(DataError, match=r"stale; make it again: python eval/paper\.py --write"):
         check_page(folder)
     write_page(folder)
-    assert "| falcon_dynamic | 9.87 |" in (folder / "README.md").read_text()
+    assert "| falcon_tree | 9.87 |" in (folder / "README.md").read_text()
     check_page(folder)
 
 
