@@ -64,22 +64,29 @@ class TunedCascades(Table):
 
 
 def best_of(methods: Mapping[str, str], found: Mapping[str, Row]) -> dict[str, Row]:
-    """The best rows of a kind by SWI, and the best cascade over the best SD by every figure."""
-    alone = [found[name] for name, method in methods.items() if method == "ssd"]
+    """The best rows of a kind by SWI, and by every figure the best cascade over the best SD, and
+    over the best drafter that is none, Max-Gram among them."""
+    students = [found[name] for name, method in methods.items() if method == "ssd"]
+    alone = students + [found[name] for name, method in methods.items() if method == "maxgram"]
     cascades = {name: found[name] for name, method in methods.items() if method == "cascade"}
     pairs = [row for name, row in cascades.items() if name.count("+") == 1]
 
     def best(rows: Sequence[Row], title: str = "SWI, parameters") -> Row:
         return max(rows, key=lambda row: row.figures[title]["mean"])
 
-    ratios = {}
-    for title in alone[0].figures:
-        over, under = (best(rows, title).figures[title] for rows in ([*cascades.values()], alone))
-        ratios[title] = {"mean": over["mean"] / under["mean"]}
+    def over(singles: Sequence[Row]) -> Row:
+        ratios = {}
+        for title in singles[0].figures:
+            both = (best(rows, title).figures[title] for rows in ([*cascades.values()], singles))
+            cascade, single = (figure["mean"] for figure in both)
+            ratios[title] = {"mean": cascade / single}
+        return Row(ratios)
+
     return {
-        "best SD": best(alone),
+        "best SD": best(students),
         "best of one student + MaG": best(pairs),
-        "best cascade / best SD": Row(ratios),
+        "best cascade / best SD": over(students),
+        "best cascade / best single drafter": over(alone),
     }
 
 
