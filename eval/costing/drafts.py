@@ -65,21 +65,24 @@ def trained_drafter(recipe: Recipe, target: Target) -> Trained:
     return Trained(**{part: KINDS[part].load(recipe, target, run)})
 
 
-def drafter_identity(trained: Trained) -> dict[str, Any] | None:
-    """Which drafter this is, as costs.json has it; None where nothing is trained."""
+def drafter_identity(trained: Trained, compiles: bool = False) -> dict[str, Any] | None:
+    """Which drafter this is, and whether compiled, as costs.json has it; None where nothing is
+    trained."""
     for kind in DRAFTERS:
         part = getattr(trained, kind)
         if part is not None:
             config = {} if kind == "student" else asdict(part.config) | {"target": {}}
-            return {"kind": kind, "weights": trained.weights(), "config": config}
+            known = {"kind": kind, "weights": trained.weights(), "config": config}
+            return known | ({"compiled": True} if compiles else {})
     return None
 
 
 class DraftBench:
     """What a run has trained, and the drafts with it that are timed."""
 
-    def __init__(self, target: Target, trained: Trained, grid: Grid):
-        self.target, self.trained, self.grid = target, trained, grid
+    def __init__(self, target: Target, trained: Trained, grid: Grid, compiles: bool = False):
+        """compiles: as a recipe's eval.compile has it."""
+        self.target, self.trained, self.grid, self.compiles = target, trained, grid, compiles
         self.request = bench_request(target, min(grid.cached), 1)
         self.between: Callable[[], object] = nothing
         self.capacity = len(self.request.prompt) + FRESH
@@ -119,7 +122,7 @@ class DraftBench:
                 yield *shape, partial(self._falcon, head, tree)
 
     def _falcon(self, head: FalconHead | Eagle3Head, tree: StaticTree, rows: int) -> FalconDrafter:
-        return FalconDrafter(head, self.target, tree, rows, self.capacity)
+        return FalconDrafter(head, self.target, tree, rows, self.capacity, self.compiles)
 
     def _of_medusa(self, heads: MedusaHeads) -> Iterator[tuple[list[int], list[int], Make]]:
         for depth in range(1, heads.config.heads + 1):

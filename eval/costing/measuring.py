@@ -37,8 +37,9 @@ def measure_costs(
     costs.
     """
     out = out or Path(recipe.output.dir) / NAME
-    ledger = Ledger(out, recipe.name, subject(target, trained))
-    left = _left(ledger, target, trained, _with_room(grid, recipe, target))
+    compiles = recipe.eval.compile
+    ledger = Ledger(out, recipe.name, subject(target, trained, compiles))
+    left = _left(ledger, target, trained, _with_room(grid, recipe, target), compiles)
     if not left and quiet:
         return ledger
     _measure(ledger, left)
@@ -57,7 +58,7 @@ def cover_rows(recipe: Recipe, target: Target, most: int) -> None:
         measure_costs(recipe, target, trained, Grid.for_rows(most), quiet=True)
 
 
-def subject(target: Target, trained: Trained) -> Mapping[str, Any]:
+def subject(target: Target, trained: Trained, compiles: bool) -> Mapping[str, Any]:
     """What the figures depend on, as costs.json has it."""
     sizes = {
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -68,7 +69,7 @@ def subject(target: Target, trained: Trained) -> Mapping[str, Any]:
     return {
         "environment": environment(target),
         "target": target.identity() | sizes,
-        "drafter": drafter_identity(trained),
+        "drafter": drafter_identity(trained, compiles),
     }
 
 
@@ -83,10 +84,13 @@ def _with_room(grid: Grid, recipe: Recipe, target: Target) -> Grid:
     return grid.with_rows(most)
 
 
-def _left(ledger: Ledger, target: Target, trained: Trained, grid: Grid) -> list[tuple[int, Cell]]:
+def _left(
+    ledger: Ledger, target: Target, trained: Trained, grid: Grid, compiles: bool
+) -> list[tuple[int, Cell]]:
     """What the ledger has not got, in turns."""
     layers = trained.head.config.feature_layers if trained.head else ()
-    forwards, drafts = TargetBench(target, grid, layers), DraftBench(target, trained, grid)
+    forwards = TargetBench(target, grid, layers)
+    drafts = DraftBench(target, trained, grid, compiles)
     forwards.between, drafts.between = drafts.draft(), forwards.forward()
     cells = [*forwards.cells(), *drafts.cells()]
     return [(turn, c) for turn, c in turns(cells, grid.repeats) if len(ledger.tries(c)) <= turn]

@@ -11,6 +11,7 @@ them, C children of each, H hidden, V tokens drafted among.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from specdraft.eval.drafters.best_first import SHARPNESS, Rewarded, Weighed, usual_width
 from specdraft.eval.drafters.drawing import ranking
 from specdraft.eval.drafters.falcon import HeadDrafter, Hidden
+from specdraft.eval.drafters.row_pass import Block
 from specdraft.eval.engine.cost import CostModel
 from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch
@@ -78,6 +80,20 @@ class Blocks(Weighed):
         return [node for block in blocks for node in block]
 
 
+class Drafted(NamedTuple):
+    """The levels of a pass, of all rows: of every node with children, one after the other."""
+
+    hidden: Tensor  # [R, .., H], what its distribution is made of
+    chances: Tensor  # [R, .., C], of its children
+    tokens: Tensor  # [R, .., C]
+    opened: list[Tensor]  # of each level but the last, places [R, W] of those with children in turn
+
+    @classmethod
+    def of(cls, block: Block) -> "Drafted":
+        """What a row's own pass drafts: the first child of each node has children."""
+        return cls(*(part[None] for part in block), [])
+
+
 class DynamicFalcon(Rewarded, HeadDrafter):
     """Draft best first, as much as is worth it.
 
@@ -99,13 +115,15 @@ class DynamicFalcon(Rewarded, HeadDrafter):
         paths: int = 2,
         nodes: int = 48,
         passes: int = 8,
+        compiles: bool = False,
     ):
         if width is None:
             width = usual_width(target.device)
         depth = passes * head.config.block_size
-        super().__init__(head, target, rows, capacity, depth, paths * depth)
-        self.width, self.paths = width, paths
-        self.siblings = min(siblings, head.config.draft_vocab or target.vocab_size)
+        siblings = min(siblings, head.config.draft_vocab or target.vocab_size)
+        choices = siblings, SHARPNESS, compiles
+        super().__init__(head, target, rows, capacity, depth, paths * depth, *choices)
+        self.width, self.paths, self.siblings = width, paths, siblings
         self.max_nodes = max(nodes, depth)
         self.worth = Worth(costs, self.k, self.max_nodes)
         self._masks: dict[tuple, Hidden] = {}  # of a lineage's last pass
@@ -130,19 +148,31 @@ class DynamicFalcon(Rewarded, HeadDrafter):
 
     def _grow(self, rows: list[int], growths: list[Blocks]) -> None:
         """Let passes follow each other, each over the rows that it is worth it for."""
-        slots, state = self._read(rows)
+        block, state = None, ()  # of a row that goes alone; of the fusion
+        if self.width == 1 and self.goes_alone(rows):
+            block = self.read_alone(rows[0])
+            drafted = Drafted.of(block)
+        else:
+            slots, state = self._read(rows)
+            drafted = self._choose(rows, growths, slots, 0)
         self.forwards += len(rows)
-        for depth in range(0, self.depth, self.k):
-            drawn = self._unfold(rows, growths, slots, depth)
-            if depth + self.k == self.depth:
+        for depth in range(self.k, self.depth + 1, self.k):
+            self._unfold(growths, drafted)
+            if depth == self.depth:
                 return
             ends = [[own.chances[node] for node in own.deepest] for own in growths]
             chosen, paths = self.worth.goes_on(ends)
             if not chosen:
                 return
             rows, growths = [rows[n] for n in chosen], [growths[n] for n in chosen]
-            place = depth + self.k, drawn, state
-            slots, state = self._extend(rows, growths, chosen, paths, *place)
+            if block and paths == 1:
+                growths[0].go_on(paths, self.k)
+                block = self.go_on_alone(rows[0], block, depth)
+                drafted = Drafted.of(block)
+            else:
+                block, place = None, (depth, drafted.hidden, state)
+                slots, state = self._extend(rows, growths, chosen, paths, *place)
+                drafted = self._choose(rows, growths, slots, depth)
             self.forwards += len(rows)
 
     def _extend(
@@ -194,9 +224,10 @@ class DynamicFalcon(Rewarded, HeadDrafter):
 
     # -- one pass --------------------------------------------------------------------------------
 
-    def _unfold(self, rows: list[int], growths: list[Blocks], slots: Tensor, depth: int) -> Tensor:
-        """Draft the K levels behind the ends of every row, given the slots [R, E * K, H] there;
-        return what the distributions are made of [R, .., H]."""
+    def _choose(
+        self, rows: list[int], growths: list[Blocks], slots: Tensor, depth: int
+    ) -> "Drafted":
+        """Draft the K levels behind the ends of every row, given the slots [R, E * K, H] there."""
         blocks = slots.unflatten(1, (-1, self.k)).unbind(2)  # of each level [R, E, H]
         if self.width == 1:
             drawn, scores, opened = self._chains(rows, blocks, depth)
@@ -206,15 +237,18 @@ class DynamicFalcon(Rewarded, HeadDrafter):
             drawn, scores, opened = self._beams(rows, blocks, depth, reach)
         best = (SHARPNESS * torch.cat(scores, 1)).softmax(-1).topk(self.siblings)
         tokens = self.vocabulary.tokens(best.indices)
-        # The one wait of a pass.
-        chances, tokens, *places = (p.tolist() for p in download(best.values, tokens, *opened))
+        return Drafted(torch.cat(drawn, 1), best.values, tokens, opened)
+
+    def _unfold(self, growths: list[Blocks], drafted: "Drafted") -> None:
+        """Add the nodes of a pass to every row's tree: its one wait."""
+        _, *parts, opened = drafted
+        chances, tokens, *places = (p.tolist() for p in download(*parts, *opened))
         for number, growth in enumerate(growths):
             start = max(growth.chances[end] for end in growth.ends)
             first = range(0, len(growth.ends) * self.siblings, self.siblings)
             own = [part[number] for part in places] or [first] * (self.k - 1)
             growth.unfold(chances[number], tokens[number], own, self.paths)
             self.worth.passed(start, growth.chances[growth.deepest[0]])
-        return torch.cat(drawn, 1)
 
     def _chains(
         self, rows: list[int], blocks: Sequence[Tensor], depth: int

@@ -13,15 +13,16 @@ Shapes: R rows, E paths of a pass, K block size, Q queries of a block, L layers 
 state, H hidden, M inputs of a row, D distributions of a round, V tokens drafted among.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, wants_best
+from specdraft.eval.drafters.row_pass import Block, RowPass, reads_alone
 from specdraft.eval.drafters.static import Pass, Round, StaticTree
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.packed import CAUSAL, LONG, Plan, Segment
@@ -58,7 +59,8 @@ class HeadDrafter:
     """A `Drafter` around a head: all rows in one batch, state per row in its own KV pool.
 
     Subclasses say what is drafted: `grow`. depth: of the deepest node. scratch: drafted inputs that
-    the passes of a draft may read.
+    the passes of a draft may read. siblings, sharpness, compiles: of `row_pass`, which a single
+    row's may be (eval/drafters/row_pass.py).
     """
 
     from_tokens = False
@@ -73,6 +75,9 @@ class HeadDrafter:
         capacity: int,
         depth: int,
         scratch: int,
+        siblings: int,
+        sharpness: float,
+        compiles: bool,
     ):
         head.check_target(target.identity())
         config, self.feature_layers = head.config, head.config.feature_layers
@@ -98,6 +103,10 @@ class HeadDrafter:
         self._no_draft = Tree.empty(target.device)
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
         self._rope = self.head.rope(everywhere)  # cos and sin, [1, 1, capacity, D] each
+        self.row_pass: RowPass | None = None
+        if reads_alone(self.head, target):
+            parts = self.head, target, self.vocabulary, self._rope
+            self.row_pass = RowPass(*parts, siblings, sharpness, compiles)
 
     # -- the Drafter protocol --------------------------------------------------------------------
 
@@ -121,6 +130,34 @@ class HeadDrafter:
         """Draft behind what is committed of each row."""
         raise NotImplementedError
 
+    # -- a single row ----------------------------------------------------------------------------
+
+    def goes_alone(self, rows: list[int]) -> bool:
+        """Whether `row_pass` does for the rows what packed passes do."""
+        return (
+            self.row_pass is not None
+            and len(rows) == 1
+            and self.memory[rows[0]].request.temperature == 0
+        )
+
+    def read_alone(self, row: int) -> Block:
+        """Read the new inputs of a row, and draft the block behind them."""
+        ahead, features, again = inputs = self._inputs(row)
+        start, tokens = self.pool.lengths[row] - again, upload(ahead, self.target.device)
+        block = self.row_pass.read(tokens, features, self._caches(row), start)
+        self._remember(row, inputs, (), ())
+        return block
+
+    def go_on_alone(self, row: int, block: Block, depth: int) -> Block:
+        """Read the most probable path of a row's block, which ends at a depth; draft the next."""
+        start = self.pool.lengths[row] + depth - self.k
+        return self.row_pass.go_on(block, self._caches(row), start)
+
+    def _caches(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the row, layer by layer."""
+        pool, layers = self.pool, range(self.head.config.layers)
+        return [pool.read(layer, row, 0, pool.capacity) for layer in layers]
+
     # -- reading drafted blocks ------------------------------------------------------------------
 
     def read_blocks(
@@ -138,8 +175,11 @@ class HeadDrafter:
         inputs = self.head.pairs(self.target.embed(tokens).float(), hidden)
         fused, state = self.head.fuse(inputs.view(-1, self.k, inputs.shape[-1]), state)
         starts = [self.pool.lengths[row] for row in rows]
-        offsets = [*range(depth - self.k, depth)] * (count // self.k)
-        positions = [start + n for start in starts for n in offsets]
+        offsets = range(depth - self.k, depth)
+        positions: Sequence[int] = range(starts[0] + offsets[0], starts[0] + depth)
+        if len(rows) > 1 or count > self.k:
+            offsets = [*offsets] * (count // self.k)
+            positions = [start + n for start in starts for n in offsets]
         segments, asks, asking = [], [], count // self.k * self.reach
         for row, start, (own, asked) in zip(rows, starts, biases, strict=True):
             first = start + scratch
@@ -151,6 +191,8 @@ class HeadDrafter:
 
     def hiding(self, visible: Tensor) -> Hidden:
         """The masks of drafted inputs, of which each sees what `visible` [E * K, ..] says."""
+        if visible.all():
+            return None, None
         own = asked = self._bias(visible)
         if self.reach < self.k:  # queries alone: the last of every block
             newest = visible.unflatten(0, (-1, self.k))[:, self.k - self.reach :]
@@ -176,15 +218,18 @@ class HeadDrafter:
             place = self.memory[row].old - again
             befores.append(tuple(s[:, :, place] for s in self.memory[row].states))
         fused, states = self._fuse_ragged(read, befores)
-        positions, segments, asks = [], [], []
+        positions: list[Sequence[int]] = []
+        segments, asks = [], []
         for row, (ahead, _, again) in zip(rows, read, strict=True):
             start = self.pool.lengths[row] - again
             segments.append(self._read_segment(row, start, len(ahead)))
-            positions += range(start, start + len(ahead))
+            positions.append(range(start, start + len(ahead)))
             newest = start + len(ahead) - self.reach
-            asks.append(Segment(row, newest, self.reach, self._newest_bias.after(newest)))
-        blocks = torch.stack([part[-self.reach :] for part in fused])
-        slots = self._decode(blocks, fused, positions, segments, asks)
+            # Behind others nothing is hidden from them; at the start none would mean a chain.
+            bias = None if newest else self._newest_bias.after(newest)
+            asks.append(Segment(row, newest, self.reach, bias))
+        blocks = _joined([part[None, -self.reach :] for part in fused])
+        slots = self._decode(blocks, fused, _in_a_row(positions), segments, asks)
         for row, inputs, before, after in zip(rows, read, befores, states, strict=True):
             self._remember(row, inputs, before, after)
         last_states = zip(*([s[:, :, -1] for s in state] for state in states), strict=True)
@@ -206,11 +251,11 @@ class HeadDrafter:
         """Fuse each row's inputs: fused [M, H] and states [L, 1, M, H] per row."""
         counts = [len(ahead) for ahead, _, _ in read]
         whole = upload([token for ahead, _, _ in read for token in ahead], self.target.device)
-        features = self.head.join(torch.cat([part for _, part, _ in read]).float())
+        features = self.head.join(_joined([part for _, part, _ in read]).float())
         inputs = self.head.inputs(self.target.embed(whole).float(), features)
         if not befores[0]:  # every position stands by itself
-            fused, _ = self.head.fuse(inputs[None])
-            return fused[0].split(counts), [()] * len(read)
+            fused, _ = self.head.fuse(inputs)
+            return fused.split(counts), [()] * len(read)
         parts, fused, states = inputs.split(counts), [None] * len(read), [None] * len(read)
         for group in self._side_by_side(counts):
             padded = pad_sequence([parts[n] for n in group], batch_first=True)
@@ -232,6 +277,8 @@ class HeadDrafter:
 
     def _read_segment(self, row: int, start: int, count: int) -> Segment:
         """Relaxed causal: blocks of K end at the newest position, whatever came before."""
+        if self.head.config.reads != "own":  # written alone: the queries are asked for apart
+            return Segment(row, start, count, None)
         if (self.k == 1 and start == 0) or count == 1:
             return Segment(row, start, count, CAUSAL)
         if count not in self._read_biases:
@@ -248,13 +295,13 @@ class HeadDrafter:
         self,
         blocks: Tensor,  # [.., Q, H], the fused inputs that queries are made of
         fused: Sequence[Tensor],  # [.., H], all that is read
-        positions: list[int],
+        positions: Sequence[int],
         segments: list[Segment],
         asks: list[Segment],  # of the queries, where these are not the inputs themselves
     ) -> Tensor:
         """Read fused inputs; return the slots [.., K, H] of the blocks."""
         counts = [len(part) for part in fused]
-        sequence, rope = torch.cat([*fused])[None], self._rope_at(positions)
+        sequence, rope = _joined(fused)[None], self._rope_at(positions)
         plan = Plan(self.pool, segments, sequence.device)
         if (window := self.head.config.window) is not None:
             plan.place(upload(positions, sequence.device))
@@ -262,9 +309,8 @@ class HeadDrafter:
             hidden = self.head.decode(sequence, rope, plan.within(window).attend)[0]
             return torch.stack([part[-self.k :] for part in hidden.split(counts)])
         queries = self.head.reading.queries(blocks)  # [.., Q, H]
-        ends = [0, *accumulate(counts)][1:]
-        places = [positions[end - n] for end in ends for n in range(self.reach, 0, -1)]
-        at = rope if places == positions else self._rope_at(places)
+        places = _in_a_row(positions[end - self.reach : end] for end in accumulate(counts))
+        at = rope if len(places) == len(positions) else self._rope_at(places)
         asking = Plan(self.pool, asks, sequence.device)
         if window is not None:
             asking = asking.within(window, upload(places, sequence.device))
@@ -277,12 +323,25 @@ class HeadDrafter:
         hidden = self.head.decode(flat, at, attend, (sequence, rope))
         return self.head.reading.slots(hidden.view_as(queries))
 
-    def _rope_at(self, positions: list[int]) -> tuple[Tensor, ...]:
+    def _rope_at(self, positions: Sequence[int]) -> tuple[Tensor, ...]:
+        if isinstance(positions, range):
+            return tuple(table.narrow(2, positions[0], len(positions)) for table in self._rope)
         places = upload(positions, self.target.device)
         return tuple(table.index_select(2, places) for table in self._rope)
 
     def _bias(self, visible: Tensor) -> TreeBias:
         return TreeBias(visible, self.capacity, torch.float32, self.target.device)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one behind the other, [.., ..]; a lone one, as a single row's is, as it lies."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
+def _in_a_row(parts: Iterable[Sequence[int]]) -> Sequence[int]:
+    """The same of positions: those of a lone row stay a range."""
+    first, *others = parts
+    return [*chain(first, *others)] if others else first
 
 
 class FalconDrafter(HeadDrafter):
@@ -295,6 +354,7 @@ class FalconDrafter(HeadDrafter):
         tree: StaticTree,
         rows: int = 1,
         capacity: int = 2048,
+        compiles: bool = False,
     ):
         config = head.config
         tree.check_vocabulary(target, config.draft_vocab)
@@ -304,14 +364,20 @@ class FalconDrafter(HeadDrafter):
         if tree.coupled != coupled:
             tree = StaticTree(tree.paths, tree.block_size, coupled)
         scratch = sum(len(plan.blocks) for plan in tree.passes)
-        super().__init__(head, target, rows, capacity, tree.topology.depth, scratch)
+        depth, widest = tree.topology.depth, 1 + max(path[-1] for path in tree.paths)
+        super().__init__(head, target, rows, capacity, depth, scratch, widest, 1.0, compiles)
         self.tree, self.max_nodes = tree, len(tree.paths)
         self.passes = [self._to_device(plan) for plan in tree.passes]
         self.choices = tree.choices.to(target.device)
         self.rules = REJECTION_RULES if tree.topology.is_chain else REJECTION_RULES - {"block"}
         self._biases = {plan: self.hiding(plan.visible) for plan in self.passes[1:]}
+        # Of every node, its place among the best tokens of all levels, where there is one at each.
+        places = [(len(path) - 1) * widest + path[-1] for path in tree.paths]
+        self._of_levels = torch.tensor(places, device=target.device)
 
     def grow(self, rows: list[int]) -> list[Tree]:
+        if self.tree.is_narrow and self.goes_alone(rows):
+            return [self._grow_alone(rows[0])]
         requests = enumerate(self.memory[row].request for row in rows)
         # The distributions, pass by pass, of rows that do not just take the best tokens.
         probs: dict[int, list[Tensor]] = {n: [] for n, own in requests if not wants_best(own)}
@@ -330,6 +396,17 @@ class FalconDrafter(HeadDrafter):
         requests = (self.memory[row].request for row in rows)
         drawn = (draws_of(r, probs.get(n, ()), self.tree.sources) for n, r in enumerate(requests))
         return [Tree(self.tree.topology, *both) for both in zip(nodes, drawn, strict=True)]
+
+    def _grow_alone(self, row: int) -> Tree:
+        """The same of a tree that follows the most probable path, for one row that is greedy."""
+        with Stopwatch() as watch:
+            blocks = [self.read_alone(row)]
+            for plan in self.passes[1:]:
+                blocks.append(self.go_on_alone(row, blocks[-1], plan.depth))
+        self.seconds += watch.seconds
+        self.forwards += len(blocks)
+        levels = torch.cat([block.tokens for block in blocks]).flatten()
+        return Tree(self.tree.topology, levels.index_select(0, self._of_levels))
 
     def _choose(
         self, rows: list[int], plan: Pass, slots: Tensor, probs: dict[int, list[Tensor]]

@@ -65,7 +65,8 @@ def make_head(setup: Setup, tree: bool = False, only: str | None = None) -> Falc
     if tree:
         file = tree_file(setup.recipe, setup.trained)
         plan = StaticTree.of_file(file, config.block_size)
-    return FalconDrafter(setup.trained.head, setup.target, plan, setup.rows, setup.capacity)
+    sizes = setup.rows, setup.capacity
+    return FalconDrafter(setup.trained.head, setup.target, plan, *sizes, settings.compile)
 
 
 def _check_head(only: str | None, config: FalconConfig | Eagle3Config) -> None:
@@ -80,9 +81,10 @@ def _check_head(only: str | None, config: FalconConfig | Eagle3Config) -> None:
 
 def make_dynamic(setup: Setup, only: str | None = None) -> DynamicFalcon:
     """A head's drafts by what they are worth. RecipeError for the method `only` with another's."""
-    head = setup.trained.head
+    head, sizes = setup.trained.head, (setup.rows, setup.capacity)
     _check_head(only, head.config)
-    return DynamicFalcon(head, setup.target, measured_costs(setup), setup.rows, setup.capacity)
+    compiles = setup.recipe.eval.compile
+    return DynamicFalcon(head, setup.target, measured_costs(setup), *sizes, compiles=compiles)
 
 
 def measured_costs(setup: Setup) -> CostModel | None:

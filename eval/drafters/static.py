@@ -132,6 +132,11 @@ class StaticTree:
         return [self._plan(number) for number in range(len(self._expanded))]
 
     @cached_property
+    def is_narrow(self) -> bool:
+        """Whether no node has children but those of the most probable path."""
+        return not any(any(path[:-1]) for path in self.paths)
+
+    @cached_property
     def choices(self) -> Tensor:
         """[N - 1], place of each node's token among the ranked tokens of all passes."""
         return torch.tensor([self._place(path) for path in self.paths])

@@ -32,6 +32,9 @@ class EvalSection(Section):
     tree: str = AUTO
     chain_depth: Draft = 6  # of falcon_chain, eagle_chain, eagle3_chain
     threads: Few | None = None  # of a CPU while decoding; null: as in training
+    # Whether a head's passes over a single greedy row are made one graph each, in half a minute
+    # that the machine remembers; needs a C++ compiler. What is said stays the same.
+    compile: bool = False
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Tokens = 128
     limit: Count | None = None  # prompts at most

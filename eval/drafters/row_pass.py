@@ -1,0 +1,147 @@
+"""One row's pass in one function: from what it reads to the best tokens of every slot.
+
+On a host that launches operations no faster than a small head runs them, half of a draft is what
+lies between them. Where one row drafts greedily behind its most probable path, nothing is hidden
+from any input of a pass and every choice is the best one, so that a pass is a plain function of its
+inputs, and torch.compile can make one call of it (`eval.compile`). Everything else, and all that
+several rows draft, goes through the packed passes of eval/drafters/falcon.py.
+
+Shapes: M inputs, Q queries of a block, K block size, S siblings, H hidden, n layers of the target,
+C capacity, D head dimension, V tokens drafted among.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdraft.models.eagle3 import Eagle3Head
+from specdraft.models.embeddings import DraftVocabulary
+from specdraft.models.falcon import FalconHead
+from specdraft.models.sar.layer import Rope
+from specdraft.models.target import Target
+from specdraft.recipes.errors import in_a_line
+
+Cache = tuple[Tensor, Tensor]  # keys and values of a layer, [1, kv_heads, C, D] each
+FIRST = 2  # place from which on a graph is for all: one for 0 and for 1 would be its own
+
+
+class Block(NamedTuple):
+    """The K levels that a pass drafts, each behind the best token of the one before."""
+
+    hidden: Tensor  # [K, H], what each level's distribution is made of
+    chances: Tensor  # [K, S], of its best tokens, descending
+    tokens: Tensor  # [K, S]
+
+
+def reads_alone(head: FalconHead | Eagle3Head, target: Target) -> bool:
+    """Whether there is such a function of a head: it carries no state, its keys and values are of
+    its inputs, and what it needs of the target lies where it runs."""
+    return (
+        isinstance(head, FalconHead)
+        and not head.fuse.start(1, target.device)
+        and head.config.window is None
+        and (head.config.reads != "own" or head.config.layers == 1)
+        and target.embedding.weight.device == target.lm_head.weight.device == target.device
+        and target.lm_head.bias is None
+    )
+
+
+class RowPass:
+    """The passes of a head over a single row.
+
+    rope: of every position. siblings: tokens of a level. sharpness: what logits are multiplied by
+    for chances. compiles: whether a pass becomes one graph, when it is first called.
+    """
+
+    def __init__(
+        self,
+        head: FalconHead,
+        target: Target,
+        vocabulary: DraftVocabulary,
+        rope: Rope,
+        siblings: int,
+        sharpness: float = 1.0,
+        compiles: bool = False,
+    ):
+        self.head, self.rope, self.siblings = head, rope, siblings
+        self.embedding, self.finish = target.embedding, target.finish
+        self.lm_head, self.ids = vocabulary.lm_head.detach(), vocabulary.ids
+        self.scale, self.sharpness = head.config.feature_scale, sharpness
+        self._graphs: dict[Callable, Callable] = {}
+        if compiles:
+            options = {"fullgraph": True, "dynamic": True}
+            self._graphs = {part: torch.compile(part, **options) for part in (_read, _go_on)}
+
+    def read(self, tokens: Tensor, features: Tensor, caches: Sequence[Cache], start: int) -> Block:
+        """Read what was committed, tokens one ahead [M] and features [M, (1 + n) * H], at the
+        positions and slots from `start` on."""
+        return self._call(_read, tokens, features, caches, start)
+
+    def go_on(self, block: Block, caches: Sequence[Cache], start: int) -> Block:
+        """Read the best tokens of a block in turn."""
+        return self._call(_go_on, block.tokens[:, 0], block.hidden, caches, start)
+
+    def _call(self, part: Callable, *inputs) -> Block:
+        """Run a part, compiled where it can be; else a warning says once why it cannot."""
+        graph = self._graphs.get(part)
+        if graph is None or inputs[-1] < FIRST:
+            return part(self, *inputs)
+        try:
+            return graph(self, *inputs)
+        except Exception as error:  # whatever comes of a compiler that is not there
+            self._graphs = {}
+            reason = in_a_line(error, kind=True)
+            warnings.warn(f"eval.compile: drafts as before: {reason}", UserWarning, stacklevel=2)
+            return part(self, *inputs)
+
+
+def _read(own: RowPass, tokens: Tensor, features: Tensor, caches: Sequence[Cache], start: int):
+    ahead, features = own.embedding(tokens).float(), own.head.join(features.float())
+    return _draft(own, own.head.inputs(ahead, features), caches, start)
+
+
+def _go_on(own: RowPass, tokens: Tensor, hidden: Tensor, caches: Sequence[Cache], start: int):
+    inputs = own.head.pairs(own.embedding(tokens).float(), hidden)
+    return _draft(own, inputs, caches, start)
+
+
+def _draft(own: RowPass, inputs: Tensor, caches: Sequence[Cache], start: int) -> Block:
+    """Read inputs [M, 2H]; draft the block that they end with."""
+    fused, _ = own.head.fuse(inputs)
+    slots = _decode(own.head, own.rope, fused, caches, start)
+    drawn, scores, ids = [], [], own.ids
+    for hidden in slots.split(1):
+        if drawn and own.head.coupling is not None:
+            place = scores[-1].argmax(-1)
+            ahead = own.embedding(place if ids is None else ids[place]).float()
+            hidden = own.head.couple(hidden, drawn[-1], ahead)
+        drawn.append(hidden)
+        logits = F.linear((hidden * own.scale).to(own.lm_head.dtype), own.lm_head)
+        scores.append(own.finish(logits).float())
+    best = (own.sharpness * torch.cat(scores)).softmax(-1).topk(own.siblings)
+    tokens = best.indices if ids is None else ids[best.indices]
+    return Block(torch.cat(drawn), best.values, tokens)
+
+
+def _decode(
+    head: FalconHead, rope: Rope, fused: Tensor, caches: Sequence[Cache], start: int
+) -> Tensor:
+    """Put fused inputs [M, H] into the cache and give the slots [K, H] of the block at their end,
+    from which nothing is hidden."""
+    count, reach = len(fused), head.reading.reach
+    at = tuple(table.narrow(2, start, count) for table in rope)
+    newest = tuple(table.narrow(2, start + count - reach, reach) for table in rope)
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        for cached, fresh in zip(caches[layer], (key, value), strict=True):
+            cached.narrow(2, start, count).copy_(fresh)
+        keys, values = (cached.narrow(2, 0, start + count) for cached in caches[layer])
+        grouped = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=grouped)
+
+    queries = head.reading.queries(fused[None, -reach:])
+    return head.reading.slots(head.decode(queries, newest, attend, (fused[None], at)))[0]
