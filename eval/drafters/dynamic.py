@@ -121,8 +121,8 @@ class DynamicFalcon(Rewarded, HeadDrafter):
             width = usual_width(target.device)
         depth = passes * head.config.block_size
         siblings = min(siblings, head.config.draft_vocab or target.vocab_size)
-        choices = siblings, SHARPNESS, compiles
-        super().__init__(head, target, rows, capacity, depth, paths * depth, *choices)
+        reads = depth, paths * depth
+        super().__init__(head, target, rows, capacity, *reads, siblings, compiles)
         self.width, self.paths, self.siblings = width, paths, siblings
         self.max_nodes = max(nodes, depth)
         self.worth = Worth(costs, self.k, self.max_nodes)

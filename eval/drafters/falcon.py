@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, wants_best
-from specdraft.eval.drafters.row_pass import Block, RowPass, reads_alone
+from specdraft.eval.drafters.row_pass import FEWEST, Block, RowPass, reads_alone
 from specdraft.eval.drafters.static import Pass, Round, StaticTree
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.packed import CAUSAL, LONG, Plan, Segment
@@ -59,8 +59,8 @@ class HeadDrafter:
     """A `Drafter` around a head: all rows in one batch, state per row in its own KV pool.
 
     Subclasses say what is drafted: `grow`. depth: of the deepest node. scratch: drafted inputs that
-    the passes of a draft may read. siblings, sharpness, compiles: of `row_pass`, which a single
-    row's may be (eval/drafters/row_pass.py).
+    the passes of a draft may read. siblings, compiles: of `row_pass`, which those of a single row
+    may go through.
     """
 
     from_tokens = False
@@ -76,7 +76,6 @@ class HeadDrafter:
         depth: int,
         scratch: int,
         siblings: int,
-        sharpness: float,
         compiles: bool,
     ):
         head.check_target(target.identity())
@@ -106,7 +105,9 @@ class HeadDrafter:
         self.row_pass: RowPass | None = None
         if reads_alone(self.head, target):
             parts = self.head, target, self.vocabulary, self._rope
-            self.row_pass = RowPass(*parts, siblings, sharpness, compiles)
+            self.row_pass = RowPass(*parts, siblings, compiles)
+            if compiles:
+                self.row_pass.make(self._caches(0))
 
     # -- the Drafter protocol --------------------------------------------------------------------
 
@@ -364,8 +365,10 @@ class FalconDrafter(HeadDrafter):
         if tree.coupled != coupled:
             tree = StaticTree(tree.paths, tree.block_size, coupled)
         scratch = sum(len(plan.blocks) for plan in tree.passes)
-        depth, widest = tree.topology.depth, 1 + max(path[-1] for path in tree.paths)
-        super().__init__(head, target, rows, capacity, depth, scratch, widest, 1.0, compiles)
+        widest = max(FEWEST, 1 + max(path[-1] for path in tree.paths))
+        widest = min(widest, config.draft_vocab or target.vocab_size)
+        reads = tree.topology.depth, scratch
+        super().__init__(head, target, rows, capacity, *reads, widest, compiles)
         self.tree, self.max_nodes = tree, len(tree.paths)
         self.passes = [self._to_device(plan) for plan in tree.passes]
         self.choices = tree.choices.to(target.device)

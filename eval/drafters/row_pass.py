@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdraft.eval.drafters.best_first import SHARPNESS
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import DraftVocabulary
 from specdraft.models.falcon import FalconHead
@@ -26,7 +27,8 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import in_a_line
 
 Cache = tuple[Tensor, Tensor]  # keys and values of a layer, [1, kv_heads, C, D] each
-FIRST = 2  # place from which on a graph is for all: one for 0 and for 1 would be its own
+FIRST = 2  # place from which on a graph serves all
+FEWEST = 4  # siblings, if there are as many: a number of one's own would be a graph of its own
 
 
 class Block(NamedTuple):
@@ -53,8 +55,8 @@ def reads_alone(head: FalconHead | Eagle3Head, target: Target) -> bool:
 class RowPass:
     """The passes of a head over a single row.
 
-    rope: of every position. siblings: tokens of a level. sharpness: what logits are multiplied by
-    for chances. compiles: whether a pass becomes one graph, when it is first called.
+    rope: of every position. siblings: tokens of a level. compiles: whether a pass becomes one
+    graph, when it is first called, for any number of inputs and any place.
     """
 
     def __init__(
@@ -64,34 +66,44 @@ class RowPass:
         vocabulary: DraftVocabulary,
         rope: Rope,
         siblings: int,
-        sharpness: float = 1.0,
         compiles: bool = False,
     ):
         self.head, self.rope, self.siblings = head, rope, siblings
         self.embedding, self.finish = target.embedding, target.finish
         self.lm_head, self.ids = vocabulary.lm_head.detach(), vocabulary.ids
-        self.scale, self.sharpness = head.config.feature_scale, sharpness
+        self.scale = head.config.feature_scale
         self._graphs: dict[Callable, Callable] = {}
         if compiles:
             options = {"fullgraph": True, "dynamic": True}
             self._graphs = {part: torch.compile(part, **options) for part in (_read, _go_on)}
 
+    def make(self, caches: Sequence[Cache]) -> None:
+        """Compile now, and not in the first request; what is cached is overwritten."""
+        device, layers = self.lm_head.device, len(self.head.config.feature_layers)
+        tokens = torch.zeros(self.head.reading.reach + 1, dtype=torch.long, device=device)
+        features = torch.zeros(len(tokens), (1 + layers) * self.head.config.hidden_size)
+        with torch.inference_mode():
+            block = self.read(tokens, features.to(self.lm_head), caches, FIRST)
+            self.go_on(block, caches, FIRST + len(tokens))
+
     def read(self, tokens: Tensor, features: Tensor, caches: Sequence[Cache], start: int) -> Block:
         """Read what was committed, tokens one ahead [M] and features [M, (1 + n) * H], at the
         positions and slots from `start` on."""
-        return self._call(_read, tokens, features, caches, start)
+        if not self._graphs or len(tokens) == 1 or start < FIRST:  # each its own graph
+            return _read(self, tokens, features, caches, start)
+        # Whole tensors, since parts of others would have a graph of their own, too.
+        return self._call(_read, tokens.clone(), features.clone(), caches, start)
 
     def go_on(self, block: Block, caches: Sequence[Cache], start: int) -> Block:
         """Read the best tokens of a block in turn."""
-        return self._call(_go_on, block.tokens[:, 0], block.hidden, caches, start)
+        return self._call(_go_on, block.tokens, block.hidden, caches, start)
 
     def _call(self, part: Callable, *inputs) -> Block:
         """Run a part, compiled where it can be; else a warning says once why it cannot."""
-        graph = self._graphs.get(part)
-        if graph is None or inputs[-1] < FIRST:
+        if not self._graphs:
             return part(self, *inputs)
         try:
-            return graph(self, *inputs)
+            return self._graphs[part](self, *inputs)
         except Exception as error:  # whatever comes of a compiler that is not there
             self._graphs = {}
             reason = in_a_line(error, kind=True)
@@ -105,7 +117,7 @@ def _read(own: RowPass, tokens: Tensor, features: Tensor, caches: Sequence[Cache
 
 
 def _go_on(own: RowPass, tokens: Tensor, hidden: Tensor, caches: Sequence[Cache], start: int):
-    inputs = own.head.pairs(own.embedding(tokens).float(), hidden)
+    inputs = own.head.pairs(own.embedding(tokens[:, 0]).float(), hidden)
     return _draft(own, inputs, caches, start)
 
 
@@ -122,7 +134,7 @@ def _draft(own: RowPass, inputs: Tensor, caches: Sequence[Cache], start: int) ->
         drawn.append(hidden)
         logits = F.linear((hidden * own.scale).to(own.lm_head.dtype), own.lm_head)
         scores.append(own.finish(logits).float())
-    best = (own.sharpness * torch.cat(scores)).softmax(-1).topk(own.siblings)
+    best = (SHARPNESS * torch.cat(scores)).softmax(-1).topk(own.siblings)
     tokens = best.indices if ids is None else ids[best.indices]
     return Block(torch.cat(drawn), best.values, tokens)
 
