@@ -115,9 +115,9 @@ class BestFirst(Rewarded, LevelDrafter):
 
     def draft(self, rows: list[int]) -> list[Tree]:
         self.worth.begin(rows, sum(map(self.num_committed_tokens, rows)) / len(rows))
-        if self.worth.starts():
-            return super().draft(rows)
-        return [self._no_draft] * len(rows)
+        drafted = self.worth.starts()
+        trees = dict(zip(drafted, super().draft(drafted), strict=True)) if drafted else {}
+        return [trees.get(row, self._no_draft) for row in rows]
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
         growths = {row: Weighed(self.memory[row].tokens[-1:]) for row in rows}

@@ -130,14 +130,15 @@ class DynamicFalcon(Rewarded, HeadDrafter):
 
     def grow(self, rows: list[int]) -> list[Tree]:
         self.worth.begin(rows, sum(self.pool.lengths[row] for row in rows) / len(rows))
-        if not self.worth.starts():
+        growths = {row: Blocks([self.memory[row].ahead[-1]]) for row in self.worth.starts()}
+        if not growths:
             return [self._no_draft] * len(rows)
-        growths = [Blocks([self.memory[row].ahead[-1]]) for row in rows]
         with Stopwatch() as watch:
-            self._grow(rows, growths)
+            self._grow([*growths], [*growths.values()])
         self.seconds += watch.seconds
-        least = self.worth.choose([growth.chances[1:] for growth in growths])
-        return [self._tree(growth, least) for growth in growths]
+        least = self.worth.choose([growth.chances[1:] for growth in growths.values()])
+        trees = {row: self._tree(growth, least) for row, growth in growths.items()}
+        return [trees.get(row, self._no_draft) for row in rows]
 
     def _tree(self, growth: Blocks, least: float) -> Tree:
         topology, order = growth.pruned(least, self.max_nodes)

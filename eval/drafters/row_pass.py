@@ -48,7 +48,7 @@ def reads_alone(head: FalconHead | Eagle3Head, target: Target) -> bool:
         and head.config.window is None
         and (head.config.reads != "own" or head.config.layers == 1)
         and target.embedding.weight.device == target.lm_head.weight.device == target.device
-        and target.lm_head.bias is None
+        and getattr(target.lm_head, "bias", None) is None
     )
 
 

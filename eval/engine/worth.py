@@ -22,8 +22,8 @@ import numpy as np
 from specdraft.eval.engine.cost import CostModel, Curve
 
 KEEP = 0.98  # what a step counts for, of the one after it
-# Steps without a draft after which one is tried, twice as many after each try that was in vain: it
-# has to read all that was committed since.
+# Steps without a draft after which one row's is tried, twice as many after each try that was in
+# vain: it has to read all that was committed since.
 PATIENCE, MOST_PATIENCE = 32, 1024
 CACHED = 256  # cached tokens: costs are those of their nearest multiple
 # What several rows bring unevenly (pads, masks, some that end before the others) is in no cost:
@@ -66,9 +66,12 @@ class Worth:
         # Of the last drafts, one per row: what they have gained, their first passes not counted.
         # Before the first, eight that gained a token each.
         self.gains, self.drafts = 8.0, 8.0
-        self.idle, self.patience = 0, PATIENCE
+        self.idle, self.patience, self.tries = 0, PATIENCE, 0
         self.rows, self.cached, self.rate = 1, CACHED, 0.0
-        self._running: set[int] = set()  # rows that took part in the last step
+        self._order: list[int] = []  # rows that take part in the step
+        self._running: set[int] = set()  # of them, those whose tokens count
+        self._drafted: set[int] = set()  # of these, those that drafts were made for
+        self._made = 0  # drafts of the step
         self._first = self._later = 0.0  # milliseconds of this step's passes
         self._profit: float | None = None  # tokens of this step's draft, less what it takes
         self._steps: dict[tuple[int, int], list[float]] = {}
@@ -76,11 +79,12 @@ class Worth:
 
     def begin(self, running: Collection[int], cached: float) -> None:
         """A step of these rows, behind so many cached tokens each."""
-        rows, self._running = len(running), {*running}
+        rows, self._order, self._running = len(running), [*running], {*running}
         if self._profit is not None:
             self.gains = KEEP * self.gains + self._profit
-            self.drafts = KEEP * self.drafts + self.rows
+            self.drafts = KEEP * self.drafts + self._made
         self.rows, self._first, self._later, self._profit = rows, 0.0, 0.0, None
+        self._drafted = set()
         self.cached = CACHED * max(round(cached / CACHED), 1)
         prices, block = self._prices(), rows * self.k
         plain = prices[0]
@@ -89,19 +93,24 @@ class Worth:
         self._node = self.rate * (prices[block] - plain) / block  # what one has to bring
         self._keep = (self.behind / self.before) ** (1 / self.k)
 
-    def starts(self) -> bool:
-        """Whether anything is drafted, else the step's drafting has ended: what drafts of late were
-        worth, and now and then a try."""
+    def starts(self) -> list[int]:
+        """Which rows are drafted for: all, by what drafts of late were worth; now and then one of
+        them in turn, to see; else none, and the step's drafting has ended."""
         first, gain = self._pass_ms(self.rows, 0), self.gains / self.drafts
         margin = MARGIN * log2(self.rows)
-        promising = gain - self.rate * first / self.rows > margin
-        if not promising and self.idle < self.patience:
+        if gain - self.rate * first / self.rows > margin:
+            self.patience, drafted = PATIENCE, self._order
+        elif self.idle < self.patience:
             self.idle += 1
             self.choose(())
-            return False
-        self.patience = PATIENCE if promising else min(2 * self.patience, MOST_PATIENCE)
-        self._first, self.idle, self._profit = first, 0, 0.0
-        return True
+            return []
+        else:
+            self.patience = min(2 * self.patience, MOST_PATIENCE)
+            drafted = [self._order[self.tries % self.rows]]
+            self.tries += 1
+        self._made, self._drafted = len(drafted), {*drafted}
+        self._first, self.idle, self._profit = self._pass_ms(self._made, 0), 0, 0.0
+        return drafted
 
     def goes_on(self, ends: Sequence[Sequence[float]]) -> tuple[list[int], int]:
         """Which rows are worth another pass, and over how many paths each; none: ([], 0).
@@ -147,13 +156,14 @@ class Worth:
     def admit(self, row: int) -> None:
         """A request begins in a row: what it reads first is no step's gain."""
         self._running.discard(row)
+        self._drafted.discard(row)
 
     def earn(self, row: int, tokens: int) -> None:
         """A row has committed tokens, the bonus among them; they count if the step was its own."""
         if row not in self._running:
             return
         self.tokens += tokens
-        if self._profit is not None:
+        if row in self._drafted:
             self._profit += tokens - 1
 
     # -- prices ----------------------------------------------------------------------------------

@@ -12,15 +12,28 @@ Weights are packed outside of training alone: a packed product has no gradient.
 import copy
 from functools import cache
 from math import inf
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 MOST = 2**31  # bytes of copies per model, unless a recipe says: larger models keep their memory
-# Multiplications per call from which the packed product, which costs some microseconds more to
-# call, is worth it. bfloat16 is arranged in every call otherwise, whatever the size.
-WORTH = {torch.float32: 600_000, torch.bfloat16: 0}
+
+
+class Worth(NamedTuple):
+    """From where on the packed product, which costs some microseconds more to call, is worth it."""
+
+    products: int  # multiplications of a call
+    numbers: int = 0  # of the matrix
+    tokens: int = 1  # of a call
+
+
+# By dtype. bfloat16 is arranged in every call otherwise, whatever the size. Without AVX-512 torch's
+# own kernels are as good while a matrix fits in a core's cache, and better for a single token.
+WORTH = {torch.float32: Worth(600_000), torch.bfloat16: Worth(0)}
+if torch.backends.cpu.get_cpu_capability() == "AVX2":
+    WORTH[torch.float32] = Worth(600_000, numbers=2**18, tokens=2)
 _TOKENS = 16  # per call that the layout is made for
 _NEAR = 1e-2  # relative; a product in bfloat16 is as exact
 
@@ -123,7 +136,10 @@ def frozen_view(module: nn.Module, most: float = MOST) -> nn.Module:
 
 def _least(weight: Tensor) -> float:
     """Numbers in x from which x by the packed copy is worth its call."""
-    return WORTH.get(weight.dtype, inf) / len(weight)
+    worth = WORTH.get(weight.dtype)
+    if worth is None or weight.numel() < worth.numbers:
+        return inf
+    return max(worth.products / len(weight), worth.tokens * weight.shape[1])
 
 
 def _version(weight: Tensor) -> tuple[int, int]:

@@ -240,11 +240,14 @@ def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again_ever_less_o
         worth.begin(range(8), 100)
         drafted.append(worth.starts())
         if drafted[-1]:
-            assert worth.choose([[0.9, 0.8]] * 8) == NEVER
+            assert worth.choose([[0.9, 0.8]] * len(drafted[-1])) == NEVER
         for _ in range(8):
             worth.earn(0, 1)
-    first = drafted.index(False)
+    first = drafted.index([])
     assert first < PATIENCE / 2
+    assert all(made == [*range(8)] for made in drafted[:first])
+    in_turn = [made for made in drafted[first:] if made]
+    assert in_turn == [[number % 8] for number in range(len(in_turn))]  # of one row, the next one
     tries = [step for step, made in enumerate(drafted) if made and step > first]
     waits = [after - before - 1 for before, after in itertools.pairwise([first - 1, *tries])]
     doubled = [min(PATIENCE * 2**n, MOST_PATIENCE) for n in range(len(waits))]

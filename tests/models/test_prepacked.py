@@ -18,6 +18,7 @@ from specdraft.models.weights import prepacked
 from specdraft.models.weights.prepacked import (
     PrepackedLinear,
     PrepackedWeights,
+    Worth,
     frozen_view,
     is_supported,
     prepacked_layer,
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(not DTYPES, reason="this torch packs no weights 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Every product is worth it: the models of tests are small."""
-    monkeypatch.setattr(prepacked, "WORTH", dict.fromkeys(DTYPES, 0))
+    monkeypatch.setattr(prepacked, "WORTH", dict.fromkeys(DTYPES, Worth(0)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -160,6 +161,22 @@ def test_encoder_decoders_decode_as_their_own_generate():
     done = sorted(decoder.run(asked(target, sources)), key=lambda one: one.index)
     assert [one.tokens for one in done] == [generated(target, one, 12) for one in sources]
     assert target.prepacked.size > 0
+
+
+def test_a_product_is_packed_where_that_is_worth_it(monkeypatch):
+    monkeypatch.setattr(prepacked, "WORTH", {torch.float32: Worth(900, numbers=64, tokens=2)})
+    weights = {"small": torch.ones(4, 8), "few": torch.ones(8, 8), "large": torch.ones(64, 16)}
+    for name, tokens, packed in [
+        ("small", 99, False),
+        ("few", 14, False),  # 896 multiplications
+        ("few", 15, True),
+        ("large", 1, False),
+        ("large", 2, True),
+    ]:
+        store, weight = PrepackedWeights(), weights[name]
+        with torch.inference_mode():
+            store.linear(torch.ones(tokens, weight.shape[1]), weight)
+        assert (store.size > 0) == packed, name
 
 
 def test_a_heads_view_follows_its_training():
