@@ -226,7 +226,7 @@ def learn(
     """
     optimizer = _optimizer(model, settings)
     # A CPU without instructions for it takes eight times as long in bfloat16 as in float32.
-    halved = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    halved = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     started = saved = time.monotonic()
     seen, mean = 0, None
     for step, (count, batch) in zip(range(settings.steps), stream, strict=False):

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from specdraft.eval.drafters.best_first import SHARPNESS, Rewarded, Weighed, usual_width
 from specdraft.eval.drafters.drawing import ranking
-from specdraft.eval.drafters.falcon import HeadDrafter, Hidden
-from specdraft.eval.drafters.row_pass import Block
+from specdraft.eval.drafters.head import HeadDrafter, Hidden
 from specdraft.eval.engine.cost import CostModel
 from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch
@@ -28,6 +27,7 @@ from specdraft.eval.engine.tree import Tree
 from specdraft.eval.engine.worth import Worth
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
+from specdraft.models.row_pass import Block
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
 

@@ -21,7 +21,6 @@ from specdraft.eval.drafters.beam import StochasticBeam
 from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.cascade import CascadeDrafter
-from specdraft.eval.drafters.gsd import GSD
 from specdraft.eval.drafters.level import TSD
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.maxgram import PromptLookup
@@ -35,6 +34,7 @@ from specdraft.eval.drafters.setup import (
     tree_file,
 )
 from specdraft.eval.drafters.tail import MaxGramTail
+from specdraft.eval.drafters.token_graph import GSD
 from specdraft.eval.drafters.trained import KINDS, Sections, Trained
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.padded import PADDINGS

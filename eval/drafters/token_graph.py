@@ -8,6 +8,10 @@ becomes a leaf, and an edge leads from it to that first occurrence, whose succes
 second occurrences could lead to the other's first, and a text could run in circles. A node never
 shares with one that leads to it, so the graph is acyclic by construction.
 
+GSD drafts TSD's tree with a draft LM, but a probable child that is redundant is not read: what
+follows it is copied before verification. Copies have no cache entry: an accepted one is read at the
+next draft, as any other token that the draft did not foresee.
+
 Sets of nodes are the bits of an integer: a lookup is a hash and a few word operations.
 
     >>> graph = TokenGraph([7], tau=1)  # 7 - 5 - 6 and 7 - 9 - 5, tokens that are nodes 0 .. 4
@@ -24,6 +28,11 @@ Sets of nodes are the bits of an integer: a lookup is a hash and a few word oper
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from specdraft.eval.drafters.level import TSD, Growth
+from specdraft.eval.engine.transfer import upload
+from specdraft.eval.engine.tree import Topology, Tree
+from specdraft.models.target import Target
 
 
 @dataclass(frozen=True)
@@ -106,3 +115,36 @@ class TokenGraph:
                 tokens.append(self.tokens[origin])
                 origins.append(origin)
         return Unmerged(parents, tokens, origins)
+
+
+class GraphGrowth(Growth):
+    """A tree that merges what it repeats."""
+
+    def __init__(self, context: list[int], tau: int):
+        self.graph = TokenGraph(context, tau)
+        super().__init__(self.graph.tokens, self.graph.parents)
+
+    def add(self, parent: int, token: int) -> int:
+        return self.graph.add(parent, token)
+
+
+class GSD(TSD):
+    """Graph-structured drafting; `copies` nodes at most come from merged ones. shape: as of TSD.
+
+    Pruning is as in TSD. A pruned child is neither merged nor shared with: it has no successors.
+    """
+
+    def __init__(self, student: Target, rows: int, capacity: int, tau: int, copies: int, **shape):
+        super().__init__(student, rows, capacity, copies=copies, **shape)
+        self.tau, self.copies = tau, copies
+
+    def plant(self, row: int) -> GraphGrowth:
+        return GraphGrowth(self.memory[row].tokens[-max(self.tau, 1) :], self.tau)
+
+    def is_expanded(self, growth: GraphGrowth, child: int) -> bool:
+        return not growth.graph.merge(child)
+
+    def harvest(self, row: int, growth: GraphGrowth) -> Tree:
+        tree = growth.graph.unmerge(self.copies)
+        tokens = upload(tree.tokens[1:], self.student.device)
+        return Tree(Topology(tree.parents), tokens, copies=len(tree.parents) - len(growth))

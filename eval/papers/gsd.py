@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.drafters.gsd import GSD, GraphGrowth
 from specdraft.eval.drafters.registry import Setup
+from specdraft.eval.drafters.token_graph import GSD, GraphGrowth
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.tree import Tree

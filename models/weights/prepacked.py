@@ -21,7 +21,7 @@ from torch import Tensor, nn
 MOST = 2**31  # bytes of copies per model, unless a recipe says: larger models keep their memory
 
 
-class Worth(NamedTuple):
+class Least(NamedTuple):
     """From where on the packed product, which costs some microseconds more to call, is worth it."""
 
     products: int  # multiplications of a call
@@ -29,11 +29,14 @@ class Worth(NamedTuple):
     tokens: int = 1  # of a call
 
 
-# By dtype. bfloat16 is arranged in every call otherwise, whatever the size. Without AVX-512 torch's
-# own kernels are as good while a matrix fits in a core's cache, and better for a single token.
-WORTH = {torch.float32: Worth(600_000), torch.bfloat16: Worth(0)}
-if torch.backends.cpu.get_cpu_capability() == "AVX2":
-    WORTH[torch.float32] = Worth(600_000, numbers=2**18, tokens=2)
+# Without AVX-512 torch's own kernels are as good while a matrix fits in a core's cache, and better
+# for a single token.
+_NARROW = torch.backends.cpu.get_cpu_capability() == "AVX2"
+# By dtype. bfloat16 is arranged in every call otherwise, whatever the size.
+WORTH = {
+    torch.float32: Least(600_000, numbers=2**18, tokens=2) if _NARROW else Least(600_000),
+    torch.bfloat16: Least(0),
+}
 _TOKENS = 16  # per call that the layout is made for
 _NEAR = 1e-2  # relative; a product in bfloat16 is as exact
 

@@ -101,7 +101,11 @@ def test_bfloat16_halves_the_features_and_rounds_them(made, tmp_path):
     cache, whole = build_features(half, tokens, target), build(made)
     assert cache.directory != whole.directory
     for n in range(len(cache)):
-        assert torch.equal(cache[n]["features"], whole[n]["features"].bfloat16())
+        made_so, rounded = cache[n]["features"], whole[n]["features"].bfloat16()
+        assert made_so.dtype is torch.bfloat16
+        # Made twice, a feature may differ in its last digit, and round the other way.
+        torch.testing.assert_close(made_so, rounded, rtol=2**-7, atol=1e-4)
+        assert (made_so == rounded).float().mean() > 0.98
 
 
 def test_changing_a_row_in_place_does_not_change_the_cache(made):

@@ -11,10 +11,10 @@ from random_models import random_eagle3, random_head, random_target
 
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.row_pass import reads_alone
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.models.row_pass import reads_alone
 
 COUPLED = {"fusion": "linear", "coupling": "recurrent"}
 HEADS = {

@@ -12,10 +12,10 @@ from test_lm_drafter import near, students
 from specdraft.eval.drafters.beam import StochasticBeam
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.drawing import ranking
-from specdraft.eval.drafters.gsd import GSD
 from specdraft.eval.drafters.level import TSD
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.registry import METHODS, Setup, make_drafter
+from specdraft.eval.drafters.token_graph import GSD
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import GUMBEL, Request

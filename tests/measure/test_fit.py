@@ -30,11 +30,11 @@ from specdraft.eval.costing.tree_growth import (
 )
 from specdraft.eval.custom_generate import falcon
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.gsd import GSD
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.token_graph import GSD
 from specdraft.eval.engine.cost import CostModel, Curve, draft_terms, loop_terms, verify_terms
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request

@@ -16,9 +16,9 @@ from specdraft.eval.engine.packed import PackedTarget
 from specdraft.models.target import Target
 from specdraft.models.weights import prepacked
 from specdraft.models.weights.prepacked import (
+    Least,
     PrepackedLinear,
     PrepackedWeights,
-    Worth,
     frozen_view,
     is_supported,
     prepacked_layer,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not DTYPES, reason="this torch packs no weights 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Every product is worth it: the models of tests are small."""
-    monkeypatch.setattr(prepacked, "WORTH", dict.fromkeys(DTYPES, Worth(0)))
+    monkeypatch.setattr(prepacked, "WORTH", dict.fromkeys(DTYPES, Least(0)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,7 +164,7 @@ def test_encoder_decoders_decode_as_their_own_generate():
 
 
 def test_a_product_is_packed_where_that_is_worth_it(monkeypatch):
-    monkeypatch.setattr(prepacked, "WORTH", {torch.float32: Worth(900, numbers=64, tokens=2)})
+    monkeypatch.setattr(prepacked, "WORTH", {torch.float32: Least(900, numbers=64, tokens=2)})
     weights = {"small": torch.ones(4, 8), "few": torch.ones(8, 8), "large": torch.ones(64, 16)}
     for name, tokens, packed in [
         ("small", 99, False),

@@ -249,7 +249,7 @@ def test_the_command_tunes_on_other_prompts_than_it_measures(drafters, tmp_path,
     assert [method for method, _ in seen] == ["ssd"] * 4 + ["maxgram"] * 2 + ["cascade"] * 6
     assert all(ids == unseen for _, ids in seen)
     assert not set(unseen) & measured_on
-    *rows, best, _, gain = report["rows"]
+    *rows, best, _, gain, over_all = report["rows"]
     assert [row["row"] for row in rows] == [run["row"] for run in report["runs"]] == NAMES
     assert all(row["identical"] + row["near_ties"] == 3 for row in rows)
     assert [path.name for path in out.parent.iterdir()] == ["table.json"]
@@ -264,6 +264,8 @@ def test_the_command_tunes_on_other_prompts_than_it_measures(drafters, tmp_path,
             best[run["method"]] = max(best.get(run["method"], 0), row["ours"][column]["mean"])
         ratio = best["cascade"] / best["ssd"]
         assert gain["ours"][column]["mean"] == pytest.approx(ratio, rel=1e-4)
+        ratio = best["cascade"] / max(best["ssd"], best["maxgram"])
+        assert over_all["ours"][column]["mean"] == pytest.approx(ratio, rel=1e-4)
 
 
 @pytest.mark.parametrize(

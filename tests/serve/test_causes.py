@@ -35,6 +35,7 @@ def trace_of(target, kind: str, fault=lambda drafter: nullcontext()):
         head.layers[0].mlp_norm.uniform_(0.5, 2.0)
     tree = StaticTree.chain(4, head.config.block_size)
     drafter = FalconDrafter(head, target, tree, 1, 64)
+    drafter.row_pass = None  # faults are planted in packed passes
     with fault(drafter), tracing(drafter.head) as trace:
         (done,) = Decoder(target, drafter, 1, 64).run([Request(PROMPT, 2)])
     note(trace, draft=torch.tensor(done.steps[1].tokens))

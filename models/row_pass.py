@@ -4,7 +4,7 @@ On a host that launches operations no faster than a small head runs them, half o
 lies between them. Where one row drafts greedily behind its most probable path, nothing is hidden
 from any input of a pass and every choice is the best one, so that a pass is a plain function of its
 inputs, and torch.compile can make one call of it (`eval.compile`). Everything else, and all that
-several rows draft, goes through the packed passes of eval/drafters/falcon.py.
+several rows draft, goes through the packed passes of eval/drafters/head.py.
 
 Shapes: M inputs, Q queries of a block, K block size, S siblings, H hidden, n layers of the target,
 C capacity, D head dimension, V tokens drafted among.
@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdraft.eval.drafters.best_first import SHARPNESS
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import DraftVocabulary
 from specdraft.models.falcon import FalconHead
@@ -44,6 +43,7 @@ def reads_alone(head: FalconHead | Eagle3Head, target: Target) -> bool:
     its inputs, and what it needs of the target lies where it runs."""
     return (
         isinstance(head, FalconHead)
+        and isinstance(target, Target)  # or a model served elsewhere
         and not head.fuse.start(1, target.device)
         and head.config.window is None
         and (head.config.reads != "own" or head.config.layers == 1)
@@ -55,7 +55,8 @@ def reads_alone(head: FalconHead | Eagle3Head, target: Target) -> bool:
 class RowPass:
     """The passes of a head over a single row.
 
-    rope: of every position. siblings: tokens of a level. compiles: whether a pass becomes one
+    rope: of every position. siblings: tokens of a level. sharpness: of their chances, what logits
+    are multiplied by. compiles: whether a pass becomes one
     graph, when it is first called, for any number of inputs and any place.
     """
 
@@ -66,12 +67,13 @@ class RowPass:
         vocabulary: DraftVocabulary,
         rope: Rope,
         siblings: int,
+        sharpness: float = 1.0,
         compiles: bool = False,
     ):
         self.head, self.rope, self.siblings = head, rope, siblings
         self.embedding, self.finish = target.embedding, target.finish
         self.lm_head, self.ids = vocabulary.lm_head.detach(), vocabulary.ids
-        self.scale = head.config.feature_scale
+        self.scale, self.sharpness = head.config.feature_scale, sharpness
         self._graphs: dict[Callable, Callable] = {}
         if compiles:
             options = {"fullgraph": True, "dynamic": True}
@@ -123,8 +125,8 @@ def _go_on(own: RowPass, tokens: Tensor, hidden: Tensor, caches: Sequence[Cache]
 
 def _draft(own: RowPass, inputs: Tensor, caches: Sequence[Cache], start: int) -> Block:
     """Read inputs [M, 2H]; draft the block that they end with."""
-    fused, _ = own.head.fuse(inputs)
-    slots = _decode(own.head, own.rope, fused, caches, start)
+    fused, _ = own.head.fuse(inputs[None])
+    slots = _decode(own.head, own.rope, fused[0], caches, start)
     drawn, scores, ids = [], [], own.ids
     for hidden in slots.split(1):
         if drawn and own.head.coupling is not None:
@@ -134,7 +136,7 @@ def _draft(own: RowPass, inputs: Tensor, caches: Sequence[Cache], start: int) ->
         drawn.append(hidden)
         logits = F.linear((hidden * own.scale).to(own.lm_head.dtype), own.lm_head)
         scores.append(own.finish(logits).float())
-    best = (SHARPNESS * torch.cat(scores)).softmax(-1).topk(own.siblings)
+    best = (own.sharpness * torch.cat(scores)).softmax(-1).topk(own.siblings)
     tokens = best.indices if ids is None else ids[best.indices]
     return Block(torch.cat(drawn), best.values, tokens)
 
