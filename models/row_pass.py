@@ -56,8 +56,8 @@ class RowPass:
     """The passes of a head over a single row.
 
     rope: of every position. siblings: tokens of a level. sharpness: of their chances, what logits
-    are multiplied by. compiles: whether a pass becomes one
-    graph, when it is first called, for any number of inputs and any place.
+    are multiplied by. compiles: whether a pass becomes one graph, when it is first called, for any
+    number of inputs and any place.
     """
 
     def __init__(
