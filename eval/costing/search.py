@@ -45,23 +45,33 @@ def candidates(
     block_size: depths of a pass; all of them for Medusa's heads.
     """
     seen = set()
-    plain = load.plain_ms(costs)
     for depth in range(1, len(shares) + 1):
         paths = best_paths(shares[:depth], LARGEST)
         for nodes in range(1, len(paths) + 1):
             chosen = tuple(sorted(paths[:nodes]))
-            if chosen in seen:
-                continue
-            seen.add(chosen)
-            shape, steps = shape_of(StaticTree(chosen, block_size, coupled)), ranks.steps(chosen)
+            if chosen not in seen:
+                seen.add(chosen)
+                yield priced(chosen, ranks, costs, block_size, coupled, load)
 
-            @cache
-            def step(rows: int, nodes: int = nodes, shape: tuple = shape) -> float:
-                return load.step_ms(costs, rows, nodes + 1) + costs.draft_ms(*shape, rows)
 
-            tokens = load.tokens / (sum(steps) + len(steps))
-            speedup = plain / load.ms(steps, step, costs)
-            yield Candidate(chosen, len(shape[0]), tokens, speedup)
+def priced(
+    paths: tuple[Path, ...],
+    ranks: Ranks,
+    costs: CostModel,
+    block_size: int,
+    coupled: bool,
+    load: Load,
+) -> Candidate:
+    """What decoding with a tree is expected to bring and to take; sorted paths."""
+    shape, steps = shape_of(StaticTree(paths, block_size, coupled)), ranks.steps(paths)
+
+    @cache
+    def step(rows: int) -> float:
+        return load.step_ms(costs, rows, len(paths) + 1) + costs.draft_ms(*shape, rows)
+
+    tokens = load.tokens / (sum(steps) + len(steps))
+    speedup = load.plain_ms(costs) / load.ms(steps, step, costs)
+    return Candidate(paths, len(shape[0]), tokens, speedup)
 
 
 def finalists(found: Sequence[Candidate], count: int) -> list[Candidate]:

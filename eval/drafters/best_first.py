@@ -15,7 +15,9 @@ of cases (stories3M; the tiny target alike). Half the temperature says so.
 Shapes: R rows, E nodes that are read at a level, C children of each, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import exp
 
 import torch
 from torch import Tensor
@@ -29,6 +31,9 @@ from specdraft.eval.engine.worth import Worth
 from specdraft.models.target import Target
 
 SHARPNESS = 2.0  # inverse temperature of a drafter's probabilities
+# Tokens among which a draft LM's probabilities are shared out: at that temperature hardly any is
+# left for others, and to sum over a vocabulary takes longer than all else behind a forward.
+WEIGHED = 8
 
 
 @dataclass
@@ -66,6 +71,17 @@ class Weighed(Growth):
             parents.append(parent)
             order.append(node)
         return shape(tuple(parents)), order
+
+
+def _chances(ranked: Sequence[float]) -> list[float]:
+    """Probabilities of tokens, the most probable first, for log-probabilities but for a constant.
+
+    >>> [round(chance, 3) for chance in _chances([1.0, 1.0, 0.0])]
+    [0.468, 0.468, 0.063]
+    """
+    shares = [exp(SHARPNESS * (score - ranked[0])) for score in ranked]
+    whole = sum(shares)
+    return [share / whole for share in shares]
 
 
 class Rewarded:
@@ -111,6 +127,7 @@ class BestFirst(Rewarded, LevelDrafter):
         super().__init__(student, rows, capacity, depth, max(nodes, paths * depth))
         self.nodes, self.paths = nodes, paths
         self.width = min(out_degree, student.vocab_size)
+        self.weighed = min(max(out_degree, WEIGHED), student.vocab_size)
         self.worth = Worth(costs, 1, nodes)
 
     def draft(self, rows: list[int]) -> list[Tree]:
@@ -120,6 +137,8 @@ class BestFirst(Rewarded, LevelDrafter):
         return [trees.get(row, self._no_draft) for row in rows]
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
+        if len(rows) == 1 and self.paths == 1:
+            return [self._grow_alone(rows[0], logits)]
         growths = {row: Weighed(self.memory[row].tokens[-1:]) for row in rows}
         opened = {row: [0] for row in rows}
         for depth in range(1, self.depth + 1):
@@ -130,18 +149,34 @@ class BestFirst(Rewarded, LevelDrafter):
         least = self.worth.choose([growth.chances[1:] for growth in growths.values()])
         return [self._pruned(row, growth, least) for row, growth in growths.items()]
 
+    def _grow_alone(self, row: int, logits: Tensor) -> Tree:
+        """What `grow` does, of a single row behind one path: half of the work on the host."""
+        growth, worth, node = Weighed(self.memory[row].tokens[-1:]), self.worth, 0
+        width, known = self.width, growth.chances
+        for depth in range(1, self.depth + 1):
+            ranked = logits if self.greedy else self.rank({row: 1}, logits, depth)
+            best, child = ranked.topk(self.weighed), len(known)
+            (tokens,), (scores,) = best.indices.tolist(), best.values.tolist()
+            growth.sprout(node, tokens[:width], _chances(scores)[:width])
+            worth.passed(known[node], known[child])
+            if depth == self.depth or not worth.goes_on([[known[child]]])[0]:
+                break
+            self.memory[row].cached.append(child)
+            logits, node = self.extend([row], best.indices.select(1, 0), depth), child
+        return self._pruned(row, growth, worth.choose([known[1:]]))
+
     def expand(
         self, growths: dict[int, Weighed], opened: dict[int, list[int]], logits: Tensor, depth: int
     ) -> dict[int, list[int]]:
         counts = {row: len(nodes) for row, nodes in opened.items()}
-        scores = SHARPNESS * self.rank(counts, logits, depth)
-        best = scores.softmax(-1).topk(self.width)
-        families = zip(*(p.tolist() for p in download(best.indices, best.values)), strict=True)
+        best = self.rank(counts, logits, depth).topk(self.weighed)
+        tokens, scores = (part.tolist() for part in download(best.indices, best.values))
+        families = zip(tokens, map(_chances, scores), strict=True)
         found = {}
         for row, nodes in opened.items():
             growth, first = growths[row], len(growths[row])
             for node in nodes:
-                growth.sprout(node, *next(families))
+                growth.sprout(node, *(part[: self.width] for part in next(families)))
             found[row] = growth.best_since(first, self.paths)
             self.worth.passed(growth.chances[nodes[0]], growth.chances[found[row][0]])
         ends = [[growths[row].chances[n] for n in nodes] for row, nodes in found.items()]

@@ -133,6 +133,14 @@ class LMDrafter:
         position = self.num_committed_tokens(row) + depth - 1
         return torch.full((count,), position, device=self.student.device)
 
+    def extend(self, rows: list[int], tokens: Tensor, depth: int) -> Tensor:
+        """Read one drafted token per row, at a depth of a chain; return the logits [R, V]."""
+        lengths = self.pool.lengths
+        # In a chain a token sees all that is before it: there is nothing to hide.
+        segments = [Segment(row, lengths[row] + depth - 1, 1, CAUSAL) for row in rows]
+        positions = [segment.start for segment in segments]
+        return self.forward(tokens, positions, segments, logits_to_keep=None)
+
     # -- reading and keeping ---------------------------------------------------------------------
 
     def _read(self, rows: list[int]) -> Tensor:
@@ -194,7 +202,7 @@ class SSD(LMDrafter):
                 numbers = [growing.index(row) for row in sure]
                 tokens = tokens.index_select(0, upload(numbers, tokens.device))
                 growing = sure
-            logits = self._extend(growing, tokens, depth)
+            logits = self.extend(growing, tokens, depth)
         drafted = torch.cat(levels)
         if len(rows) == 1:
             return [self._tree(rows[0], drafted, probs[rows[0]])]
@@ -211,8 +219,7 @@ class SSD(LMDrafter):
         """The next token of each row [R], and the rows whose draft goes on behind it."""
         ranked = logits if self.greedy else self.rank(dict.fromkeys(rows, 1), logits, depth)
         if self.theta and depth < self.gamma:
-            chances, tokens = ranked.softmax(-1, dtype=torch.float32).topk(1)
-            tokens = tokens.view(-1)
+            chances, tokens = ranked.softmax(-1, dtype=torch.float32).max(-1)
         else:
             chances, tokens = None, most_probable(ranked)
         if not self.greedy:
@@ -226,15 +233,7 @@ class SSD(LMDrafter):
         if chances is None:  # no threshold, or the end: the host need not wait for the device
             return tokens, rows
         known = zip(rows, chances.tolist(), strict=True)
-        return tokens, [row for row, (chance,) in known if chance >= self.theta]
-
-    def _extend(self, rows: list[int], tokens: Tensor, depth: int) -> Tensor:
-        """Read one drafted token per row, at a depth; return the logits [R, V] after it."""
-        lengths = self.pool.lengths
-        # In a chain a token sees all that is before it: there is nothing to hide.
-        segments = [Segment(row, lengths[row] + depth - 1, 1, CAUSAL) for row in rows]
-        positions = [segment.start for segment in segments]
-        return self.forward(tokens, positions, segments, logits_to_keep=None)
+        return tokens, [row for row, chance in known if chance >= self.theta]
 
     def _tree(self, row: int, tokens: Tensor, probs: list[Tensor]) -> Tree:
         count = tokens.numel()

@@ -14,6 +14,7 @@ Shapes: N packed tokens, M nodes that are verified.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ def pack(inputs: Sequence[RowInput], packed: PackedTarget) -> Batch:
         row, start = one.row, one.row.num_cached_tokens
         topology = after_chain(one.count - 1, one.tree.topology)
         segments.append(segment := packed.segment(row.slot, topology, one.count))
-        ids.append(upload(row.unread[: one.count], device))
+        ids.append(row.unread[: one.count])
         if one.stop - one.root > 1:
             ids.append(one.tree.tokens)
         positions += map(start.__add__, topology.depths)
@@ -103,5 +104,14 @@ def pack(inputs: Sequence[RowInput], packed: PackedTarget) -> Batch:
         if one.verified:
             nodes += range(one.root, one.stop)
     nodes = upload(nodes, device) if len(nodes) < len(positions) else None
-    whole = torch.cat(ids) if len(ids) > 1 else ids[0]  # plain decoding has nothing to join
-    return Batch(whole, upload(positions, device), segments, nodes, cached, pads)
+    places = upload(positions, device)
+    return Batch(_joined(ids, device), places, segments, nodes, cached, pads)
+
+
+def _joined(parts: Sequence[list[int] | Tensor], device: torch.device) -> Tensor:
+    """Committed tokens, which the host knows, and drafted ones in one tensor [N]."""
+    if device.type == "cpu":  # where to read a tensor is no wait, and takes less than to join two
+        lists = (part if isinstance(part, list) else part.tolist() for part in parts)
+        return upload([*chain.from_iterable(lists)], device)
+    held = [upload(part, device) if isinstance(part, list) else part for part in parts]
+    return torch.cat(held) if len(held) > 1 else held[0]  # plain decoding has nothing to join

@@ -117,6 +117,10 @@ class Worth:
 
         ends: of every row, the probabilities of E paths that it could go on behind, descending.
         """
+        if len(ends) == 1 and len(ends[0]) == 1:  # nothing to choose among, as on most CPUs
+            worth = self._added(ends[0][0]) - self.rate * self._pass_ms(1, 1)
+            self._later += self._pass_ms(1, 1) if worth > 0 else 0.0
+            return ([0], 1) if worth > 0 else ([], 0)
         best, chosen = 0.0, ([], 0)
         for paths in range(1, 1 + max(map(len, ends), default=0)):
             gains = [sum(map(self._added, own[:paths])) for own in ends]

@@ -12,6 +12,7 @@ from specdraft.eval.papers.rivals import RivalTable
 from specdraft.eval.papers.rsd import BudgetTable, SeededBudgetTable
 from specdraft.eval.papers.suffix import SuffixTable
 from specdraft.eval.papers.table import Table, described
+from specdraft.eval.papers.trees import TreeTable
 from specdraft.recipes.errors import RecipeError
 
 KINDS = {
@@ -31,6 +32,7 @@ KINDS = {
     "suffix": SuffixTable,
     "prepacked": PrepackingTable,
     "contexts": ContextTable,
+    "trees": TreeTable,
     "report": ReportTable,
 }
 
