@@ -18,11 +18,11 @@ import argparse
 from pathlib import Path
 
 from specdraft.eval.papers.jobs import TABLE
-from specdraft.eval.papers.page import check_page, write_page
-from specdraft.eval.papers.plots import save
-from specdraft.eval.papers.result import show, write_result
 from specdraft.eval.papers.table import Plan, with_settings
 from specdraft.eval.papers.tables import all_tables, table_of
+from specdraft.eval.publishing.page import check_page, write_page
+from specdraft.eval.publishing.plots import save
+from specdraft.eval.publishing.result import show, write_result
 from specdraft.recipes.arguments import Parser, whole, whole_numbers
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.terminal import tell

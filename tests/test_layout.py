@@ -29,7 +29,7 @@ FLOORS = {
         "engine",
         "drafters page",
         "measure",
-        "costing",
+        "costing publishing",
         "generation papers checkup comparing serve",
         ".",
     ],

@@ -130,11 +130,9 @@ class BestFirst(Rewarded, LevelDrafter):
         self.weighed = min(max(out_degree, WEIGHED), student.vocab_size)
         self.worth = Worth(costs, 1, nodes)
 
-    def draft(self, rows: list[int]) -> list[Tree]:
+    def worthwhile(self, rows: list[int]) -> list[int]:
         self.worth.begin(rows, sum(map(self.num_committed_tokens, rows)) / len(rows))
-        drafted = self.worth.starts()
-        trees = dict(zip(drafted, super().draft(drafted), strict=True)) if drafted else {}
-        return [trees.get(row, self._no_draft) for row in rows]
+        return self.worth.starts()
 
     def grow(self, rows: list[int], logits: Tensor) -> list[Tree]:
         if len(rows) == 1 and self.paths == 1:
@@ -150,20 +148,30 @@ class BestFirst(Rewarded, LevelDrafter):
         return [self._pruned(row, growth, least) for row, growth in growths.items()]
 
     def _grow_alone(self, row: int, logits: Tensor) -> Tree:
-        """What `grow` does, of a single row behind one path: half of the work on the host."""
-        growth, worth, node = Weighed(self.memory[row].tokens[-1:]), self.worth, 0
-        width, known = self.width, growth.chances
+        """What `grow` does, of a single row behind one path, in half of the time on the host: of
+        each level's children the first is read, the others can only be leaves."""
+        width, worth, reach = self.width, self.worth, 1.0
+        tokens, chances = [], []  # of all children, level after level
         for depth in range(1, self.depth + 1):
             ranked = logits if self.greedy else self.rank({row: 1}, logits, depth)
-            best, child = ranked.topk(self.weighed), len(known)
-            (tokens,), (scores,) = best.indices.tolist(), best.values.tolist()
-            growth.sprout(node, tokens[:width], _chances(scores)[:width])
-            worth.passed(known[node], known[child])
-            if depth == self.depth or not worth.goes_on([[known[child]]])[0]:
+            best, before = ranked.topk(self.weighed), reach
+            (likely,), (scores,) = best.indices.tolist(), best.values.tolist()
+            tokens += likely[:width]
+            chances += [before * chance for chance in _chances(scores)[:width]]
+            reach = chances[-width]
+            worth.passed(before, reach)
+            if depth == self.depth or not worth.goes_on([[reach]])[0]:
                 break
-            self.memory[row].cached.append(child)
-            logits, node = self.extend([row], best.indices.select(1, 0), depth), child
-        return self._pruned(row, growth, worth.choose([known[1:]]))
+            logits = self.extend([row], best.indices.select(1, 0), depth)
+        least = worth.choose([chances])
+        kept = sum(chance >= least for chance in chances[::width])  # of the chain
+        leaves = [n for n, chance in enumerate(chances) if n % width and chance >= least]
+        leaves = leaves[: self.nodes - kept]
+        parents = (*range(-1, kept), *(leaf // width for leaf in leaves))
+        drafted = [*tokens[: kept * width : width], *(tokens[leaf] for leaf in leaves)]
+        # As in `_pruned`, what was read and is not verified has no number.
+        self.memory[row].cached = [node if node <= kept else -1 for node in range(1, depth)]
+        return Tree(shape(parents), upload(drafted, self.student.device))
 
     def expand(
         self, growths: dict[int, Weighed], opened: dict[int, list[int]], logits: Tensor, depth: int

@@ -77,7 +77,7 @@ class LMDrafter:
 
     def draft(self, rows: list[int]) -> list[Tree]:
         able, self.greedy = [], True
-        for row in rows:
+        for row in self.worthwhile(rows):
             memory = self.memory[row]
             if len(memory.tokens) <= self.max_committed:
                 able.append(row)
@@ -86,6 +86,10 @@ class LMDrafter:
         for row, tree in trees.items():
             self.memory[row].draft = tree
         return [trees.get(row, self._no_draft) for row in rows]
+
+    def worthwhile(self, rows: list[int]) -> list[int]:
+        """The rows, of those that run, which are drafted for."""
+        return rows
 
     # -- what a strategy draws on ----------------------------------------------------------------
 

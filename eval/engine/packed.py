@@ -18,7 +18,7 @@ Shapes: N tokens of all rows, T of one row, C capacity of the cache, D head dime
 import copy
 from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, groupby, repeat
+from itertools import accumulate, groupby, pairwise, repeat
 from typing import NamedTuple
 
 import torch
@@ -261,13 +261,17 @@ def _attention_groups(
 ) -> list[list[tuple[int, Segment]]]:
     """Cut placed segments into runs that attend together."""
     ragged = device.type == "cuda"
+    widest = max((segment.count for _, segment in placed if segment.count <= FEW), default=0)
+    # Rows between two that bring nothing would be pads, too: as many tokens as the widest has.
+    idle = (after.row - row.row - 1 for (_, row), (_, after) in pairwise(placed))
+    spread = [*accumulate((count * widest > FEW for count in idle), initial=0)]
 
     def key(item: tuple[int, tuple[int, Segment]]) -> tuple:
         number, (_, segment) = item
         if segment.count > LONG:
             return (number, -1, -1)
         if ragged or segment.count <= FEW:
-            return (-1, -1, -1)
+            return (-1, -1, 0 if ragged else spread[number])
         return (-1, segment.count, segment.row - number)
 
     return [[part for _, part in run] for _, run in groupby(enumerate(placed), key)]

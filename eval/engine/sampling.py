@@ -7,6 +7,7 @@ plain seeded sampling and the shared-Gumbel walk; `SeededChance`, behind drafts 
 behind the acceptance rules that reject.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ def most_probable(logits: Tensor) -> Tensor:
         and logits.device.type == "cpu"
         and logits.dtype == torch.float32
     ):
-        return torch.from_numpy(logits.numpy().argmax(-1))
+        return torch.from_numpy(np.asarray(logits.numpy().argmax(-1)))  # of [V]: a number
     return logits.argmax(-1)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specdraft.eval.papers.jobs import PLACES, ROOT
-from specdraft.eval.papers.plots import acceptance_by_position
 from specdraft.eval.papers.table import Plan, Row, Table, compact, written
+from specdraft.eval.publishing.plots import acceptance_by_position
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import load_recipe

@@ -16,8 +16,8 @@ from specdraft.eval.measure.ewif import (
     of_assignment,
     simulate,
 )
-from specdraft.eval.papers.plots import of_horizontal_cascade, of_one_drafter
 from specdraft.eval.papers.table import Plan, Row, SeededTable
+from specdraft.eval.publishing.plots import of_horizontal_cascade, of_one_drafter
 from specdraft.recipes.fields import Fraction, Interval, NonNegative
 
 COSTS = (0.01, 0.03, 0.1, 0.3)

@@ -2,6 +2,7 @@
 than they are worth."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +153,11 @@ def drafted(drafter, request: Request, target) -> list[tuple[int, ...]]:
     if not drafter.from_tokens:
         drafter.observe(0, list(request.prompt[1:]), features)
     [tree] = drafter.draft([0])
+    return texts_of(tree)
+
+
+def texts_of(tree: Tree) -> list[tuple[int, ...]]:
+    """Of every node behind the root, the tokens of its path; no two are alike."""
     texts = [()]
     for parent, token in zip(tree.topology.parents[1:], tree.tokens.tolist(), strict=True):
         texts.append((*texts[parent], token))
@@ -210,6 +216,23 @@ def test_a_long_draft_is_what_the_head_says_token_by_token(target, name):
         else:
             best = int(logits.argmax())
         assert longest[count] == best
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@torch.inference_mode()
+def test_a_row_alone_drafts_what_it_drafts_beside_another(target, temperature):
+    """One path each: the short way of a single row, and the levels that several share."""
+    nothing = replace(FREE, verify=_ratios({"forward": 1.0}))  # is what a node costs
+    drafter = BestFirst(near(target), 2, 128, nothing, depth=5, paths=1)
+    for prompt in prompts():
+        for row in (0, 1):
+            drafter.start(row, Request(prompt, 9, temperature, seed=3))
+        _, beside = drafter.draft([0, 1])
+        drafter.start(0, Request(prompt, 9, temperature, seed=3))
+        [alone] = drafter.draft([0])
+        assert {*texts_of(alone)} == {*texts_of(beside)}
+        assert drafter.memory[0].cached == drafter.memory[1].cached == [1, 2, 3, 4]
+        assert alone.topology.depth == 5
 
 
 # -- no more than they are worth -------------------------------------------------------------------

@@ -50,6 +50,24 @@ def test_a_long_prompt_attends_alone_beside_short_rows(target):
         assert decode(decoder, requests[::-1]) == expected[::-1]
 
 
+def test_rows_attend_apart_where_those_between_them_are_done(target, monkeypatch):
+    groups, whole = [], packed._attention_groups
+
+    def seen(placed, device):
+        cut = whole(placed, device)
+        groups.append([[segment.row for _, segment in group] for group in cut])
+        return cut
+
+    monkeypatch.setattr(packed, "_attention_groups", seen)
+    lengths = [40, 40, *[3] * 8, 40]  # two neighbours, and a row far from them
+    requests = [Request(prompts()[0], length) for length in lengths]
+    expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
+    decoder = Decoder(target, PromptLookup(1, 5, len(lengths)), len(lengths), 128)
+    assert decode(decoder, requests) == expected
+    assert groups[1] == [[*range(len(lengths))]]  # nothing lies between neighbours
+    assert [[0, 1], [10]] in groups
+
+
 def test_masks_that_are_kept_are_bounded(target):
     decoder = Decoder(target, None, 1, 64)
     for _ in range(3 * packed.KEPT_BIASES):

@@ -10,6 +10,7 @@ from transformers.generation.logits_process import (
 )
 
 from specdraft.eval.engine.sampling import (
+    MANY_LOGITS,
     SeededChance,
     _mix,
     _mix_int,
@@ -158,6 +159,13 @@ def test_the_streams_are_independent_of_each_other_and_of_gumbel_noise():
     assert (table - torch.eye(len(table))).abs().max() < 4 / 2500**0.5
     for name, values in others.items():
         assert not torch.isin(values, level).any(), name
+
+
+@pytest.mark.parametrize("shape", [(MANY_LOGITS + 1,), (3, MANY_LOGITS)])
+def test_the_most_probable_of_a_large_vocabulary_is_found_for_one_node_and_for_several(shape):
+    logits = torch.zeros(shape)
+    logits[..., 1234] = logits[..., 4321] = 1.0
+    assert most_probable(logits).tolist() == torch.full(shape[:-1], 1234).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,7 @@ from specdraft.eval.measure.ewif import (
     simulate,
 )
 from specdraft.eval.papers.bench_report import chosen, read_report
-from specdraft.eval.papers.plots import (
+from specdraft.eval.publishing.plots import (
     acceptance_by_position,
     of_horizontal_cascade,
     of_one_drafter,

@@ -12,9 +12,9 @@ from specdraft.eval.papers.ems import WAYS
 from specdraft.eval.papers.falcon import FalconTable
 from specdraft.eval.papers.jobs import resolved
 from specdraft.eval.papers.prepacking import FORMATS, HOW
-from specdraft.eval.papers.result import rounded, show
 from specdraft.eval.papers.table import Plan, over_seeds, with_settings
 from specdraft.eval.papers.tables import all_tables
+from specdraft.eval.publishing.result import rounded, show
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 
@@ -22,7 +22,7 @@ TABLES = all_tables()
 ABLATIONS = [table for table in TABLES.values() if isinstance(table, FalconTable)]
 # These measure what there is, in their own process.
 READY = {"tau", "tuned_cascades", "t5_cascades", "budgets", "ewif", "suffix", "contexts", "report"}
-READY |= {"prepacked"}
+READY |= {"prepacked", "trees"}
 SMALL = ("data.limit=8", "train.steps=2", "train.batch_size=4", "eval.limit=2")
 SMALL += ("eval.max_new_tokens=8", "eval.validation=2")
 

@@ -9,9 +9,9 @@ import pytest
 from commands import ROOT, run_here
 
 from specdraft.eval.papers.jobs import resolved
-from specdraft.eval.papers.page import check_page, page_of, write_page
-from specdraft.eval.papers.result import one_row_per_line, rounded, write_result
 from specdraft.eval.papers.tables import all_tables
+from specdraft.eval.publishing.page import check_page, page_of, write_page
+from specdraft.eval.publishing.result import one_row_per_line, rounded, write_result
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import load_recipe
 

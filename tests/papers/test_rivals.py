@@ -8,10 +8,10 @@ import pytest
 from commands import children_forked, run_here
 
 from specdraft.eval.papers.jobs import Job, run_all
-from specdraft.eval.papers.result import cell_text
 from specdraft.eval.papers.rivals import check_fair
 from specdraft.eval.papers.table import Plan, over_seeds
 from specdraft.eval.papers.tables import all_tables
+from specdraft.eval.publishing.result import cell_text
 from specdraft.recipes.arguments import whole_numbers
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe

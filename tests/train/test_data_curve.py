@@ -9,7 +9,7 @@ from commands import run_here
 from PIL import Image
 
 from specdraft.data.chat import split_holdout
-from specdraft.eval.papers.result import grid_of
+from specdraft.eval.publishing.result import grid_of
 from specdraft.recipes.load import load_recipe
 from specdraft.train.curves.data_curve import make_curves, sentence
 from specdraft.train.curves.picture import draw_curves

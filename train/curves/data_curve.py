@@ -7,8 +7,8 @@ from statistics import fmean
 from rich.text import Text
 
 from specdraft.data.store.tokens import TokenCache
-from specdraft.eval.papers.result import show
 from specdraft.eval.papers.table import Row, over_seeds, written
+from specdraft.eval.publishing.result import show
 from specdraft.recipes.terminal import Screen
 from specdraft.train.curves.saturation import fit_saturation
 from specdraft.train.curves.sizes import METHODS, Size

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdraft.eval.page.colours import method_colours
-from specdraft.eval.papers.plots import figure, save
+from specdraft.eval.publishing.plots import figure, save
 from specdraft.train.curves.saturation import fit_saturation
 from specdraft.train.curves.sizes import METHODS
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import jinja2
 
 from specdraft.data.atomic import write_atomic
-from specdraft.eval.papers.jobs import ROOT
-from specdraft.eval.papers.result import cell_text, grid_of, read_result, row_of
+from specdraft.eval.publishing.result import cell_text, grid_of, read_result, row_of
 from specdraft.recipes.errors import DataError
 
-RESULTS = ROOT / "eval" / "results"  # of a checkout: the wheel has no results
+RESULTS = Path(__file__).parents[1] / "results"  # of a checkout: the wheel has no results
 NAME = "README.md"
 
 
