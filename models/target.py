@@ -207,7 +207,7 @@ class Target:
     def vocab_size(self) -> int:
         return self.lm_head.weight.shape[0]
 
-    @property
+    @cached_property
     def context(self) -> int | None:
         """How many positions the target was made for; None where its config names no end."""
         return context_length(self.config)
@@ -255,7 +255,7 @@ class Target:
         """Ids that end a generation, from the generation config."""
         return frozenset(end_ids(self.model))
 
-    @property
+    @cached_property
     def reads_source(self) -> bool:
         """Whether it is an encoder-decoder."""
         return is_encoder_decoder(self.config)

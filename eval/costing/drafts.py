@@ -4,9 +4,9 @@ A head's trees are chains side by side, which part at some depth: behind the pas
 passes read as many blocks, or at the root, so that rounds have as many distributions, too. What a
 pass, a path, a round and a distribution cost is what these trees differ by.
 
-Before every draft that is timed, its row has read a prompt and drafted once. Timed is that it is
-shown the tokens of a step, and drafts: what is read again, and what is read anew, is what a running
-row reads.
+Before every draft that is timed, its rows have read their prompts and drafted once. Timed is that
+they are shown the tokens of a step, and drafts: what is read again, and what is read anew, is what
+running rows read. Prompts and tokens differ in number as those of decoding do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.costing.bench import FRESH, Cell, bench_request, nothing
-from specdraft.eval.costing.grid import Grid
+from specdraft.eval.costing.grid import Grid, apart
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
@@ -83,9 +83,8 @@ class DraftBench:
     def __init__(self, target: Target, trained: Trained, grid: Grid, compiles: bool = False):
         """compiles: as a recipe's eval.compile has it."""
         self.target, self.trained, self.grid, self.compiles = target, trained, grid, compiles
-        self.request = bench_request(target, min(grid.cached), 1)
         self.between: Callable[[], object] = nothing
-        self.capacity = len(self.request.prompt) + FRESH
+        self.capacity = max(apart(min(grid.cached), 2)) + max(apart(FRESH, 2))
 
     def cells(self) -> Iterator[Cell]:
         """Drafts of one row, and some of several; none where nothing is trained."""
@@ -140,18 +139,23 @@ class DraftBench:
                 yield nodes, nodes, partial(make, (width, *[1] * (depth - 1)))
 
     def _open(self, make: Make, rows: int, between: Callable[[], object]) -> Callable[[], float]:
-        drafter, numbers, prompt = make(rows), list(range(rows)), self.request.prompt
-        long, short = (self._features(count) for count in (len(prompt), FRESH))
+        drafter, numbers = make(rows), list(range(rows))
+        lengths, fresh = apart(min(self.grid.cached), rows), apart(FRESH, rows)
+        features = self._features(max(lengths))
+        requests = [bench_request(self.target, length, 1) for length in lengths]
+
+        def show(counts: Sequence[int]) -> None:
+            for row, count in enumerate(counts):
+                drafter.observe(row, [0] * count, features[:count])
 
         def go() -> float:
-            for row in numbers:
-                drafter.start(row, self.request)
-                if not drafter.from_tokens:
-                    drafter.observe(row, prompt, long)
+            for row, request in enumerate(requests):
+                drafter.start(row, request)
+            if not drafter.from_tokens:
+                show(lengths)
             drafter.draft(numbers)
             with Stopwatch() as shown:
-                for row in numbers:
-                    drafter.observe(row, [0] * FRESH, short)
+                show(fresh)
             between()
             _wait(self.target.device)
             with Stopwatch() as watch:

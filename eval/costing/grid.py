@@ -35,7 +35,11 @@ class Grid:
     @property
     def capacity(self) -> int:
         """Tokens that a row holds at most."""
-        return max(self.cached) + max(self.nodes)
+        return max(map(self._room, self.cached))
+
+    def _room(self, cached: int) -> int:
+        """Tokens that a row holds at most, where rows have so many in the mean."""
+        return max(cached + max(self.nodes), max(apart(cached, 2)) + self.side[-1])
 
     @property
     def side(self) -> tuple[int, ...]:
@@ -55,8 +59,9 @@ class Grid:
         if context is None:
             return self
         nodes = tuple(count for count in self.nodes if count < context)
-        cached = tuple(length for length in self.cached if length + max(nodes) <= context)
-        return replace(self, nodes=nodes, cached=cached or (context - max(nodes),))
+        inside = replace(self, nodes=nodes)
+        cached = tuple(length for length in self.cached if inside._room(length) <= context)
+        return replace(inside, cached=cached or (context - max(nodes),))
 
     def with_rows(self, most: int) -> "Grid":
         """The part with at most so many rows."""
@@ -69,6 +74,18 @@ class Grid:
             yield from ((least, nodes, cached) for nodes in self.nodes)
             yield from ((rows, self.side[0], cached) for rows in more)
         yield from ((rows, nodes, self.cached[0]) for rows in more for nodes in self.side[1:])
+
+
+def apart(mean: int, rows: int) -> list[int]:
+    """Numbers of tokens of several rows as far apart as prompts and answers are: a step takes what
+    its longest row does. A row alone has the mean.
+
+    >>> apart(8, 5), apart(8, 1)
+    ([4, 6, 8, 10, 12], [8])
+    """
+    if rows == 1:
+        return [mean]
+    return [mean // 2 + number * mean // (rows - 1) for number in range(rows)]
 
 
 def of_options(nodes: list[int], rows: list[int], cached: list[int], repeats: int) -> Grid:

@@ -1,5 +1,7 @@
 """Sinks, caps, scales and rotary bases of layers decode as the family's own `generate`."""
 
+import itertools
+
 import pytest
 import torch
 from decoding import decode, plain_tokens, prompts
@@ -99,3 +101,21 @@ def test_a_slope_goes_back_through_what_comes_after_lm_head(finish):
     logits, slope = finish(raw), torch.randn(4, 7)
     logits.backward(slope)
     torch.testing.assert_close(finish.back(slope, logits), raw.grad)
+
+
+@pytest.mark.parametrize("kind", ["one mask", "a mask per head"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_heads_that_share_keys_attend_as_each_would_alone(kind, count):
+    """Several rows on a CPU, whose heads of a key are queries of one head there."""
+    rows, heads, kv_heads, slots, width = 4, 6, 2, 7, 8
+    torch.manual_seed(0)
+    query = torch.randn(rows, heads, count, width)
+    keys, values = torch.randn(2, rows, kv_heads, slots, width)
+    mask = torch.randn(rows, heads if kind == "a mask per head" else 1, count, slots)
+    mask[..., -2:] = -torch.inf
+    attended = attention(query, keys, values, mask, False, Scores(0.3))
+    for row, head in itertools.product(range(rows), range(heads)):
+        key, value = (part[row, head * kv_heads // heads] for part in (keys, values))
+        own = mask[row, head if mask.shape[1] > 1 else 0]
+        expected = (0.3 * query[row, head] @ key.T + own).softmax(-1) @ value
+        torch.testing.assert_close(attended[row, head], expected)

@@ -290,6 +290,17 @@ def test_the_steps_of_the_loop_accept_tokens_of_their_trees(nodes, brought):
     assert {*counts} == {brought}
 
 
+def test_several_rows_are_timed_behind_caches_of_different_lengths():
+    bench = TargetBench(random_target(vocab=40), Grid((1, 4), (1, 3), (8,)))
+    found = {}
+    for cell in bench.cells():
+        if cell.what == "verify":
+            cell.open()()
+            rows = cell.at["rows"]
+            found[rows] = bench.decoder.packed.pool.lengths[:rows]
+    assert found == {1: [8], 3: [4, 8, 12]}
+
+
 def test_a_head_with_layers_of_the_target_is_timed_with_them():
     target = random_target(vocab=40)
     head = random_head(target, 2, feature_layers=(1,))
