@@ -63,9 +63,9 @@ class Worth:
         self.tokens = self.plain = 1.0
         # Of the last passes: what was there before a block, and behind it.
         self.before, self.behind = 1.0, 0.5
-        # Of the last drafts of as many rows, but for a factor of two, one per row: what they have
-        # gained, their first passes not counted. Before the first, eight that gained a token each.
-        self._gains: dict[int, tuple[float, float]] = {}
+        # Of the last drafts, one per row: what they have gained, their first passes not counted.
+        # Before the first, eight that gained a token each.
+        self.gains, self.drafts = 8.0, 8.0
         self.idle, self.patience, self.tries = 0, PATIENCE, 0
         self.rows, self.cached, self.rate = 1, CACHED, 0.0
         self._order: list[int] = []  # rows that take part in the step
@@ -88,7 +88,8 @@ class Worth:
             self._replaced = not before & self._running <= self._begun
         self._order, self._begun = [*running], set()
         if self._profit is not None:
-            self.remember(self._profit, self._made)
+            self.gains = KEEP * self.gains + self._profit
+            self.drafts = KEEP * self.drafts + self._made
         self.rows, self._first, self._later, self._profit = rows, 0.0, 0.0, None
         self._drafted = set()
         self.cached = CACHED * max(round(cached / CACHED), 1)
@@ -99,19 +100,10 @@ class Worth:
         self._node = self.rate * (prices[block] - plain) / block  # what one has to bring
         self._keep = (self.behind / self.before) ** (1 / self.k)
 
-    def remember(self, gained: float, drafts: int) -> None:
-        """What drafts of the rows that run have gained in all."""
-        known, count = self._known()
-        self._gains[self.rows.bit_length()] = KEEP * known + gained, KEEP * count + drafts
-
-    def _known(self) -> tuple[float, float]:
-        return self._gains.get(self.rows.bit_length(), (8.0, 8.0))
-
     def starts(self) -> list[int]:
         """Which rows are drafted for: all, by what drafts of late were worth; now and then one of
         them in turn, to see; else none, and the step's drafting has ended."""
-        gains, drafts = self._known()
-        first, gain = self._pass_ms(self.rows, 0), gains / drafts
+        first, gain = self._pass_ms(self.rows, 0), self.gains / self.drafts
         margin = 0.0 if self._replaced else MARGIN * log2(self.rows)
         if gain - self.rate * first / self.rows > margin:
             self.patience, drafted = PATIENCE, self._order

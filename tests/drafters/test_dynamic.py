@@ -288,11 +288,6 @@ def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again_ever_less_o
     assert doubled.count(MOST_PATIENCE) > 1
 
 
-def knows(worth: Worth, gain: float) -> None:
-    """Let drafts have gained so much of late, of however many rows."""
-    worth._gains, worth.idle = dict.fromkeys(range(8), (gain, 1.0)), 0
-
-
 def test_rows_that_are_not_replaced_ask_more_of_a_draft():
     """A batch that ends one row after the other; and a queue, until nobody waits any more."""
     worth = Worth(USUAL, 3, 48)
@@ -301,7 +296,7 @@ def test_rows_that_are_not_replaced_ask_more_of_a_draft():
 
     def drafts(running) -> bool:
         worth.begin(running, 100)
-        knows(worth, gain)
+        worth.gains, worth.idle = worth.drafts * gain, 0
         return bool(worth.starts())
 
     worth.begin(range(8), 100)
@@ -320,23 +315,11 @@ def test_rows_that_are_not_replaced_ask_more_of_a_draft():
 def test_where_drafts_are_worth_it_again_a_try_is_soon_made_after_each_lull():
     worth = Worth(USUAL, 3, 48)
     worth.begin([0], 100)
-    knows(worth, -1.0)
-    worth.patience = MOST_PATIENCE
+    worth.gains, worth.patience = -8.0, MOST_PATIENCE
     assert not worth.starts()
-    knows(worth, 1.0)
+    worth.gains = 8.0
     assert worth.starts()
     assert worth.patience == PATIENCE
-
-
-def test_what_drafts_are_worth_to_the_last_rows_says_nothing_of_many():
-    worth = Worth(USUAL, 3, 48)
-    gain = 1.5 * MARGIN * log2(32)
-    for rows, drafted in ((1, True), (32, False), (1, True)):
-        worth.begin(range(rows), 100)
-        assert bool(worth.starts()) == drafted
-        if drafted:
-            worth.choose([[0.9, 0.8, 0.7]])
-            worth.remember(1e3 * gain, 1e3)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -276,9 +276,10 @@ def test_without_noise_branching_takes_the_best_and_a_beam_the_best_sequences():
         assert _texts(tree) == expected
 
 
-def test_every_method_with_a_student_has_its_drafter(target):
+def test_every_method_with_a_student_has_its_drafter(target, tmp_path):
     settings = DraftingSection(gamma=3, chains=2, branching=(2, 1), beam_width=3, max_nodes=50)
-    recipe = dataclasses.replace(load_recipe("recipes/tiny_distill.yaml"), drafting=settings)
+    recipe = load_recipe("recipes/tiny_distill.yaml", [f"output.dir={tmp_path}"])
+    recipe = dataclasses.replace(recipe, drafting=settings)
     setup = Setup(recipe, target, Trained(student=target), 1, 64)
     with_student = [row.name for row in METHODS.values() if row.is_ours and "student" in row.needs]
     sizes = {name: make_drafter(name, setup).max_nodes for name in with_student}
