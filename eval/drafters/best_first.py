@@ -160,7 +160,7 @@ class BestFirst(Rewarded, LevelDrafter):
             chances += [before * chance for chance in _chances(scores)[:width]]
             reach = chances[-width]
             worth.passed(before, reach)
-            if depth == self.depth or not worth.goes_on([[reach]])[0]:
+            if depth == self.depth or not worth.goes_on([row], [[reach]])[0]:
                 break
             logits = self.extend([row], best.indices.select(1, 0), depth)
         least = worth.choose([chances])
@@ -187,9 +187,9 @@ class BestFirst(Rewarded, LevelDrafter):
                 growth.sprout(node, *(part[: self.width] for part in next(families)))
             found[row] = growth.best_since(first, self.paths)
             self.worth.passed(growth.chances[nodes[0]], growth.chances[found[row][0]])
-        ends = [[growths[row].chances[n] for n in nodes] for row, nodes in found.items()]
-        chosen, paths = self.worth.goes_on(ends)
         rows = [*found]
+        ends = [[growths[row].chances[n] for n in nodes] for row, nodes in found.items()]
+        chosen, paths = self.worth.goes_on(rows, ends)
         return {rows[number]: found[rows[number]][:paths] for number in chosen}
 
     def _pruned(self, row: int, growth: Weighed, least: float) -> Tree:

@@ -162,7 +162,7 @@ class DynamicFalcon(Rewarded, HeadDrafter):
             if depth == self.depth:
                 return
             ends = [[own.chances[node] for node in own.deepest] for own in growths]
-            chosen, paths = self.worth.goes_on(ends)
+            chosen, paths = self.worth.goes_on(rows, ends)
             if not chosen:
                 return
             rows, growths = [rows[n] for n in chosen], [growths[n] for n in chosen]

@@ -7,6 +7,11 @@ above rate * (what the pass costs). With the rate that the last steps had, this 
 most tokens per millisecond in the long run (renewal reward; Dinkelbach 1967). The more rows run,
 the more a node costs them all, and the fewer are drafted, down to none.
 
+Where rows that end are not replaced, what does not depend on the rows of a step is paid until the
+slowest ends: a row that is ahead of the others saves its own share of the steps alone, and another
+pass for it has to earn more tokens. (Of 24 rows of stories such passes took 5% of the time, and the
+slowest row ended no sooner.)
+
 Nothing here is measured while decoding: what is drafted depends on costs that are given, on tokens
 and on the rows that run.
 
@@ -15,7 +20,6 @@ Shapes: R rows, E paths of a row, K depths of a pass.
 
 from collections.abc import Collection, Sequence
 from itertools import chain
-from math import log2
 
 import numpy as np
 
@@ -26,10 +30,6 @@ KEEP = 0.98  # what a step counts for, of the one after it
 # vain: it has to read all that was committed since.
 PATIENCE, MOST_PATIENCE = 32, 1024
 CACHED = 64  # cached tokens: costs are those of their nearest multiple
-# Rows that end before the others, and are not replaced, leave dear steps to the last ones: of 24
-# rows of stories drafts made 1.3 times the tokens in a millisecond while all ran, and took longer
-# in all. So drafts have to promise more there: so many tokens of a row for every doubling of them.
-MARGIN = 0.2
 NEVER = 2.0  # no path is so probable
 
 
@@ -71,12 +71,14 @@ class Worth:
         self._order: list[int] = []  # rows that take part in the step
         self._begun: set[int] = set()  # rows that were given a request since the last step
         self._replaced = False  # whether other requests take the rows of those that end
+        self._committed: dict[int, int] = {}  # tokens of each row's request
         self._running: set[int] = set()  # of them, those whose tokens count
         self._drafted: set[int] = set()  # of these, those that drafts were made for
         self._made = 0  # drafts of the step
         self._first = self._later = 0.0  # milliseconds of this step's passes
         self._profit: float | None = None  # tokens of this step's draft, less what it takes
         self._steps: dict[tuple[int, int], list[float]] = {}
+        self._shares: dict[tuple[int, int], float] = {}
         self._passes: dict[tuple[int, int], float] = {}
 
     def begin(self, running: Collection[int], cached: float) -> None:
@@ -104,8 +106,7 @@ class Worth:
         """Which rows are drafted for: all, by what drafts of late were worth; now and then one of
         them in turn, to see; else none, and the step's drafting has ended."""
         first, gain = self._pass_ms(self.rows, 0), self.gains / self.drafts
-        margin = 0.0 if self._replaced else MARGIN * log2(self.rows)
-        if gain - self.rate * first / self.rows > margin:
+        if gain > self.rate * first / self.rows:
             self.patience, drafted = PATIENCE, self._order
         elif self.idle < self.patience:
             self.idle += 1
@@ -119,18 +120,23 @@ class Worth:
         self._first, self.idle, self._profit = self._pass_ms(self._made, 0), 0, 0.0
         return drafted
 
-    def goes_on(self, ends: Sequence[Sequence[float]]) -> tuple[list[int], int]:
-        """Which rows are worth another pass, and over how many paths each; none: ([], 0).
+    def goes_on(
+        self, rows: Sequence[int], ends: Sequence[Sequence[float]]
+    ) -> tuple[list[int], int]:
+        """Which of some rows are worth another pass, by their numbers among these, and over how
+        many paths each; none: ([], 0).
 
         ends: of every row, the probabilities of E paths that it could go on behind, descending.
         """
+        weights = self._weights(rows)
         if len(ends) == 1 and len(ends[0]) == 1:  # nothing to choose among, as on most CPUs
-            worth = self._added(ends[0][0]) - self.rate * self._pass_ms(1, 1)
+            worth = self._added(weights[0] * ends[0][0]) - self.rate * self._pass_ms(1, 1)
             self._later += self._pass_ms(1, 1) if worth > 0 else 0.0
             return ([0], 1) if worth > 0 else ([], 0)
         best, chosen = 0.0, ([], 0)
+        weighed = [[w * end for end in own] for w, own in zip(weights, ends, strict=True)]
         for paths in range(1, 1 + max(map(len, ends), default=0)):
-            gains = [sum(map(self._added, own[:paths])) for own in ends]
+            gains = [sum(map(self._added, own[:paths])) for own in weighed]
             ranked, gained = sorted(range(len(ends)), key=lambda n: -gains[n]), 0.0
             for count, number in enumerate(ranked, start=1):
                 gained += gains[number]
@@ -167,18 +173,43 @@ class Worth:
     def admit(self, row: int) -> None:
         """A request begins in a row: what it reads first is no step's gain."""
         self._begun.add(row)
+        self._committed[row] = 0
         self._running.discard(row)
         self._drafted.discard(row)
 
     def earn(self, row: int, tokens: int) -> None:
         """A row has committed tokens, the bonus among them; they count if the step was its own."""
+        self._committed[row] = self._committed.get(row, 0) + tokens
         if row not in self._running:
             return
         self.tokens += tokens
         if row in self._drafted:
             self._profit += tokens - 1
 
+    def _weights(self, rows: Sequence[int]) -> list[float]:
+        """What a token of each of these rows is worth, of one that ends a step sooner for all."""
+        if self.rows == 1 or self._replaced:
+            return [1.0] * len(rows)
+        share, committed = self._share(), [self._committed[row] for row in self._order]
+        least, mean = min(committed), sum(committed) / self.rows
+        if least == mean:
+            return [1.0] * len(rows)
+        behind = (max(mean - self._committed[row], 0.0) / (mean - least) for row in rows)
+        return [share + (1.0 - share) * part for part in behind]
+
     # -- prices ----------------------------------------------------------------------------------
+
+    def _share(self) -> float:
+        """What one of several rows adds to a plain step, of the step's share of a row."""
+        key = self.rows, self.cached
+        if (share := self._shares.get(key)) is None:
+            costs, cached = self.costs, self.cached
+            one, all_rows = (
+                costs.verify_ms(rows, 1, cached) + costs.loop_ms(rows, 1) for rows in (1, self.rows)
+            )
+            share = (all_rows - one) / (self.rows - 1) * self.rows / all_rows
+            share = self._shares[key] = min(max(share, 0.0), 1.0)
+        return share
 
     def _added(self, chance: float) -> float:
         """Tokens that K nodes behind a path may add, what verifying them costs taken off.
