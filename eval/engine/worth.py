@@ -18,6 +18,7 @@ and on the rows that run.
 Shapes: R rows, E paths of a row, K depths of a pass.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import chain
 
@@ -71,7 +72,7 @@ class Worth:
         self._order: list[int] = []  # rows that take part in the step
         self._begun: set[int] = set()  # rows that were given a request since the last step
         self._replaced = False  # whether other requests take the rows of those that end
-        self._committed: dict[int, int] = {}  # tokens of each row's request
+        self._committed = Counter[int]()  # tokens of each row's request, behind its first
         self._running: set[int] = set()  # of them, those whose tokens count
         self._drafted: set[int] = set()  # of these, those that drafts were made for
         self._made = 0  # drafts of the step
@@ -179,15 +180,18 @@ class Worth:
 
     def earn(self, row: int, tokens: int) -> None:
         """A row has committed tokens, the bonus among them; they count if the step was its own."""
-        self._committed[row] = self._committed.get(row, 0) + tokens
         if row not in self._running:
             return
         self.tokens += tokens
+        self._committed[row] += tokens
         if row in self._drafted:
             self._profit += tokens - 1
 
     def _weights(self, rows: Sequence[int]) -> list[float]:
-        """What a token of each of these rows is worth, of one that ends a step sooner for all."""
+        """What a token of each of these rows is worth, of one of the slowest's.
+
+        That is 1; of the mean's and of those ahead of it, their own share of a step.
+        """
         if self.rows == 1 or self._replaced:
             return [1.0] * len(rows)
         share, committed = self._share(), [self._committed[row] for row in self._order]

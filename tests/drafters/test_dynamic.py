@@ -3,7 +3,6 @@ than they are worth."""
 
 import itertools
 from dataclasses import replace
-from math import log2
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +23,6 @@ from specdraft.eval.engine.request import GUMBEL, Request
 from specdraft.eval.engine.tree import Tree
 from specdraft.eval.engine.worth import (
     CACHED,
-    MARGIN,
     MOST_PATIENCE,
     NEVER,
     PATIENCE,
@@ -277,7 +275,7 @@ def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again_ever_less_o
         for _ in range(8):
             worth.earn(0, 1)
     first = drafted.index([])
-    assert first < PATIENCE / 2
+    assert first < PATIENCE
     assert all(made == [*range(8)] for made in drafted[:first])
     in_turn = [made for made in drafted[first:] if made]
     assert in_turn == [[number % 8] for number in range(len(in_turn))]  # of one row, the next one
@@ -288,28 +286,39 @@ def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again_ever_less_o
     assert doubled.count(MOST_PATIENCE) > 1
 
 
-def test_rows_that_are_not_replaced_ask_more_of_a_draft():
+def test_a_pass_for_rows_that_are_ahead_has_to_earn_more_where_nobody_replaces_them():
     """A batch that ends one row after the other; and a queue, until nobody waits any more."""
-    worth = Worth(USUAL, 3, 48)
-    for row in range(8):
+    costs = CostModel(
+        verify=_ratios({"forward": 1.0, "rows": 0.1, "tokens from 1": 0.02}),
+        knots=(1,),
+        loop=_ratios({"step": 0.0}),
+        draft=_ratios({"draft": 0.1, "passes": 0.1}),
+    )
+    worth = Worth(costs, 1, 48)
+    for row in range(4):
         worth.admit(row)
 
-    def drafts(running) -> bool:
+    def passes(running, end: float) -> set[int]:
+        """The rows that get another pass where each goes on behind a path of this probability."""
         worth.begin(running, 100)
-        worth.gains, worth.idle = worth.drafts * gain, 0
-        return bool(worth.starts())
+        alone = {row for row in running if worth.goes_on([row], [[end]])[0]}
+        together = worth.goes_on(running, [[end]] * len(running))[0]
+        assert {running[number] for number in together} >= alone
+        return alone
 
-    worth.begin(range(8), 100)
-    first = worth.rate * worth._pass_ms(8, 0) / 8
-    gain = first + 0.5 * MARGIN * log2(8)
-    assert not drafts(range(8))
+    assert passes(range(4), 0.9) == {0, 1, 2, 3}  # no row is ahead of another
+    for row, tokens in enumerate((2, 8, 5, 5)):
+        worth.earn(row, tokens)
+    worth.tokens = 1.0  # at plain decoding's speed, as before
+    assert passes(range(4), 0.9) == {0}
+    worth.begin(range(4), 100)
+    own = costs.verify_ms(4, 1, 64) - costs.verify_ms(3, 1, 64)
+    share = own * 4 / costs.verify_ms(4, 1, 64)
+    assert worth._weights(range(4)) == pytest.approx([1.0, share, share, share])
     worth.admit(3)  # a request takes the row of one that has ended
-    assert drafts([0, 1, 2, 4, 5, 6, 7])
-    assert drafts(range(8))
-    assert not drafts([0, 1, 2, 3, 4, 5, 6])  # the last one's row stays empty
-    for row in range(8):  # another batch
-        worth.admit(row)
-    assert not drafts(range(8))
+    assert passes([0, 1, 2], 0.9) == {0, 1, 2}
+    assert passes(range(4), 0.9) == {0, 1, 2, 3}
+    assert passes([0, 1, 2], 0.9) == {0}  # the last one's row stays empty
 
 
 def test_where_drafts_are_worth_it_again_a_try_is_soon_made_after_each_lull():
@@ -362,7 +371,7 @@ def test_a_pass_is_made_for_the_rows_and_paths_that_pay_for_it():
     seen = set()
     for ends in itertools.product([(0.9, 0.05), (0.5, 0.45), (0.2, 0.1), (0.02, 0.01)], repeat=3):
         worth.begin(range(3), 100)
-        rows, paths = worth.goes_on(ends)
+        rows, paths = worth.goes_on(range(3), ends)
         value = 0.0
         for count in (1, 2):
             for size in (1, 2, 3):
