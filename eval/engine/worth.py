@@ -72,10 +72,11 @@ class Worth:
         self._order: list[int] = []  # rows that take part in the step
         self._begun: set[int] = set()  # rows that were given a request since the last step
         self._replaced = False  # whether other requests take the rows of those that end
-        self._committed = Counter[int]()  # tokens of each row's request, behind its first
         self._running: set[int] = set()  # of them, those whose tokens count
         self._drafted: set[int] = set()  # of these, those that drafts were made for
         self._made = 0  # drafts of the step
+        # Tokens of each row's request, those of its first step not counted.
+        self._committed = Counter[int]()
         self._first = self._later = 0.0  # milliseconds of this step's passes
         self._profit: float | None = None  # tokens of this step's draft, less what it takes
         self._steps: dict[tuple[int, int], list[float]] = {}
@@ -207,10 +208,7 @@ class Worth:
         """What one of several rows adds to a plain step, of the step's share of a row."""
         key = self.rows, self.cached
         if (share := self._shares.get(key)) is None:
-            costs, cached = self.costs, self.cached
-            one, all_rows = (
-                costs.verify_ms(rows, 1, cached) + costs.loop_ms(rows, 1) for rows in (1, self.rows)
-            )
+            one, all_rows = self._step_ms(1, 1), self._step_ms(self.rows, 1)
             share = (all_rows - one) / (self.rows - 1) * self.rows / all_rows
             share = self._shares[key] = min(max(share, 0.0), 1.0)
         return share
@@ -232,15 +230,18 @@ class Worth:
         """Of a step without its draft, by the number of drafted nodes of all rows together."""
         rows, cached = self.rows, self.cached
         if (prices := self._steps.get((rows, cached))) is None:
-            most, costs = rows * max(self.most, self.k), self.costs
+            most = rows * max(self.most, self.k)
             # From one of these numbers to the next a cost rises evenly (eval/engine/cost.py).
-            knots = (knot - rows for knot in costs.knots)
+            knots = (knot - rows for knot in self.costs.knots)
             turns = sorted({0, 1, most, *(nodes for nodes in knots if 1 < nodes < most)})
-            each = [1 + nodes / rows for nodes in turns]
-            known = [costs.verify_ms(rows, n, cached) + costs.loop_ms(rows, n) for n in each]
+            known = [self._step_ms(rows, 1 + nodes / rows) for nodes in turns]
             prices = np.interp(range(most + 1), turns, known).tolist()
             self._steps[rows, cached] = prices
         return prices
+
+    def _step_ms(self, rows: int, nodes: float) -> float:
+        """Of a step without its draft, with so many nodes of each row, the root included."""
+        return self.costs.verify_ms(rows, nodes, self.cached) + self.costs.loop_ms(rows, nodes)
 
     def _pass_ms(self, rows: int, paths: int) -> float:
         """One pass more over some paths of each of some rows; 0 paths: the first of a draft."""
