@@ -64,8 +64,16 @@ class Server:
             async def following() -> tuple[int, Answer] | None:
                 return await anext(answers, None)
 
-            while pair := runner.run(following()):
-                yield pair
+            try:
+                while pair := runner.run(following()):
+                    yield pair
+            except KeyboardInterrupt:
+                # Where it comes between a run's last step and its end, that end is still to come:
+                # the next run, which closes the client, would take it for its own.
+                loop = runner.get_loop()
+                loop.call_soon(loop.stop)
+                loop.run_forever()
+                raise
 
     async def _answers(self, asks: list[Ask]) -> AsyncIterator[tuple[int, Answer]]:
         waiting, running = iter(enumerate(asks)), set()

@@ -1,5 +1,6 @@
 """Answers by a server are the target's own, whatever fails on the way, and none is asked twice."""
 
+import asyncio
 import json
 import os
 import signal
@@ -426,21 +427,49 @@ def test_the_cache_is_another_for_another_model_and_not_for_another_port(target,
 # Stopped and killed
 
 
-def test_ctrl_c_ends_even_a_run_that_hangs(server, target, tmp_path, whole, monkeypatch):
+@pytest.fixture
+def interruptible():
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_ctrl_c_at_any_turn_of_the_loop_keeps_answers(
+    turns, server, target, tmp_path, whole, monkeypatch, interruptible
+):
+    def press_after(turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(press_after, turns - 1)
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def read(self, text, ask):
+        seen.append(ask)
+        if len(seen) == 6:
+            press_after(turns)
+        return original(self, text, ask)
+
+    seen, original = [], Server._read
+    settings = rewriting(tmp_path, server)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="answers are kept"):
+        patch.setattr(Server, "_read", read)
+        build(settings, target)
+    assert contents(build(settings, target)) == whole
+
+
+def test_ctrl_c_ends_even_a_run_that_hangs(server, target, tmp_path, whole, interruptible):
     def press() -> None:
         while server.trouble["number 4"]:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
     server.trouble["number 4"] = [HANG]
-    settings, before = rewriting(tmp_path, server), signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
-    try:
-        threading.Thread(target=press).start()
-        with pytest.raises(KeyboardInterrupt, match=r"answers are kept"):
-            build(settings, target)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    settings = rewriting(tmp_path, server)
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt, match=r"answers are kept"):
+        build(settings, target)
     assert contents(build(settings, target)) == whole
 
 
