@@ -452,9 +452,9 @@ def test_ctrl_c_at_any_turn_of_the_loop_keeps_answers(
         return original(self, text, ask)
 
     seen, original = [], Server._read
+    monkeypatch.setattr(Server, "_read", read)
     settings = rewriting(tmp_path, server)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="answers are kept"):
-        patch.setattr(Server, "_read", read)
+    with pytest.raises(KeyboardInterrupt, match=r"answers are kept"):
         build(settings, target)
     assert contents(build(settings, target)) == whole
 
