@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specdraft.eval.drafters.best_first import SHARPNESS
 from specdraft.eval.engine.kv import KVPool
-from specdraft.eval.engine.packed import CAUSAL, LONG, Plan, Segment
+from specdraft.eval.engine.plan import CAUSAL, LONG, Plan, Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree, TreeBias

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdraft.eval.drafters.drawing import draws_of
 from specdraft.eval.drafters.lm import LMDrafter
-from specdraft.eval.engine.packed import CAUSAL, Segment
+from specdraft.eval.engine.plan import CAUSAL, Segment
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Topology, Tree
 from specdraft.models.target import Target

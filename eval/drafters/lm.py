@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, ranking, wants_samples
-from specdraft.eval.engine.packed import CAUSAL, PackedTarget, Segment
+from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.engine.plan import CAUSAL, Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch

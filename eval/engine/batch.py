@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdraft.eval.engine.packed import PackedTarget, Segment
+from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.engine.plan import Segment
 from specdraft.eval.engine.row import Row
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree, after_chain

@@ -17,7 +17,8 @@ from torch import Tensor
 from specdraft.eval.engine.batch import RowInput
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
-from specdraft.eval.engine.packed import PackedTarget, Segment, hide_later
+from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.engine.plan import Segment, hide_later
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology
 from specdraft.eval.engine.verdict import Verdict

@@ -8,7 +8,7 @@ from random_models import random_head, random_target
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.engine import packed
+from specdraft.eval.engine import packed, plan
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 
@@ -20,14 +20,14 @@ def target(request):
 
 def test_ragged_rows_in_one_call_change_no_output(target, monkeypatch):
     """On CUDA all short segments attend in one call, padded inside it: the same code on a CPU."""
-    sizes, neighbours = [], packed._attention_groups
+    sizes, neighbours = [], plan._attention_groups
 
     def as_on_cuda(placed, device):
         groups = neighbours(placed, torch.device("cuda"))
         sizes.extend(len({segment.count for _, segment in group}) for group in groups)
         return groups
 
-    monkeypatch.setattr(packed, "_attention_groups", as_on_cuda)
+    monkeypatch.setattr(plan, "_attention_groups", as_on_cuda)
     requests = [Request(prompt, 5 + 4 * n) for n, prompt in enumerate(prompts())]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
     for drafter in (
@@ -43,7 +43,7 @@ def test_a_long_prompt_attends_alone_beside_short_rows(target):
     long = (prompts()[5] * 4)[:90]
     requests = [Request(long, 6), *(Request(prompt, 9) for prompt in prompts(3))]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
-    assert len(long) > packed.LONG
+    assert len(long) > plan.LONG
     for prefill in (1000, 80):
         decoder = Decoder(target, PromptLookup(1, 5, 4), 4, 128, prefill)
         assert decode(decoder, requests) == expected
@@ -51,14 +51,14 @@ def test_a_long_prompt_attends_alone_beside_short_rows(target):
 
 
 def test_rows_attend_apart_where_those_between_them_are_done(target, monkeypatch):
-    groups, whole = [], packed._attention_groups
+    groups, whole = [], plan._attention_groups
 
     def seen(placed, device):
         cut = whole(placed, device)
         groups.append([[segment.row for _, segment in group] for group in cut])
         return cut
 
-    monkeypatch.setattr(packed, "_attention_groups", seen)
+    monkeypatch.setattr(plan, "_attention_groups", seen)
     lengths = [40, 40, *[3] * 8, 40]  # two neighbours, and a row far from them
     requests = [Request(prompts()[0], length) for length in lengths]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]

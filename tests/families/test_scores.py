@@ -7,7 +7,7 @@ import torch
 from decoding import decode, plain_tokens, prompts
 from random_families import GQA, check_family, random_model
 
-from specdraft.eval.engine import packed
+from specdraft.eval.engine import plan
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.models.embeddings import TargetEmbeddings
@@ -69,7 +69,7 @@ def test_sinks_and_caps_that_are_forgotten_would_be_noticed(name, forgotten, mon
     def careless(*inputs):
         return attention(*inputs[:-1], inputs[-1]._replace(**{forgotten: None}))
 
-    monkeypatch.setattr(packed, "attention", careless)
+    monkeypatch.setattr(plan, "attention", careless)
     assert decode(decoder, requests) != expected
 
 

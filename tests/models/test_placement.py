@@ -21,7 +21,8 @@ from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.kv import KVPool
-from specdraft.eval.engine.packed import PackedTarget, Plan, Segment
+from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.engine.plan import Plan, Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.generation.answers import build_caches
 from specdraft.models.embeddings import TargetEmbeddings

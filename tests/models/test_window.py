@@ -12,7 +12,7 @@ from test_feature_layers import Recording
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
-from specdraft.eval.engine.packed import Plan
+from specdraft.eval.engine.plan import Plan
 from specdraft.eval.engine.request import Request
 from specdraft.models.eagle3 import vocabulary_of
 from specdraft.models.falcon import block_index
