@@ -169,6 +169,7 @@ class HeadDrafter:
         count = tokens.shape[1]
         inputs = self.head.pairs(self.target.embed(tokens).float(), hidden)
         fused, state = self.head.fuse(inputs.view(-1, self.k, inputs.shape[-1]), state)
+        counts = [self.k] * len(fused)
         starts = [self.pool.lengths[row] for row in rows]
         offsets = range(depth - self.k, depth)
         positions: Sequence[int] = range(starts[0] + offsets[0], starts[0] + depth)
@@ -181,7 +182,7 @@ class HeadDrafter:
             segments.append(Segment(row, first, count, own and own.after(start)))
             last = first + count - asking
             asks.append(Segment(row, last, asking, asked and asked.after(start)))
-        slots = self._decode(fused, [*fused], positions, segments, asks)
+        slots = self._decode(fused, fused.flatten(0, 1), counts, positions, segments, asks)
         return slots.view(len(rows), count, -1), tuple(s[:, :, -1] for s in state)
 
     def hiding(self, visible: Tensor) -> Hidden:
@@ -223,8 +224,9 @@ class HeadDrafter:
             # Behind others nothing is hidden from them; at the start none would mean a chain.
             bias = None if newest else self._newest_bias.after(newest)
             asks.append(Segment(row, newest, self.reach, bias))
-        blocks = _joined([part[None, -self.reach :] for part in fused])
-        slots = self._decode(blocks, fused, _in_a_row(positions), segments, asks)
+        counts = [len(ahead) for ahead, _, _ in read]
+        blocks = _newest(fused, counts, self.reach)
+        slots = self._decode(blocks, fused, counts, _in_a_row(positions), segments, asks)
         for row, inputs, before, after in zip(rows, read, befores, states, strict=True):
             self._remember(row, inputs, before, after)
         last_states = zip(*([s[:, :, -1] for s in state] for state in states), strict=True)
@@ -242,15 +244,16 @@ class HeadDrafter:
             for b, a in zip(before, after, strict=True)
         )
 
-    def _fuse_ragged(self, read: list[tuple], befores: list[State]):
-        """Fuse each row's inputs: fused [M, H] and states [L, 1, M, H] per row."""
+    def _fuse_ragged(self, read: list[tuple], befores: list[State]) -> tuple[Tensor, list[State]]:
+        """Fuse the inputs of all rows: fused, one row behind the other, and states [L, 1, M, H] of
+        each row."""
         counts = [len(ahead) for ahead, _, _ in read]
         whole = upload([token for ahead, _, _ in read for token in ahead], self.target.device)
         features = self.head.join(_joined([part for _, part, _ in read]).float())
         inputs = self.head.inputs(self.target.embed(whole).float(), features)
         if not befores[0]:  # every position stands by itself
             fused, _ = self.head.fuse(inputs[None])
-            return fused[0].split(counts), [()] * len(read)
+            return fused[0], [()] * len(read)
         parts, fused, states = inputs.split(counts), [None] * len(read), [None] * len(read)
         for group in self._side_by_side(counts):
             padded = pad_sequence([parts[n] for n in group], batch_first=True)
@@ -259,7 +262,7 @@ class HeadDrafter:
             for place, n in enumerate(group):
                 fused[n] = out[place, : counts[n]]
                 states[n] = tuple(s[:, place : place + 1, : counts[n]] for s in after)
-        return fused, states
+        return _joined(fused), states
 
     def _side_by_side(self, counts: list[int]) -> list[list[int]]:
         """Cut rows into those that are read side by side, padded to the longest: what a step
@@ -289,20 +292,20 @@ class HeadDrafter:
     def _decode(
         self,
         blocks: Tensor,  # [.., Q, H], the fused inputs that queries are made of
-        fused: Sequence[Tensor],  # [.., H], all that is read
+        fused: Tensor,  # [.., H], all that is read
+        counts: list[int],  # how much of it lies before the end of each block, since the last
         positions: Sequence[int],
         segments: list[Segment],
         asks: list[Segment],  # of the queries, where these are not the inputs themselves
     ) -> Tensor:
         """Read fused inputs; return the slots [.., K, H] of the blocks."""
-        counts = [len(part) for part in fused]
-        sequence, rope = _joined(fused)[None], self._rope_at(positions)
+        sequence, rope = fused[None], self._rope_at(positions)
         plan = Plan(self.pool, segments, sequence.device)
         if (window := self.head.config.window) is not None:
             plan.place(upload(positions, sequence.device))
         if self.head.config.reads == "own":
             hidden = self.head.decode(sequence, rope, plan.within(window).attend)[0]
-            return torch.stack([part[-self.k :] for part in hidden.split(counts)])
+            return _newest(hidden, counts, self.k)
         queries = self.head.reading.queries(blocks)  # [.., Q, H]
         places = _in_a_row(positions[end - self.reach : end] for end in accumulate(counts))
         at = rope if len(places) == len(positions) else self._rope_at(places)
@@ -326,6 +329,15 @@ class HeadDrafter:
 
     def _bias(self, visible: Tensor) -> TreeBias:
         return TreeBias(visible, self.capacity, torch.float32, self.target.device)
+
+
+def _newest(inputs: Tensor, counts: list[int], reach: int) -> Tensor:
+    """The last `reach` inputs of each row [R, reach, H]; inputs: one row behind the other."""
+    if len({*counts}) == 1:  # as they lie
+        return inputs.view(len(counts), counts[0], -1)[:, -reach:]
+    places = [n for end in accumulate(counts) for n in range(end - reach, end)]
+    newest = inputs.index_select(0, upload(places, inputs.device))
+    return newest.view(len(counts), reach, -1)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
