@@ -99,8 +99,9 @@ class Worth:
         self.cached = CACHED * max(round(cached / CACHED), 1)
         prices, block = self._prices(), rows * self.k
         plain = prices[0]
-        # Tokens of all rows per millisecond, at the speed-up over plain decoding of late.
-        self.rate = self.tokens / self.plain * rows / plain
+        # Tokens of all rows per millisecond, at the speed-up over plain decoding of late; plain
+        # decoding itself can be had at any step.
+        self.rate = max(self.tokens / self.plain, 1.0) * rows / plain
         self._node = self.rate * (prices[block] - plain) / block  # what one has to bring
         self._keep = (self.behind / self.before) ** (1 / self.k)
 

@@ -331,6 +331,18 @@ def test_where_drafts_are_worth_it_again_a_try_is_soon_made_after_each_lull():
     assert worth.patience == PATIENCE
 
 
+def test_drafts_have_to_beat_plain_decoding_even_after_steps_that_were_slower():
+    worth = Worth(USUAL, 3, 48)
+    worth.tokens, worth.plain = 1.0, 2.0  # half the speed of plain decoding
+    worth.begin([0], 100)
+    plain = USUAL.verify_ms(1, 1, 128) + USUAL.loop_ms(1, 1)
+    assert worth.rate == pytest.approx(1.0 / plain)
+    pass_ms = USUAL.draft_ms([1], [1] * 3, 1)
+    for gained, starts in ((0.95, []), (1.05, [0])):
+        worth.gains, worth.drafts = gained * pass_ms / plain, 1.0
+        assert worth.starts() == starts
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_nodes_chosen_are_those_of_most_tokens_per_millisecond(rows):
     """Against every number of nodes, at the rate that the steps settle at."""
