@@ -92,16 +92,17 @@ def resolved(recipe: str, overrides: Sequence[str]) -> dict:
 def run_all(jobs: Sequence[Job], at_once: int, label: str) -> None:
     """Run the jobs that are not done; RecipeError for the first that fails.
 
-    The first one runs alone: it makes the caches that the others share.
+    The first of all runs alone: it makes the caches that the others share.
     """
     missing = [job for job in jobs if not job.done]
     done = len(jobs) - len(missing)
+    alone = 0 if done else 1
     with (
         tqdm(total=len(jobs), initial=done, desc=label, unit="run") as bar,
         keeping(lambda: f"{bar.n} of {len(jobs)} runs are done, and each goes on where it was"),
     ):
-        _run(missing[:1], 1, bar)
-        _run(missing[1:], at_once, bar)
+        _run(missing[:alone], 1, bar)
+        _run(missing[alone:], at_once, bar)
 
 
 def _run(jobs: Sequence[Job], at_once: int, bar: tqdm) -> None:
