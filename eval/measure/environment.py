@@ -12,12 +12,14 @@ import transformers
 
 from specdraft.models.target import Target
 
+_MODEL = {"family": "cpu family", "model": "model"}  # in /proc/cpuinfo
+
 
 def environment(target: Target) -> dict:
     """Where the figures were measured."""
     return {
         "device": str(target.device),
-        "cpu": _cpu(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if target.device.type == "cuda" else None,
@@ -28,11 +30,16 @@ def environment(target: Target) -> dict:
     }
 
 
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+def processor(file: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, and its model: a cloud's machines of several generations have one."""
+    info: dict[str, str] = {}
+    if file.is_file():
+        pairs = (line.partition(":") for line in file.read_text().splitlines())
+        for key, _, value in pairs:
+            info.setdefault(key.strip(), value.strip())
+    name = info.get("model name", platform.processor())
+    numbers = [f"{key} {info[field]}" for key, field in _MODEL.items() if field in info]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def _commit() -> str | None:

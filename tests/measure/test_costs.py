@@ -1,6 +1,7 @@
 """Costs: curves that are what was measured, kept points, targets of a shape, and the entry."""
 
 import json
+import platform
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,6 +22,7 @@ from specdraft.eval.costing.ledger import BUSY, Ledger, fitted, unrest
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.cost import CostModel, Curve, load_costs, verify_terms
+from specdraft.eval.measure.environment import processor
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.student import pruned
 from specdraft.models.target import Target
@@ -194,6 +196,17 @@ def test_another_commit_is_no_other_machine(tmp_path):
     measured(tmp_path / "costs.json")
     environment = SUBJECT["environment"] | {"commit": "b"}
     assert measured(tmp_path / "costs.json", SUBJECT | {"environment": environment})[1] == []
+
+
+def test_processors_of_one_name_and_two_generations_are_two_machines(tmp_path):
+    lines = "processor\t: 0\ncpu family\t: {}\nmodel\t\t: {}\nmodel name\t: AMD EPYC\n"
+    names = []
+    for number, generation in enumerate([(25, 1), (26, 2)]):
+        (tmp_path / str(number)).write_text(2 * lines.format(*generation))
+        names.append(processor(tmp_path / str(number)))
+    assert names == ["AMD EPYC (family 25, model 1)", "AMD EPYC (family 26, model 2)"]
+    (tmp_path / "arm").write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
+    assert processor(tmp_path / "arm") == processor(tmp_path / "absent") == platform.processor()
 
 
 def test_with_another_head_only_drafts_are_measured_again(tmp_path):
