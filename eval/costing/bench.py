@@ -44,7 +44,7 @@ Key = tuple[str, str]  # what, and where: of a cell, as JSON
 class Cell:
     """One thing to time. `open` makes ready for a visit and returns what is done: seconds."""
 
-    what: str  # verify, loop or draft
+    what: str  # verify, ragged (verify, of rows of two widths), loop or draft
     at: Mapping[str, Any]  # rows, nodes, ..: arguments of its terms in eval/engine/cost.py
     open: Callable[[], Callable[[], float]]
 
@@ -125,6 +125,15 @@ class Guesser:
         return Tree(topology, torch.tensor(tokens, dtype=torch.long, device=self.target.device))
 
 
+def _two_widths(rows: int, nodes: int, widest: int) -> list[int]:
+    """Sizes of rows, every other one as wide as the widest, with so many nodes in the mean.
+
+    >>> _two_widths(5, 4, 7)
+    [1, 7, 1, 7, 4]
+    """
+    return [2 * nodes - widest, widest] * (rows // 2) + [nodes] * (rows % 2)
+
+
 class TargetBench:
     """A target in a decoder of as many rows as the grid has, and what is timed of it.
 
@@ -154,34 +163,39 @@ class TargetBench:
 
     def cells(self) -> Iterator[Cell]:
         """The forwards of the grid, and the loop at some of its places."""
-        for place in self.grid.places():
-            yield self._verify_cell(*place, self.between)
+        for rows, nodes, cached in self.grid.places():
+            yield self._verify_cell([nodes] * rows, cached, self.between)
+        if self.grid.ragged:
+            for rows in self.grid.rows[1:]:
+                sizes = _two_widths(rows, *self.grid.ragged)
+                yield self._verify_cell(sizes, self.grid.cached[0], self.between)
         rows, quarter = self.grid.rows, max(len(self.grid.rows) // 4, 1)
         for count in rows[: 2 * quarter + 1 : quarter]:  # its own part needs no more of them
             yield from (self._loop_cell(count, nodes) for nodes in self.grid.side)
 
     def forward(self) -> Callable[[], float]:
         """A forward of one row that verifies a few nodes: what comes between two drafts."""
-        return self._verify_cell(1, self.grid.side[-1], min(self.grid.cached), nothing).open()
+        return self._verify_cell([self.grid.side[-1]], min(self.grid.cached), nothing).open()
 
     def _verify_cell(
-        self, rows: int, nodes: int, cached: int, between: Callable[[], object]
+        self, sizes: Sequence[int], cached: int, between: Callable[[], object]
     ) -> Cell:
-        """What `Timing.verify` of the decoder counts; cached: tokens, in the mean of the rows. The
-        cache holds whatever lies there."""
+        """What `Timing.verify` of the decoder counts; sizes: nodes of each row; cached: tokens, in
+        the mean of the rows. The cache holds whatever lies there."""
+        rows, widest = len(sizes), max(sizes)
 
         def opened() -> Callable[[], float]:
-            packed, tree = self.decoder.packed, self.guesser.tree(nodes)
+            packed, trees = self.decoder.packed, [*map(self.guesser.tree, sizes)]
             lengths, eos, shares = apart(cached, rows), frozenset(), []
             for slot, length in enumerate(lengths):
                 request = bench_request(self.target, length + 1, 1)
                 shares.append((Row(slot, slot, request, [0], eos, False), 1))
                 packed.start(slot, request.source)
-            inputs = row_inputs(shares, dict.fromkeys(range(rows), tree), tree)
+            inputs = row_inputs(shares, dict(enumerate(trees)), trees[0])
             width = self.target.hidden_size
 
             def go() -> float:
-                if nodes > 1:
+                if widest > 1:
                     between()
                 packed.pool.lengths[:rows] = lengths
                 batch, waited = pack(inputs, packed), Timing()
@@ -193,7 +207,10 @@ class TargetBench:
 
             return go
 
-        return Cell("verify", {"rows": rows, "nodes": nodes, "cached": cached}, opened)
+        at = {"rows": rows, "nodes": sum(sizes) // rows, "cached": cached}
+        if widest == sizes[0]:
+            return Cell("verify", at, opened)
+        return Cell("ragged", at | {"widest": widest}, opened)
 
     def _loop_cell(self, rows: int, nodes: int) -> Cell:
         """A step without what the target and the drafter take."""

@@ -4,9 +4,9 @@ The grid is not full. What one term of the curve costs is seen where the others 
 
     rows \\ nodes   1  2  4  8 12 16 24 ..  128
                1   x  x  x  x  x  x  x  x    x      behind each cached length
-               2   x     x        x
-               ..  x     x        x                 behind the shortest; one node, behind each
-              32   x     x        x
+               2   x     o        x
+               ..  x     o        x                 behind the shortest; one node, behind each
+              32   x     o        x                 o: once more, of rows of two widths
 """
 
 from collections.abc import Iterator
@@ -66,6 +66,15 @@ class Grid:
     def with_rows(self, most: int) -> "Grid":
         """The part with at most so many rows."""
         return replace(self, rows=tuple(count for count in self.rows if count <= most))
+
+    @property
+    def ragged(self) -> tuple[int, int] | None:
+        """Nodes of a row in the mean and of the widest, where several rows are of two widths; None
+        where the side is too short."""
+        if len(self.side) < 3:
+            return None
+        _, nodes, widest = self.side
+        return nodes, min(2 * nodes - 1, widest)
 
     def places(self) -> Iterator[tuple[int, int, int]]:
         """Rows, nodes and cached tokens of each forward."""

@@ -85,12 +85,13 @@ class Ledger:
             self.write()
 
     def of(self, what: str) -> list[dict]:
-        """The points of verify, loop or draft."""
+        """The points of verify, loop, draft or ragged."""
         return [point for point in self.points.values() if point["what"] == what]
 
     def fit(self) -> CostModel:
         """Put curves through all points."""
-        self.model = fitted(self.of("verify"), self.of("loop"), self.of("draft"))
+        parts = (self.of(what) for what in ("verify", "loop", "draft", "ragged"))
+        self.model = fitted(*parts)
         return self.model
 
     def write(self) -> None:
@@ -140,10 +141,18 @@ def differing(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[s
             yield part
 
 
-def fitted(verify: Sequence[dict], loop: Sequence[dict], draft: Sequence[dict]) -> CostModel:
+def fitted(
+    verify: Sequence[dict],
+    loop: Sequence[dict],
+    draft: Sequence[dict],
+    ragged: Sequence[dict] = (),  # verify, of rows of which some are wider than others
+) -> CostModel:
     """Return the curves through points."""
     places = knots([point["rows"] * point["nodes"] for point in verify])
-    of_verify = [verify_terms(p["rows"], p["nodes"], p["cached"], places) for p in verify]
+    verify = [*verify, *ragged]
+    of_verify = [
+        verify_terms(p["rows"], p["nodes"], p["cached"], places, p.get("widest")) for p in verify
+    ]
     of_loop = [loop_terms(point["rows"], point["nodes"]) for point in loop]
     of_draft = [draft_terms(point["rows"], point["paths"], point["levels"]) for point in draft]
     return CostModel(

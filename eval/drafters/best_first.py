@@ -27,7 +27,7 @@ from specdraft.eval.engine.cost import CostModel
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Topology, Tree, shape
-from specdraft.eval.engine.worth import Worth
+from specdraft.eval.engine.worth import Cut, Worth
 from specdraft.models.target import Target
 
 SHARPNESS = 2.0  # inverse temperature of a drafter's probabilities
@@ -55,14 +55,16 @@ class Weighed(Growth):
         return sorted(nodes, key=self.chances.__getitem__, reverse=True)[:count]
 
     def pruned(self, least: float, most: int) -> tuple[Topology, list[int]]:
-        """What is left of at least some probability, `most` nodes at most, and which nodes these
-        are, the root first: depth first, as a static tree's.
+        """What is left of at least some probability, the `most` most probable nodes at most, and
+        which nodes these are, the root first: depth first, as a static tree's.
 
         No child is more probable than its parent: what is left is a tree.
         """
         kept = [node for node, chance in enumerate(self.chances) if chance >= least]
+        if len(kept) > most + 1:  # of equals, those before: parents are
+            kept = sorted(sorted(kept, key=self.chances.__getitem__, reverse=True)[: most + 1])
         children: dict[int, list[int]] = {}
-        for node in kept[1 : most + 1]:
+        for node in kept[1:]:
             children.setdefault(self.parents[node], []).append(node)
         parents, order, waiting = [], [], [(0, -1)]
         while waiting:
@@ -144,8 +146,8 @@ class BestFirst(Rewarded, LevelDrafter):
             if not opened or depth == self.depth:
                 break
             logits = self._read_level(growths, opened, depth)
-        least = self.worth.choose([growth.chances[1:] for growth in growths.values()])
-        return [self._pruned(row, growth, least) for row, growth in growths.items()]
+        cut = self.worth.choose([growth.chances[1:] for growth in growths.values()])
+        return [self._pruned(row, growth, cut) for row, growth in growths.items()]
 
     def _grow_alone(self, row: int, logits: Tensor) -> Tree:
         """What `grow` does, of a single row behind one path, in half of the time on the host: of
@@ -163,7 +165,7 @@ class BestFirst(Rewarded, LevelDrafter):
             if depth == self.depth or not worth.goes_on([row], [[reach]])[0]:
                 break
             logits = self.extend([row], best.indices.select(1, 0), depth)
-        least = worth.choose([chances])
+        least, _ = worth.choose([chances])
         kept = sum(chance >= least for chance in chances[::width])  # of the chain
         leaves = [n for n, chance in enumerate(chances) if n % width and chance >= least]
         leaves = leaves[: self.nodes - kept]
@@ -192,9 +194,9 @@ class BestFirst(Rewarded, LevelDrafter):
         chosen, paths = self.worth.goes_on(rows, ends)
         return {rows[number]: found[rows[number]][:paths] for number in chosen}
 
-    def _pruned(self, row: int, growth: Weighed, least: float) -> Tree:
+    def _pruned(self, row: int, growth: Weighed, cut: Cut) -> Tree:
         """The tree to verify; what was read of it is found again by its new numbers."""
-        topology, order = growth.pruned(least, self.nodes)
+        topology, order = growth.pruned(cut.least, min(cut.most, self.nodes))
         number, memory = {node: new for new, node in enumerate(order)}, self.memory[row]
         # What is not verified cannot be accepted, and no node has its number.
         memory.cached = [number.get(node, -1) for node in memory.cached]

@@ -24,7 +24,7 @@ from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Tree
-from specdraft.eval.engine.worth import Worth
+from specdraft.eval.engine.worth import Cut, Worth
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.row_pass import Block
@@ -136,12 +136,12 @@ class DynamicFalcon(Rewarded, HeadDrafter):
         with Stopwatch() as watch:
             self._grow([*growths], [*growths.values()])
         self.seconds += watch.seconds
-        least = self.worth.choose([growth.chances[1:] for growth in growths.values()])
-        trees = {row: self._tree(growth, least) for row, growth in growths.items()}
+        cut = self.worth.choose([growth.chances[1:] for growth in growths.values()])
+        trees = {row: self._tree(growth, cut) for row, growth in growths.items()}
         return [trees.get(row, self._no_draft) for row in rows]
 
-    def _tree(self, growth: Blocks, least: float) -> Tree:
-        topology, order = growth.pruned(least, self.max_nodes)
+    def _tree(self, growth: Blocks, cut: Cut) -> Tree:
+        topology, order = growth.pruned(cut.least, min(cut.most, self.max_nodes))
         if len(order) == 1:
             return self._no_draft
         tokens = [growth.tokens[node] for node in order[1:]]

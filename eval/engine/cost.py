@@ -9,14 +9,15 @@ eval/costs.py measures it and writes costs.json; whoever chooses how much to dra
 Linear layers see the N = r n tokens of a packed forward, whoever they belong to; a row adds a call
 and its cache, and attention a score for each node and each cached token:
 
-    verify(r, n, c) = a + a' [r > 1] + g(r n) + b r + d r c + e r n c
+    verify(r, n, c) = a + a' [r > 1] + g(r n) + b r + d r c + e r n c + p r (w - n)
 
 g rises from knot to knot by a slope of its own: on a GPU it is flat until the weights are no longer
 what takes the time, on a CPU a single token has a kernel of its own. A single row attends as it
-lies, several are gathered: [r > 1]. No weight is negative: more
+lies, several are gathered, [r > 1], and padded to the widest, w. No weight is negative: more
 tokens never cost less.
 
-Shapes: r rows, n nodes of a row (the root included), c cached tokens of a row, N tokens of all.
+Shapes: r rows, n nodes of a row in the mean (the root included), w nodes of the widest row, c
+cached tokens of a row, N tokens of all.
 """
 
 import json
@@ -52,16 +53,20 @@ class Curve:
         return sum(weight * terms[name] for name, weight in self.weights.items())
 
 
-def verify_terms(rows: int, nodes: int, cached: float, knots: Sequence[int]) -> Terms:
-    """Terms of a verifying forward. knots: numbers of tokens, ascending, where g's slope changes.
+def verify_terms(
+    rows: int, nodes: int, cached: float, knots: Sequence[int], widest: int | None = None
+) -> Terms:
+    """Terms of a verifying forward. knots: numbers of tokens, ascending, where g's slope changes;
+    widest: nodes of the widest row; None: of each.
 
-    >>> verify_terms(2, 3, 10, knots=(1, 4))  # doctest: +NORMALIZE_WHITESPACE
-    {'forward': 1, 'several': 1, 'rows': 2, 'cached': 20, 'scores': 60,
+    >>> verify_terms(2, 3, 10, knots=(1, 4), widest=5)  # doctest: +NORMALIZE_WHITESPACE
+    {'forward': 1, 'several': 1, 'rows': 2, 'cached': 20, 'scores': 60, 'pads': 4,
      'tokens from 1': 3, 'tokens from 4': 2}
     """
     tokens = rows * nodes
     terms = {"forward": 1, "several": int(rows > 1), "rows": rows}
     terms |= {"cached": rows * cached, "scores": tokens * cached}
+    terms["pads"] = rows * ((widest or nodes) - nodes)
     for first, last in pairwise([*knots, inf]):
         terms[f"tokens from {first}"] = max(0, min(tokens, last) - first)
     return terms
@@ -108,6 +113,11 @@ class CostModel:
         """A forward over `rows` rows of `nodes` nodes each, the root included, behind `cached`
         tokens, until its choices are on the host."""
         return self.verify.ms(verify_terms(rows, nodes, cached, self.knots))
+
+    @property
+    def pad_ms(self) -> float:
+        """What a row adds to a verifying forward by each node that the widest one has more."""
+        return self.verify.weights.get("pads", 0.0)
 
     def draft_ms(self, paths: Sequence[int], levels: Sequence[int], rows: int = 1) -> float:
         """A draft of `rows` rows.

@@ -2,7 +2,9 @@
 than they are worth."""
 
 import itertools
+import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -271,7 +273,7 @@ def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again_ever_less_o
         worth.begin(range(8), 100)
         drafted.append(worth.starts())
         if drafted[-1]:
-            assert worth.choose([[0.9, 0.8]] * len(drafted[-1])) == NEVER
+            assert worth.choose([[0.9, 0.8]] * len(drafted[-1])).least == NEVER
         for _ in range(8):
             worth.earn(0, 1)
     first = drafted.index([])
@@ -357,7 +359,8 @@ def test_the_nodes_chosen_are_those_of_most_tokens_per_millisecond(rows):
     for _ in range(400):
         worth.begin(range(rows), 100)
         assert worth.starts()
-        least = worth.choose(chances)
+        least, most = worth.choose(chances)
+        assert most == 48
         for own in chances:
             worth.earn(0, 1 + sum(chance for chance in own if chance >= least))
     rates = {}
@@ -368,6 +371,50 @@ def test_the_nodes_chosen_are_those_of_most_tokens_per_millisecond(rows):
     assert sum(chance >= least for chance in chances[0]) == best
     assert 0 < best < 7
     assert worth.rate == pytest.approx(rows * rates[best], rel=1e-3)
+
+
+def tokens_less_costs(ranked, rate: float, widths) -> float:
+    """Tokens of the best nodes of each row, less those of the time that they and pads take."""
+    kept = [sum(own[:width]) for own, width in zip(ranked, widths, strict=True)]
+    pads = len(ranked) * max(widths) - sum(widths)
+    return sum(kept) - rate * (0.05 * sum(widths) + 0.03 * pads)
+
+
+def test_a_row_is_wider_than_others_where_that_is_worth_their_pads():
+    """Against every width and every number of nodes."""
+    generator, rows = random.Random(0), 3
+    costs = CostModel(
+        verify=_ratios({"forward": 1.0, "tokens from 1": 0.05, "pads": 0.03}),
+        knots=(1,),
+        loop=_ratios({"step": 0.1}),
+        draft=_ratios({"draft": 0.1}),
+    )
+    worth, found = Worth(costs, 2, 6), set()
+    for _ in range(200):
+        worth.begin(range(rows), 100)
+        assert worth.starts()
+        counts = [generator.randint(0, 6) for _ in range(rows)]
+        chances = [[generator.random() for _ in range(count)] for count in counts]
+        ranked = [sorted(own, reverse=True) for own in chances]
+        rate = worth.rate
+        least, most = worth.choose(chances)
+        widths = [sum(chance >= least for chance in own[:most]) for own in ranked]
+        gain = partial(tokens_less_costs, ranked, rate)
+        best = max(map(gain, itertools.product(*(range(1 + count) for count in counts))))
+        assert gain(widths) == pytest.approx(best)
+        found.add(tuple(sorted(widths)))
+        for _ in range(rows):
+            worth.earn(0, 2)
+    assert len(found) > 5
+
+
+def test_of_nodes_beyond_a_width_the_least_probable_are_dropped():
+    growth = Weighed([0])
+    growth.sprout(0, [1, 2, 3], [0.5, 0.3, 0.1])
+    growth.sprout(1, [4], [0.9])
+    assert growth.pruned(0.0, 3)[1] == [0, 1, 4, 2]
+    assert growth.pruned(0.0, 2)[1] == [0, 1, 4]
+    assert growth.pruned(0.4, 9)[1] == [0, 1, 4]
 
 
 def test_a_pass_is_made_for_the_rows_and_paths_that_pay_for_it():

@@ -80,6 +80,15 @@ def test_no_weight_is_negative_whatever_was_measured():
     assert 0 < costs.verify.median_error < costs.verify.worst_error
 
 
+def test_what_the_widest_row_costs_the_others_is_seen_in_rows_of_two_widths():
+    at = {"nodes": 8, "widest": 15, "cached": 64}
+    ragged = [at | {"rows": n, "ms": surface(n, 8, 64) + 0.7 * n} for n in (2, 4, 8)]
+    costs = fitted(verified(), loop(), [], ragged)
+    assert costs.pad_ms == pytest.approx(0.1, rel=1e-3)
+    assert costs.verify_ms(4, 8, 64) == pytest.approx(surface(4, 8, 64), rel=1e-3)
+    assert fitted(verified(), loop(), []).pad_ms == 0
+
+
 def test_the_active_set_finds_what_trying_every_set_does():
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
@@ -312,6 +321,21 @@ def test_several_rows_are_timed_behind_caches_of_different_lengths():
             rows = cell.at["rows"]
             found[rows] = bench.decoder.packed.pool.lengths[:rows]
     assert found == {1: [8], 3: [4, 8, 12]}
+
+
+def test_several_rows_are_timed_with_trees_of_two_sizes_too():
+    bench = TargetBench(random_target(vocab=40), Grid((1, 3, 9), (1, 2, 3), (8,)))
+    ragged = {cell.at["rows"]: cell for cell in bench.cells() if cell.what == "ragged"}
+    assert ragged.keys() == {2, 3}
+    read, forward = [], bench.decoder.packed.forward
+    bench.decoder.packed.forward = lambda *inputs: (
+        read.append([segment.count for segment in inputs[-1]]), forward(*inputs),
+    )[1]  # fmt: skip
+    for cell in ragged.values():
+        assert cell.at | {"rows": 0} == {"rows": 0, "nodes": 3, "cached": 8, "widest": 5}
+        with torch.inference_mode():
+            assert cell.open()() > 0
+    assert read == [[1, 5], [1, 5, 3]]
 
 
 def test_a_head_with_layers_of_the_target_is_timed_with_them():
