@@ -5,7 +5,7 @@
 
 Forwards of the target by nodes, rows and cached tokens, drafts of what the recipe has trained, and
 the decoder's own part of a step, all in turns. Writes output.dir/costs.json, a picture beside it,
-and a table; eval/engine/cost.py reads it. Cut off, the same command goes on where it stopped.
+and a table; eval/pricing/cost.py reads it. Cut off, the same command goes on where it stopped.
 
 With --shape, a target and a Falcon head with random weights take the place of the recipe's: what a
 model costs here is known before it is downloaded. A shape is llama1b, llama7b, llama13b, llama70b,

@@ -27,6 +27,7 @@ FLOORS = {
     "eval": [
         "families",
         "engine",
+        "pricing",
         "drafters page",
         "measure",
         "costing publishing",

@@ -45,7 +45,7 @@ class Cell:
     """One thing to time. `open` makes ready for a visit and returns what is done: seconds."""
 
     what: str  # verify, ragged (verify, of rows of two widths), loop or draft
-    at: Mapping[str, Any]  # rows, nodes, ..: arguments of its terms in eval/engine/cost.py
+    at: Mapping[str, Any]  # rows, nodes, ..: arguments of its terms in eval/pricing/cost.py
     open: Callable[[], Callable[[], float]]
 
     @property

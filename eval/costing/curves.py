@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from specdraft.eval.engine.cost import Curve, Terms
+from specdraft.eval.pricing.cost import Curve, Terms
 
 SPREAD = 2  # a knot is at least so many times the one before: what lies between them checks both
 

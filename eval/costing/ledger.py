@@ -6,7 +6,7 @@ target are dropped, those of another drafter where drafts are what was measured.
 
     {"schema": 1, "recipe": .., "environment": {..}, "target": {..}, "drafter": {..} or null,
      "points": [{"what": "verify", "rows": 1, "nodes": 4, "cached": 64, "ms": 0.9, "tries": [..]}],
-     "model": null, or what eval/engine/cost.py reads}
+     "model": null, or what eval/pricing/cost.py reads}
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 from specdraft.data.atomic import write_atomic
 from specdraft.eval.costing.bench import Cell, Key
 from specdraft.eval.costing.curves import fit, knots
-from specdraft.eval.engine.cost import CostModel, draft_terms, loop_terms, verify_terms
+from specdraft.eval.pricing.cost import CostModel, draft_terms, loop_terms, verify_terms
 from specdraft.recipes.errors import DataError
 
 SCHEMA = 1

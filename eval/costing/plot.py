@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from specdraft.data.atomic import write_atomic
 from specdraft.eval.costing.show import error_of
-from specdraft.eval.engine.cost import CostModel, Curve
 from specdraft.eval.page.colours import SERIES
+from specdraft.eval.pricing.cost import CostModel, Curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from specdraft.eval.costing.replay import Load
-from specdraft.eval.engine.cost import CostModel
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.tree import Tree
+from specdraft.eval.pricing.cost import CostModel
 
 
 @dataclass

@@ -18,9 +18,9 @@ from torch import Tensor
 from specdraft.data.prompts import Prompt
 from specdraft.eval.costing.tree_growth import Text, Texts
 from specdraft.eval.drafters.static import Path
-from specdraft.eval.engine.cost import CostModel
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.pricing.cost import CostModel
 from specdraft.models.target import Target
 
 T = TypeVar("T")

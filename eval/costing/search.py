@@ -2,7 +2,7 @@
 
 With the shares of ranks by depth the best tree of N nodes to some depth is known
 (eval/costing/tree_growth.py); what its steps bring is replayed (eval/costing/replay.py), and what
-they take is the sum of their parts (eval/engine/cost.py). A deeper tree needs more passes of a
+they take is the sum of their parts (eval/pricing/cost.py). A deeper tree needs more passes of a
 head, a larger one a longer forward: every depth is tried with every number of nodes.
 
 Shapes: D depths, W ranks.
@@ -18,7 +18,7 @@ from specdraft.eval.costing.drafts import shape_of
 from specdraft.eval.costing.replay import Load, Ranks
 from specdraft.eval.costing.tree_growth import best_paths
 from specdraft.eval.drafters.static import Path, StaticTree
-from specdraft.eval.engine.cost import CostModel
+from specdraft.eval.pricing.cost import CostModel
 
 LARGEST = 64  # nodes tried
 

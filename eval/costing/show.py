@@ -7,8 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from specdraft.eval.costing.settings import PricedSetting
-from specdraft.eval.engine.cost import CostModel, Curve
 from specdraft.eval.measure.tuning import overrides, recipe_part
+from specdraft.eval.pricing.cost import CostModel, Curve
 from specdraft.recipes.fitted_tree import Fit, Trial
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen

@@ -3,7 +3,7 @@
 A node is as probable as all tokens on its path together (EAGLE-2, arXiv 2406.16858, whose trees
 grow so). A draft LM reads, level after level, the most probable nodes of the last one, where that
 is worth its time; at last the most probable nodes of all are verified, as many as are worth it
-(eval/engine/worth.py).
+(eval/pricing/worth.py).
 
 Nodes are chosen by their probability, so a draft is no sample: the acceptance rules are the walks,
 which take any draft.
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.drafters.level import Growth, LevelDrafter
-from specdraft.eval.engine.cost import CostModel
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Topology, Tree, shape
-from specdraft.eval.engine.worth import Cut, Worth
+from specdraft.eval.pricing.cost import CostModel
+from specdraft.eval.pricing.worth import Cut, Worth
 from specdraft.models.target import Target
 
 SHARPNESS = 2.0  # inverse temperature of a drafter's probabilities
@@ -109,7 +109,7 @@ class BestFirst(Rewarded, LevelDrafter):
     """Draft best first with a draft LM, as much as is worth it.
 
     paths: nodes that are read at a level at most. costs: of this machine; None: those of
-    eval/engine/worth.py.
+    eval/pricing/worth.py.
     """
 
     def __init__(

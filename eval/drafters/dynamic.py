@@ -3,7 +3,7 @@
 Within a pass, level after level, the `width` most probable nodes get children, `siblings` each;
 behind a pass the host looks, once, and reads on behind the most probable ends where that is worth
 its time; at last the most probable nodes of all are verified, as many as are worth it
-(eval/engine/worth.py, eval/drafters/best_first.py).
+(eval/pricing/worth.py, eval/drafters/best_first.py).
 
 Shapes: R rows, E paths of a pass, K block size, F nodes with children at a level, W the most of
 them, C children of each, H hidden, V tokens drafted among.
@@ -19,12 +19,12 @@ from torch import Tensor
 from specdraft.eval.drafters.best_first import SHARPNESS, Rewarded, Weighed, usual_width
 from specdraft.eval.drafters.drawing import ranking
 from specdraft.eval.drafters.head import HeadDrafter, Hidden
-from specdraft.eval.engine.cost import CostModel
 from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Tree
-from specdraft.eval.engine.worth import Cut, Worth
+from specdraft.eval.pricing.cost import CostModel
+from specdraft.eval.pricing.worth import Cut, Worth
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.row_pass import Block
@@ -97,8 +97,8 @@ class Drafted(NamedTuple):
 class DynamicFalcon(Rewarded, HeadDrafter):
     """Draft best first, as much as is worth it.
 
-    costs: of this machine; None: those of eval/engine/worth.py. Of a draft at most: width, nodes of
-    a level with children; siblings, children of each; paths that a pass reads; nodes; passes.
+    costs: of this machine; None: those of eval/pricing/worth.py. Of a draft at most: width, nodes
+    of a level with children; siblings, children of each; paths that a pass reads; nodes; passes.
     """
 
     rules: frozenset[str] = frozenset()

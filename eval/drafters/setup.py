@@ -12,7 +12,7 @@ from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.engine.cost import CostModel, load_costs
+from specdraft.eval.pricing.cost import CostModel, load_costs
 from specdraft.models.eagle3 import Eagle3Config
 from specdraft.models.falcon import FalconConfig
 from specdraft.models.target import Target

@@ -17,7 +17,6 @@ from specdraft.data.prompts import Prompt
 from specdraft.eval.drafters.registry import featured, find
 from specdraft.eval.drafters.setup import tree_file
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.engine.cost import load_costs
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import Measurement, measure
 from specdraft.eval.measure.metrics import Costs, counts
@@ -27,6 +26,7 @@ from specdraft.eval.measure.show import sample
 from specdraft.eval.page.page import write_page
 from specdraft.eval.page.plots import Plot
 from specdraft.eval.page.training import training_curve
+from specdraft.eval.pricing.cost import load_costs
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.fields import plain

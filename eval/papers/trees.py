@@ -23,7 +23,6 @@ from specdraft.eval.costing.search import LARGEST, Candidate, priced
 from specdraft.eval.costing.shares import DEEPEST, TreeDrafter
 from specdraft.eval.costing.tree_growth import best_paths
 from specdraft.eval.drafters.static import Path as Ranks
-from specdraft.eval.engine.cost import load_costs
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import REFERENCE, Measurement
 from specdraft.eval.measure.methods import make_method
@@ -31,6 +30,7 @@ from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.rounds import capacity_for, take_turns
 from specdraft.eval.papers.contenders import asked
 from specdraft.eval.papers.table import Found, Plan, Row, Table
+from specdraft.eval.pricing.cost import load_costs
 from specdraft.models.target import Target
 from specdraft.recipes.fields import Interval
 from specdraft.recipes.schema import Recipe

@@ -19,11 +19,11 @@ from specdraft.eval.drafters.best_first import SHARPNESS, BestFirst, Weighed
 from specdraft.eval.drafters.drawing import ranking
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.engine.accept import RULES
-from specdraft.eval.engine.cost import CostModel
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import GUMBEL, Request
 from specdraft.eval.engine.tree import Tree
-from specdraft.eval.engine.worth import (
+from specdraft.eval.pricing.cost import CostModel
+from specdraft.eval.pricing.worth import (
     CACHED,
     MOST_PATIENCE,
     NEVER,

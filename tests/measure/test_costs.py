@@ -21,8 +21,8 @@ from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, fitted, unrest
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.engine.cost import CostModel, Curve, load_costs, verify_terms
 from specdraft.eval.measure.environment import processor
+from specdraft.eval.pricing.cost import CostModel, Curve, load_costs, verify_terms
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.student import pruned
 from specdraft.models.target import Target

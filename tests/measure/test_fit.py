@@ -35,9 +35,9 @@ from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.token_graph import GSD
-from specdraft.eval.engine.cost import CostModel, Curve, draft_terms, loop_terms, verify_terms
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.pricing.cost import CostModel, Curve, draft_terms, loop_terms, verify_terms
 from specdraft.models.falcon import FalconHead
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.shapes import TargetShape, head_config

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdraft.eval.engine.cost import CostModel, Curve
+from specdraft.eval.pricing.cost import CostModel, Curve
 
 KEEP = 0.98  # what a step counts for, of the one after it
 # Steps without a draft after which one row's is tried, twice as many after each try that was in
@@ -261,7 +261,7 @@ class Worth:
         rows, cached = self.rows, self.cached
         if (prices := self._steps.get((rows, cached))) is None:
             most = rows * max(self.most, self.k)
-            # From one of these numbers to the next a cost rises evenly (eval/engine/cost.py).
+            # From one of these numbers to the next a cost rises evenly (eval/pricing/cost.py).
             knots = (knot - rows for knot in self.costs.knots)
             turns = sorted({0, 1, most, *(nodes for nodes in knots if 1 < nodes < most)})
             known = [self._step_ms(rows, 1 + nodes / rows) for nodes in turns]
