@@ -208,7 +208,7 @@ class TargetBench:
             return go
 
         at = {"rows": rows, "nodes": sum(sizes) // rows, "cached": cached}
-        if widest == sizes[0]:
+        if len({*sizes}) == 1:
             return Cell("verify", at, opened)
         return Cell("ragged", at | {"widest": widest}, opened)
 

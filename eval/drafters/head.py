@@ -213,7 +213,8 @@ class HeadDrafter:
         for row, (_, _, again) in zip(rows, read, strict=True):
             place = self.memory[row].old - again
             befores.append(tuple(s[:, :, place] for s in self.memory[row].states))
-        fused, states = self._fuse_ragged(read, befores)
+        counts = [len(ahead) for ahead, _, _ in read]
+        fused, states = self._fuse_ragged(read, counts, befores)
         positions: list[Sequence[int]] = []
         segments, asks = [], []
         for row, (ahead, _, again) in zip(rows, read, strict=True):
@@ -224,7 +225,6 @@ class HeadDrafter:
             # Behind others nothing is hidden from them; at the start none would mean a chain.
             bias = None if newest else self._newest_bias.after(newest)
             asks.append(Segment(row, newest, self.reach, bias))
-        counts = [len(ahead) for ahead, _, _ in read]
         blocks = _newest(fused, counts, self.reach)
         slots = self._decode(blocks, fused, counts, _in_a_row(positions), segments, asks)
         for row, inputs, before, after in zip(rows, read, befores, states, strict=True):
@@ -244,10 +244,11 @@ class HeadDrafter:
             for b, a in zip(before, after, strict=True)
         )
 
-    def _fuse_ragged(self, read: list[tuple], befores: list[State]) -> tuple[Tensor, list[State]]:
+    def _fuse_ragged(
+        self, read: list[tuple], counts: list[int], befores: list[State]
+    ) -> tuple[Tensor, list[State]]:
         """Fuse the inputs of all rows: fused, one row behind the other, and states [L, 1, M, H] of
         each row."""
-        counts = [len(ahead) for ahead, _, _ in read]
         whole = upload([token for ahead, _, _ in read for token in ahead], self.target.device)
         features = self.head.join(_joined([part for _, part, _ in read]).float())
         inputs = self.head.inputs(self.target.embed(whole).float(), features)
@@ -293,7 +294,7 @@ class HeadDrafter:
         self,
         blocks: Tensor,  # [.., Q, H], the fused inputs that queries are made of
         fused: Tensor,  # [.., H], all that is read
-        counts: list[int],  # how much of it lies before the end of each block, since the last
+        counts: list[int],  # of its inputs, those of each block or row, one behind the other
         positions: Sequence[int],
         segments: list[Segment],
         asks: list[Segment],  # of the queries, where these are not the inputs themselves
