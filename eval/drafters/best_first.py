@@ -17,6 +17,7 @@ Shapes: R rows, E nodes that are read at a level, C children of each, V vocabula
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import exp
 
 import torch
@@ -54,7 +55,7 @@ class Weighed(Growth):
         nodes = range(first, len(self.parents))
         return sorted(nodes, key=self.chances.__getitem__, reverse=True)[:count]
 
-    def pruned(self, least: float, most: int) -> tuple[Topology, list[int]]:
+    def pruned(self, least: float, most: int) -> tuple[Topology, tuple[int, ...]]:
         """What is left of at least some probability, the `most` most probable nodes at most, and
         which nodes these are, the root first: depth first, as a static tree's.
 
@@ -63,16 +64,24 @@ class Weighed(Growth):
         kept = [node for node, chance in enumerate(self.chances) if chance >= least]
         if len(kept) > most + 1:  # of equals, those before: parents are
             kept = sorted(sorted(kept, key=self.chances.__getitem__, reverse=True)[: most + 1])
-        children: dict[int, list[int]] = {}
-        for node in kept[1:]:
-            children.setdefault(self.parents[node], []).append(node)
-        parents, order, waiting = [], [], [(0, -1)]
-        while waiting:
-            node, parent = waiting.pop()
-            waiting += [(child, len(order)) for child in children.get(node, ())[::-1]]
-            parents.append(parent)
-            order.append(node)
-        return shape(tuple(parents)), order
+        return _depth_first((*kept[1:],), (*map(self.parents.__getitem__, kept[1:]),))
+
+
+@lru_cache(maxsize=4096)
+def _depth_first(
+    nodes: tuple[int, ...], parents: tuple[int, ...]
+) -> tuple[Topology, tuple[int, ...]]:
+    """The tree of a root and some nodes, and their order in it; kept, as a few come again."""
+    children: dict[int, list[int]] = {}
+    for node, parent in zip(nodes, parents, strict=True):
+        children.setdefault(parent, []).append(node)
+    order, found, waiting = [], [], [(0, -1)]
+    while waiting:
+        node, parent = waiting.pop()
+        waiting += [(child, len(order)) for child in children.get(node, ())[::-1]]
+        found.append(parent)
+        order.append(node)
+    return shape((*found,)), (*order,)
 
 
 def _chances(ranked: Sequence[float]) -> list[float]:

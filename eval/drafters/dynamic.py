@@ -137,15 +137,20 @@ class DynamicFalcon(Rewarded, HeadDrafter):
             self._grow([*growths], [*growths.values()])
         self.seconds += watch.seconds
         cut = self.worth.choose([growth.chances[1:] for growth in growths.values()])
-        trees = {row: self._tree(growth, cut) for row, growth in growths.items()}
+        trees = self._trees(growths, cut)
         return [trees.get(row, self._no_draft) for row in rows]
 
-    def _tree(self, growth: Blocks, cut: Cut) -> Tree:
-        topology, order = growth.pruned(cut.least, min(cut.most, self.max_nodes))
-        if len(order) == 1:
-            return self._no_draft
-        tokens = [growth.tokens[node] for node in order[1:]]
-        return Tree(topology, upload(tokens, self.target.device))
+    def _trees(self, growths: dict[int, Blocks], cut: Cut) -> dict[int, Tree]:
+        """What is verified of each row's draft, where anything is."""
+        most, tokens, shapes = min(cut.most, self.max_nodes), [], {}
+        for row, growth in growths.items():
+            topology, order = growth.pruned(cut.least, most)
+            if len(order) > 1:
+                shapes[row] = topology
+                tokens += [growth.tokens[node] for node in order[1:]]
+        # Of all rows at once: a copy takes as long as the rest of a tree.
+        parts = upload(tokens, self.target.device).split([len(one) - 1 for one in shapes.values()])
+        return {row: Tree(shapes[row], part) for row, part in zip(shapes, parts, strict=True)}
 
     def _grow(self, rows: list[int], growths: list[Blocks]) -> None:
         """Let passes follow each other, each over the rows that it is worth it for."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology
-from specdraft.models.families.scores import PLAIN, Scores, attention
+from specdraft.models.families.scores import PLAIN, Scores, attention, fold_mask, folds
 
 CAUSAL = None  # a segment without a bias is a chain that starts an empty row
 LONG = 64  # tokens; a longer segment is a prompt: it attends alone and its mask is not kept
@@ -187,6 +187,7 @@ class Group:
         self.stop = max(segment.stop for segment in segments)
         self.total = sum(segment.count for segment in segments)
         self.mask, self.cells = segments[0].bias, None
+        self.folded: Tensor | None = None  # the mask, once a layer asks
         self.is_causal = len(segments) == 1 and segments[0].is_causal
         if len(segments) > 1:
             self.mask = self._mask(segments, device)
@@ -197,16 +198,25 @@ class Group:
     def _mask(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
         """[S, 1 or heads, T, slots]; what no token asks for stays visible: nothing is NaN."""
         heads = 1 if self.pool.leaning is None else len(self.pool.leaning)
-        shape = (self.size, heads, self.count, self.stop - self.first)
-        mask = torch.zeros(shape, dtype=self.pool.dtype, device=device)
+        length = self.stop - self.first
+        firsts, stops = [0] * self.size, [length] * self.size
         for segment in segments:
-            place = mask[segment.row - self.row, :, : segment.count]
-            first, stop = segment.first - self.first, segment.stop - self.first
-            place[..., :first] = place[..., stop:] = float("-inf")
+            firsts[segment.row - self.row] = segment.first - self.first
+            stops[segment.row - self.row] = segment.stop - self.first
+        slots = torch.arange(length, device=device)
+        hidden = (slots >= upload(stops, device)[:, None]) | (
+            slots < upload(firsts, device)[:, None]
+        )
+        shape = (self.size, heads, self.count, length)
+        mask = torch.zeros(shape, dtype=self.pool.dtype, device=device)
+        mask.masked_fill_(hidden[:, None, None], -torch.inf)
+        for segment in segments:
             if segment.bias is not CAUSAL:
-                place[..., first:stop] = segment.bias
+                row, stop = segment.row - self.row, segment.stop - self.first
+                mask[row, :, : segment.count, segment.first - self.first : stop] = segment.bias
             elif segment.is_causal:
-                hide_later(place[..., :stop])
+                row = segment.row - self.row
+                hide_later(mask[row, :, : segment.count, : segment.count])
         return mask
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scores: Scores) -> None:
@@ -220,7 +230,12 @@ class Group:
         rows, slots = slice(self.row, self.row + self.size), slice(self.first, self.stop)
         keys, values = self.pool.read_rows(layer, rows, slots)
         queries = mine.reshape(shape).transpose(0, 1)
-        attended = attention(queries, keys, values, self.mask, self.is_causal, scores)
+        mask = self.mask
+        if self.size > 1 and folds(queries, keys, scores):
+            if self.folded is None:
+                self.folded = fold_mask(mask, heads, keys.shape[1])
+            mask = self.folded
+        attended = attention(queries, keys, values, mask, self.is_causal, scores)
         attended = attended.transpose(0, 1).flatten(1, 2)
         if self.cells is not None:
             attended = attended.index_select(1, self.cells)

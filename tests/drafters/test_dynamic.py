@@ -412,9 +412,9 @@ def test_of_nodes_beyond_a_width_the_least_probable_are_dropped():
     growth = Weighed([0])
     growth.sprout(0, [1, 2, 3], [0.5, 0.3, 0.1])
     growth.sprout(1, [4], [0.9])
-    assert growth.pruned(0.0, 3)[1] == [0, 1, 4, 2]
-    assert growth.pruned(0.0, 2)[1] == [0, 1, 4]
-    assert growth.pruned(0.4, 9)[1] == [0, 1, 4]
+    assert growth.pruned(0.0, 3)[1] == (0, 1, 4, 2)
+    assert growth.pruned(0.0, 2)[1] == (0, 1, 4)
+    assert growth.pruned(0.4, 9)[1] == (0, 1, 4)
 
 
 def test_a_pass_is_made_for_the_rows_and_paths_that_pay_for_it():
@@ -462,7 +462,7 @@ def test_a_pruned_tree_is_numbered_depth_first_and_keeps_its_parents():
     assert [growth.tokens[node] for node in order] == [7, 5, 8, 9, 6, 3]
     assert growth.pruned(0.24, 99)[0] is topology  # whose masks are kept
     assert growth.pruned(0.3, 99)[0].parents == (-1, 0, 1, 0, 3)
-    assert growth.pruned(NEVER, 99)[1] == [0]
+    assert growth.pruned(NEVER, 99)[1] == (0,)
 
 
 def test_the_host_looks_once_per_pass(target, monkeypatch):

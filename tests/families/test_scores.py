@@ -12,7 +12,7 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.families.finish import PLAIN, Finish, finish_of
-from specdraft.models.families.scores import Scores, attention
+from specdraft.models.families.scores import Scores, attention, fold_mask
 from specdraft.models.target import Target
 
 # An embedding that is scaled and tied says the last token again.
@@ -114,6 +114,8 @@ def test_heads_that_share_keys_attend_as_each_would_alone(kind, count):
     mask = torch.randn(rows, heads if kind == "a mask per head" else 1, count, slots)
     mask[..., -2:] = -torch.inf
     attended = attention(query, keys, values, mask, False, Scores(0.3))
+    folded = fold_mask(mask, heads, kv_heads)
+    assert torch.equal(attention(query, keys, values, folded, False, Scores(0.3)), attended)
     for row, head in itertools.product(range(rows), range(heads)):
         key, value = (part[row, head * kv_heads // heads] for part in (keys, values))
         own = mask[row, head if mask.shape[1] > 1 else 0]
