@@ -30,12 +30,24 @@ FIRST = 2  # place from which on a graph serves all
 FEWEST = 4  # siblings, if there are as many: a number of one's own would be a graph of its own
 
 
+# Tokens among which probabilities are shared out: at that temperature hardly any is left for
+# others, and to sum over a vocabulary takes as long as the attention of a pass.
+WEIGHED = 8
+
+
 class Block(NamedTuple):
     """The K levels that a pass drafts, each behind the best token of the one before."""
 
     hidden: Tensor  # [K, H], what each level's distribution is made of
-    chances: Tensor  # [K, S], of its best tokens, descending
+    chances: Tensor | None  # [K, S], of its best tokens, descending; None: nobody asks
     tokens: Tensor  # [K, S]
+
+
+def weighed(scores: Tensor, count: int, sharpness: float) -> tuple[Tensor, Tensor]:
+    """Chances of the best tokens, descending, and which these are, [.., count] each, given scores
+    [.., V], which are multiplied by the sharpness."""
+    best, places = scores.topk(min(max(count, WEIGHED), scores.shape[-1]))
+    return (sharpness * best).softmax(-1)[..., :count], places[..., :count]
 
 
 def reads_alone(head: FalconHead | Eagle3Head, target: Target) -> bool:
@@ -56,8 +68,8 @@ class RowPass:
     """The passes of a head over a single row.
 
     rope: of every position. siblings: tokens of a level. sharpness: of their chances, what logits
-    are multiplied by. compiles: whether a pass becomes one graph, when it is first called, for any
-    number of inputs and any place.
+    are multiplied by; None: nobody asks for them. compiles: whether a pass becomes one graph, when
+    it is first called, for any number of inputs and any place.
     """
 
     def __init__(
@@ -67,7 +79,7 @@ class RowPass:
         vocabulary: DraftVocabulary,
         rope: Rope,
         siblings: int,
-        sharpness: float = 1.0,
+        sharpness: float | None = None,
         compiles: bool = False,
     ):
         self.head, self.rope, self.siblings = head, rope, siblings
@@ -127,18 +139,28 @@ def _draft(own: RowPass, inputs: Tensor, caches: Sequence[Cache], start: int) ->
     """Read inputs [M, 2H]; draft the block that they end with."""
     fused, _ = own.head.fuse(inputs[None])
     slots = _decode(own.head, own.rope, fused[0], caches, start)
-    drawn, scores, ids = [], [], own.ids
+    drawn, scores, tokens = [], [], []  # tokens: the best of each level, as far as one asks
     for hidden in slots.split(1):
         if drawn and own.head.coupling is not None:
-            place = scores[-1].argmax(-1)
-            ahead = own.embedding(place if ids is None else ids[place]).float()
-            hidden = own.head.couple(hidden, drawn[-1], ahead)
+            tokens.append(_tokens(own, scores[-1].argmax(-1)))
+            hidden = own.head.couple(hidden, drawn[-1], own.embedding(tokens[-1]).float())
         drawn.append(hidden)
         logits = F.linear((hidden * own.scale).to(own.lm_head.dtype), own.lm_head)
         scores.append(own.finish(logits).float())
-    best = (own.sharpness * torch.cat(scores)).softmax(-1).topk(own.siblings)
-    tokens = best.indices if ids is None else ids[best.indices]
-    return Block(torch.cat(drawn), best.values, tokens)
+    hidden, chances = torch.cat(drawn), None
+    if own.sharpness is not None:
+        chances, places = weighed(torch.cat(scores), own.siblings, own.sharpness)
+    elif own.siblings > 1:
+        places = torch.cat(scores).topk(own.siblings).indices
+    else:
+        tokens += [_tokens(own, part.argmax(-1)) for part in scores[len(tokens) :]]
+        return Block(hidden, chances, torch.cat(tokens)[:, None])
+    return Block(hidden, chances, _tokens(own, places))
+
+
+def _tokens(own: RowPass, places: Tensor) -> Tensor:
+    """The target's tokens at places among those that are drafted."""
+    return places if own.ids is None else own.ids[places]
 
 
 def _decode(

@@ -29,12 +29,10 @@ from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Topology, Tree, shape
 from specdraft.eval.pricing.cost import CostModel
 from specdraft.eval.pricing.worth import Cut, Worth
+from specdraft.models.row_pass import WEIGHED
 from specdraft.models.target import Target
 
 SHARPNESS = 2.0  # inverse temperature of a drafter's probabilities
-# Tokens among which a draft LM's probabilities are shared out: at that temperature hardly any is
-# left for others, and to sum over a vocabulary takes longer than all else behind a forward.
-WEIGHED = 8
 
 
 @dataclass

@@ -27,7 +27,7 @@ from specdraft.eval.pricing.cost import CostModel
 from specdraft.eval.pricing.worth import Cut, Worth
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
-from specdraft.models.row_pass import Block
+from specdraft.models.row_pass import Block, weighed
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
 
@@ -122,7 +122,7 @@ class DynamicFalcon(Rewarded, HeadDrafter):
         depth = passes * head.config.block_size
         siblings = min(siblings, head.config.draft_vocab or target.vocab_size)
         reads = depth, paths * depth
-        super().__init__(head, target, rows, capacity, *reads, siblings, compiles)
+        super().__init__(head, target, rows, capacity, *reads, siblings, compiles, SHARPNESS)
         self.width, self.paths, self.siblings = width, paths, siblings
         self.max_nodes = max(nodes, depth)
         self.worth = Worth(costs, self.k, self.max_nodes)
@@ -241,9 +241,9 @@ class DynamicFalcon(Rewarded, HeadDrafter):
             starts = [[growth.chances[end] for end in growth.ends] for growth in growths]
             reach = torch.tensor(starts, device=slots.device)
             drawn, scores, opened = self._beams(rows, blocks, depth, reach)
-        best = (SHARPNESS * torch.cat(scores, 1)).softmax(-1).topk(self.siblings)
-        tokens = self.vocabulary.tokens(best.indices)
-        return Drafted(torch.cat(drawn, 1), best.values, tokens, opened)
+        chances, places = weighed(torch.cat(scores, 1), self.siblings, SHARPNESS)
+        tokens = self.vocabulary.tokens(places)
+        return Drafted(torch.cat(drawn, 1), chances, tokens, opened)
 
     def _unfold(self, growths: list[Blocks], drafted: "Drafted") -> None:
         """Add the nodes of a pass to every row's tree: its one wait."""
@@ -294,12 +294,12 @@ class DynamicFalcon(Rewarded, HeadDrafter):
             drawn.append(hidden)
             scores.append(self._scores(rows, hidden, depth + level + 1))
             if level + 1 < self.k:
-                best = (SHARPNESS * scores[-1]).softmax(-1).topk(self.siblings)
-                ends = (best.values * reach[..., None]).flatten(1)
+                chances, best = weighed(scores[-1], self.siblings, SHARPNESS)
+                ends = (chances * reach[..., None]).flatten(1)
                 reach, places = ends.topk(min(self.width, ends.shape[1]))
                 parents = places // self.siblings
                 paths = parents if front is None else paths.gather(1, parents)
-                front = best.indices.flatten(1).gather(1, places), parents, paths
+                front = best.flatten(1).gather(1, places), parents, paths
                 opened.append(places)
         return drawn, scores, opened
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specdraft.eval.drafters.best_first import SHARPNESS
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, wants_best
 from specdraft.eval.drafters.head import HeadDrafter
 from specdraft.eval.drafters.static import Pass, Round, StaticTree
@@ -45,10 +46,12 @@ class FalconDrafter(HeadDrafter):
         if tree.coupled != coupled:
             tree = StaticTree(tree.paths, tree.block_size, coupled)
         scratch = sum(len(plan.blocks) for plan in tree.passes)
-        widest = max(FEWEST, 1 + max(path[-1] for path in tree.paths))
-        widest = min(widest, config.draft_vocab or target.vocab_size)
+        widest, sharpness = 1 + max(path[-1] for path in tree.paths), None
+        if compiles:  # the graph of dynamic drafts, too
+            widest = min(max(FEWEST, widest), config.draft_vocab or target.vocab_size)
+            sharpness = SHARPNESS
         reads = tree.topology.depth, scratch
-        super().__init__(head, target, rows, capacity, *reads, widest, compiles)
+        super().__init__(head, target, rows, capacity, *reads, widest, compiles, sharpness)
         self.tree, self.max_nodes = tree, len(tree.paths)
         self.passes = [self._to_device(plan) for plan in tree.passes]
         self.choices = tree.choices.to(target.device)

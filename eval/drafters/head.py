@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdraft.eval.drafters.best_first import SHARPNESS
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.plan import CAUSAL, LONG, Plan, Segment
 from specdraft.eval.engine.request import Request
@@ -53,8 +52,8 @@ class HeadDrafter:
     """A `Drafter` around a head: all rows in one batch, state per row in its own KV pool.
 
     Subclasses say what is drafted: `grow`. depth: of the deepest node. scratch: drafted inputs that
-    the passes of a draft may read. siblings, compiles: of `row_pass`, which those of a single row
-    may go through.
+    the passes of a draft may read. siblings, compiles, sharpness: of `row_pass`, which those of a
+    single row may go through.
     """
 
     from_tokens = False
@@ -71,6 +70,7 @@ class HeadDrafter:
         scratch: int,
         siblings: int,
         compiles: bool,
+        sharpness: float | None = None,
     ):
         head.check_target(target.identity())
         config, self.feature_layers = head.config, head.config.feature_layers
@@ -99,7 +99,7 @@ class HeadDrafter:
         self.row_pass: RowPass | None = None
         if reads_alone(self.head, target):
             parts = self.head, target, self.vocabulary, self._rope
-            self.row_pass = RowPass(*parts, siblings, SHARPNESS, compiles)
+            self.row_pass = RowPass(*parts, siblings, sharpness, compiles)
             if compiles:
                 self.row_pass.make(self._caches(0))
 

@@ -29,11 +29,9 @@ from typing import NamedTuple
 import numpy as np
 
 from specdraft.eval.pricing.cost import CostModel, Curve
+from specdraft.eval.pricing.evidence import Evidence
 
 KEEP = 0.98  # what a step counts for, of the one after it
-# Steps without a draft after which one row's is tried, twice as many after each try that was in
-# vain: it has to read all that was committed since.
-PATIENCE, MOST_PATIENCE = 32, 1024
 CACHED = 64  # cached tokens: costs are those of their nearest multiple
 NEVER = 2.0  # no path is so probable
 
@@ -75,10 +73,7 @@ class Worth:
         self.tokens = self.plain = 1.0
         # Of the last passes: what was there before a block, and behind it.
         self.before, self.behind = 1.0, 0.5
-        # Of the last drafts, one per row: what they have gained, their first passes not counted.
-        # Before the first, eight that gained a token each.
-        self.gains, self.drafts = 8.0, 8.0
-        self.idle, self.patience, self.tries = 0, PATIENCE, 0
+        self.evidence = Evidence()  # of drafts, one per row, their first passes not counted
         self.rows, self.cached, self.rate = 1, CACHED, 0.0
         self._order: list[int] = []  # rows that take part in the step
         self._begun: set[int] = set()  # rows that were given a request since the last step
@@ -103,8 +98,7 @@ class Worth:
             self._replaced = not before & self._running <= self._begun
         self._order, self._begun = [*running], set()
         if self._profit is not None:
-            self.gains = KEEP * self.gains + self._profit
-            self.drafts = KEEP * self.drafts + self._made
+            self.evidence.add(self._profit, self._made)
         self.rows, self._first, self._later, self._profit = rows, 0.0, 0.0, None
         self._drafted = set()
         self.cached = CACHED * max(round(cached / CACHED), 1)
@@ -117,22 +111,15 @@ class Worth:
         self._keep = (self.behind / self.before) ** (1 / self.k)
 
     def starts(self) -> list[int]:
-        """Which rows are drafted for: all, by what drafts of late were worth; now and then one of
-        them in turn, to see; else none, and the step's drafting has ended."""
-        first, gain = self._pass_ms(self.rows, 0), self.gains / self.drafts
-        if gain > self.rate * first / self.rows:
-            self.patience, drafted = PATIENCE, self._order
-        elif self.idle < self.patience:
-            self.idle += 1
+        """Which rows are drafted for: all, or, where drafts of late were not worth it, none; then
+        the step's drafting has ended."""
+        first = self._pass_ms(self.rows, 0)
+        if not self.evidence.allows(self.rate * first / self.rows):
             self.choose(())
             return []
-        else:
-            self.patience = min(2 * self.patience, MOST_PATIENCE)
-            drafted = [self._order[self.tries % self.rows]]
-            self.tries += 1
-        self._made, self._drafted = len(drafted), {*drafted}
-        self._first, self.idle, self._profit = self._pass_ms(self._made, 0), 0, 0.0
-        return drafted
+        self._made, self._drafted = self.rows, {*self._order}
+        self._first, self._profit = first, 0.0
+        return self._order
 
     def goes_on(
         self, rows: Sequence[int], ends: Sequence[Sequence[float]]

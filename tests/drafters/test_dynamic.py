@@ -23,15 +23,9 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import GUMBEL, Request
 from specdraft.eval.engine.tree import Tree
 from specdraft.eval.pricing.cost import CostModel
-from specdraft.eval.pricing.worth import (
-    CACHED,
-    MOST_PATIENCE,
-    NEVER,
-    PATIENCE,
-    USUAL,
-    Worth,
-    _ratios,
-)
+from specdraft.eval.pricing.evidence import LEAST, MOST, Evidence
+from specdraft.eval.pricing.worth import CACHED, NEVER, USUAL, Worth, _ratios
+from specdraft.models.row_pass import WEIGHED, weighed
 
 # Nodes and passes that cost next to nothing: everything is drafted. And such as cost a lot.
 FREE = CostModel(
@@ -196,7 +190,9 @@ def test_the_most_probable_nodes_are_drafted(target, name, temperature, rule):
     def law(text):
         logits = draft_logits(head, target, prompt, list(text))
         position = torch.tensor([len(prompt) + len(text)])
-        return (SHARPNESS * ranking(logits[None], request, position)[0]).softmax(-1)
+        ranked = ranking(logits[None], request, position)[0]
+        chances, tokens = weighed(ranked, WEIGHED, SHARPNESS)
+        return torch.zeros_like(ranked).index_put((tokens,), chances)
 
     for text in texts:
         chance[text] = chance[text[:-1]] * float(law(text[:-1])[text[-1]])
@@ -267,25 +263,54 @@ def test_fewer_nodes_are_drafted_for_many_rows_down_to_none(target):
 
 
 def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again_ever_less_often():
-    worth = Worth(DEAR, 3, 48)
+    worth = Worth(replace(DEAR, draft=_ratios({"draft": 4.0})), 3, 48)
     drafted = []
-    for _ in range(4 * MOST_PATIENCE):
+    for _ in range(5 * MOST):
         worth.begin(range(8), 100)
         drafted.append(worth.starts())
         if drafted[-1]:
-            assert worth.choose([[0.9, 0.8]] * len(drafted[-1])).least == NEVER
-        for _ in range(8):
-            worth.earn(0, 1)
-    first = drafted.index([])
-    assert first < PATIENCE
-    assert all(made == [*range(8)] for made in drafted[:first])
-    in_turn = [made for made in drafted[first:] if made]
-    assert in_turn == [[number % 8] for number in range(len(in_turn))]  # of one row, the next one
-    tries = [step for step, made in enumerate(drafted) if made and step > first]
-    waits = [after - before - 1 for before, after in itertools.pairwise([first - 1, *tries])]
-    doubled = [min(PATIENCE * 2**n, MOST_PATIENCE) for n in range(len(waits))]
-    assert waits == doubled
-    assert doubled.count(MOST_PATIENCE) > 1
+            assert worth.choose([[0.9, 0.8]] * 8).least == NEVER
+        for row in range(8):
+            worth.earn(row, 1)
+    assert all(made in ([], [*range(8)]) for made in drafted)
+    spells = [(len([*own]), made) for made, own in itertools.groupby(map(bool, drafted))]
+    tries = [count for count, made in spells if made]
+    rests = [count for count, made in spells[:-1] if not made]
+    assert max(tries) < LEAST / 4
+    assert rests == [min(LEAST * 2**n, MOST) for n in range(1, 1 + len(rests))]
+    assert rests.count(MOST) > 1
+
+
+def test_rests_are_short_again_once_drafts_have_been_worth_it_for_long():
+    evidence = Evidence()
+    evidence.rest = MOST
+
+    def lasts(gained: float) -> int:
+        """Steps until it rests."""
+        for step in range(9 * MOST):
+            if not evidence.allows(1.0):
+                return step
+            evidence.add(gained if step <= 2 * MOST else -9.0, 1)
+        raise AssertionError("it never rests")
+
+    assert lasts(1.5) > 2 * MOST
+    assert evidence.left == LEAST - 1
+    assert [evidence.allows(1.0) for _ in range(LEAST)] == [False] * (LEAST - 1) + [True]
+
+
+def test_drafts_that_gain_more_than_they_cost_are_hardly_ever_rested_from():
+    """Unlike those that gain clearly less, however they scatter."""
+    generator = random.Random(0)
+    shares = []
+    for mean in (1.3, 0.5):
+        evidence, drafted = Evidence(), 0
+        for _ in range(20_000):
+            if evidence.allows(1.0):
+                drafted += 1
+                evidence.add(generator.gauss(mean, 1.5), 1)
+        shares.append(drafted / 20_000)
+    assert shares[0] > 0.9
+    assert shares[1] < 0.1
 
 
 def test_a_pass_for_rows_that_are_ahead_has_to_earn_more_where_nobody_replaces_them():
@@ -323,16 +348,6 @@ def test_a_pass_for_rows_that_are_ahead_has_to_earn_more_where_nobody_replaces_t
     assert passes([0, 1, 2], 0.9) == {0}  # the last one's row stays empty
 
 
-def test_where_drafts_are_worth_it_again_a_try_is_soon_made_after_each_lull():
-    worth = Worth(USUAL, 3, 48)
-    worth.begin([0], 100)
-    worth.gains, worth.patience = -8.0, MOST_PATIENCE
-    assert not worth.starts()
-    worth.gains = 8.0
-    assert worth.starts()
-    assert worth.patience == PATIENCE
-
-
 def test_drafts_have_to_beat_plain_decoding_even_after_steps_that_were_slower():
     worth = Worth(USUAL, 3, 48)
     worth.tokens, worth.plain = 1.0, 2.0  # half the speed of plain decoding
@@ -341,7 +356,8 @@ def test_drafts_have_to_beat_plain_decoding_even_after_steps_that_were_slower():
     assert worth.rate == pytest.approx(1.0 / plain)
     pass_ms = USUAL.draft_ms([1], [1] * 3, 1)
     for gained, starts in ((0.95, []), (1.05, [0])):
-        worth.gains, worth.drafts = gained * pass_ms / plain, 1.0
+        worth.evidence.left = 0
+        worth.evidence.gains, worth.evidence.drafts = 1e9 * gained * pass_ms / plain, 1e9
         assert worth.starts() == starts
 
 

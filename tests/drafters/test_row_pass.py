@@ -1,6 +1,7 @@
 """A row's pass in one function is the packed pass: the same features, the same drafts, and compiled
 the same again."""
 
+import math
 import shutil
 from functools import partial
 
@@ -14,7 +15,7 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.models.row_pass import reads_alone
+from specdraft.models.row_pass import WEIGHED, reads_alone, weighed
 
 COUPLED = {"fusion": "linear", "coupling": "recurrent"}
 HEADS = {
@@ -99,7 +100,20 @@ def test_a_block_is_made_of_the_features_of_packed_passes(target, name):
     slots, _ = drawn[1]._extend([0], drawn[1].passes[1], tokens, packed, state)
     packed, _ = drawn[1]._choose([0], drawn[1].passes[1], slots, {})
     torch.testing.assert_close(second.hidden[None], packed, atol=1e-5, rtol=1e-4)
-    assert (block.chances[:, :-1] >= block.chances[:, 1:]).all()
+    assert block.chances is None
+
+
+@pytest.mark.parametrize("vocabulary", [5, 40])
+def test_chances_are_shares_among_the_best_tokens(vocabulary):
+    scores = torch.randn(3, 2, vocabulary, generator=torch.Generator().manual_seed(1))
+    chances, tokens = weighed(scores, 4, 2.0)
+    assert chances.shape == tokens.shape == (3, 2, 4)
+    rows = (part.flatten(0, 1) for part in (scores, chances, tokens))
+    for own, found, chosen in zip(*rows, strict=True):
+        ranked = sorted(own.tolist(), reverse=True)[:WEIGHED]
+        whole = sum(math.exp(2 * score) for score in ranked)
+        assert own[chosen].tolist() == ranked[:4]
+        assert found.tolist() == pytest.approx([math.exp(2 * s) / whole for s in ranked[:4]])
 
 
 def test_what_has_no_such_function_goes_on_packed(target):
