@@ -83,6 +83,7 @@ class RowPass:
         compiles: bool = False,
     ):
         self.head, self.rope, self.siblings = head, rope, siblings
+        self.dtype = rope[0].dtype
         self.embedding, self.finish = target.embedding, target.finish
         self.lm_head, self.ids = vocabulary.lm_head.detach(), vocabulary.ids
         self.scale, self.sharpness = head.config.feature_scale, sharpness
@@ -90,6 +91,10 @@ class RowPass:
         if compiles:
             options = {"fullgraph": True, "dynamic": True}
             self._graphs = {part: torch.compile(part, **options) for part in (_read, _go_on)}
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings of tokens [..], as precise as the head: [.., H]."""
+        return self.embedding(tokens).to(self.dtype)
 
     def make(self, caches: Sequence[Cache]) -> None:
         """Compile now, and not in the first request; what is cached is overwritten."""
@@ -126,12 +131,12 @@ class RowPass:
 
 
 def _read(own: RowPass, tokens: Tensor, features: Tensor, caches: Sequence[Cache], start: int):
-    ahead, features = own.embedding(tokens).float(), own.head.join(features.float())
+    ahead, features = own.embed(tokens), own.head.join(features.to(own.dtype))
     return _draft(own, own.head.inputs(ahead, features), caches, start)
 
 
 def _go_on(own: RowPass, tokens: Tensor, hidden: Tensor, caches: Sequence[Cache], start: int):
-    inputs = own.head.pairs(own.embedding(tokens[:, 0]).float(), hidden)
+    inputs = own.head.pairs(own.embed(tokens[:, 0]), hidden)
     return _draft(own, inputs, caches, start)
 
 
@@ -143,7 +148,7 @@ def _draft(own: RowPass, inputs: Tensor, caches: Sequence[Cache], start: int) ->
     for hidden in slots.split(1):
         if drawn and own.head.coupling is not None:
             tokens.append(_tokens(own, scores[-1].argmax(-1)))
-            hidden = own.head.couple(hidden, drawn[-1], own.embedding(tokens[-1]).float())
+            hidden = own.head.couple(hidden, drawn[-1], own.embed(tokens[-1]))
         drawn.append(hidden)
         logits = F.linear((hidden * own.scale).to(own.lm_head.dtype), own.lm_head)
         scores.append(own.finish(logits).float())

@@ -15,7 +15,7 @@ import torch
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.falcon import FalconConfig, FalconHead
 
-HEAD_BYTES = 4  # a drafter runs its head in float32
+STATE_BYTES = 4  # of a weight where the fusion carries a state: it is read in float32
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,23 @@ class DraftCost:
     depths: int
 
     @classmethod
-    def of(cls, config: FalconConfig | Eagle3Config, lm_head_bytes: int) -> "DraftCost":
-        """The cost of a head whose lm_head has so many bytes per weight."""
+    def of(cls, config: FalconConfig | Eagle3Config, bytes_per_weight: int) -> "DraftCost":
+        """The cost of a head for a target of so many bytes per weight: it drafts in the same."""
         tokens = config.draft_vocab or config.vocab_size
         if isinstance(config, Eagle3Config):
             with torch.device("meta"):
                 weights = sum(p.numel() for p in Eagle3Head(config).parameters())
             own = tokens * config.hidden_size
-            return cls(HEAD_BYTES * (weights - own), own * lm_head_bytes, 1)
+            return cls(bytes_per_weight * (weights - own), bytes_per_weight * own, 1)
         with torch.device("meta"):
             head = FalconHead(config)
         coupling = sum(p.numel() for p in head.coupling.parameters()) if head.coupling else 0
         weights = sum(p.numel() for p in head.parameters())
         weights += (config.block_size - 2) * coupling if coupling else 0
         rounds = config.block_size if head.coupling else 1
-        lm_head = rounds * tokens * config.hidden_size * lm_head_bytes
-        return cls(HEAD_BYTES * weights, lm_head, config.block_size)
+        lm_head = rounds * tokens * config.hidden_size * bytes_per_weight
+        per_weight = STATE_BYTES if config.fusion == "lstm" else bytes_per_weight
+        return cls(per_weight * weights, lm_head, config.block_size)
 
     def __str__(self) -> str:
         pass_, token = self.head + self.lm_head, (self.head + self.lm_head) / self.depths
@@ -57,7 +58,7 @@ def _mb(count: float) -> str:
     return f"{count / 1e6:,.0f}" if count >= 1e7 else f"{count / 1e6:.2g}"
 
 
-def compared(config: FalconConfig | Eagle3Config, lm_head_bytes: int) -> dict[str, DraftCost]:
+def compared(config: FalconConfig | Eagle3Config, bytes_per_weight: int) -> dict[str, DraftCost]:
     """A head's cost, and that of EAGLE-1 and of the paper's head for the same target."""
     paper = {"fusion": "lstm", "reads": "own", "coupling": "none", "draft_vocab": None}
     eagle = paper | {"fusion": "linear", "block_size": 1, "input_norm": False}
@@ -70,4 +71,4 @@ def compared(config: FalconConfig | Eagle3Config, lm_head_bytes: int) -> dict[st
         "EAGLE-1's": replace(base, **eagle),
         "Falcon's LSTM's": replace(base, **paper | {"block_size": max(2, config.block_size)}),
     }
-    return {name: DraftCost.of(each, lm_head_bytes) for name, each in heads.items()}
+    return {name: DraftCost.of(each, bytes_per_weight) for name, each in heads.items()}

@@ -23,6 +23,7 @@ from specdraft.eval.costing.grid import Grid, apart
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.setup import Way
 from specdraft.eval.drafters.static import Path as Ranks
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import KINDS, Trained
@@ -41,6 +42,7 @@ GAMMAS = (1, 2, 4)  # levels of a student's draft
 
 DRAFTERS = ("head", "medusa", "student")  # in `Trained`
 
+PLAIN = Way()  # of a head's passes, unless a recipe says more
 Make = Callable[[int], Drafter]  # of rows
 
 
@@ -65,24 +67,26 @@ def trained_drafter(recipe: Recipe, target: Target) -> Trained:
     return Trained(**{part: KINDS[part].load(recipe, target, run)})
 
 
-def drafter_identity(trained: Trained, compiles: bool = False) -> dict[str, Any] | None:
-    """Which drafter this is, and whether compiled, as costs.json has it; None where nothing is
+def drafter_identity(trained: Trained, way: Way = PLAIN) -> dict[str, Any] | None:
+    """Which drafter this is, and how it is run, as costs.json has it; None where nothing is
     trained."""
     for kind in DRAFTERS:
         part = getattr(trained, kind)
         if part is not None:
             config = {} if kind == "student" else asdict(part.config) | {"target": {}}
             known = {"kind": kind, "weights": trained.weights(), "config": config}
-            return known | ({"compiled": True} if compiles else {})
+            if way.dtype is not PLAIN.dtype:
+                known["dtype"] = str(way.dtype).removeprefix("torch.")
+            return known | ({"compiled": True} if way.compiles else {})
     return None
 
 
 class DraftBench:
     """What a run has trained, and the drafts with it that are timed."""
 
-    def __init__(self, target: Target, trained: Trained, grid: Grid, compiles: bool = False):
-        """compiles: as a recipe's eval.compile has it."""
-        self.target, self.trained, self.grid, self.compiles = target, trained, grid, compiles
+    def __init__(self, target: Target, trained: Trained, grid: Grid, way: Way = PLAIN):
+        """way: of a head's passes."""
+        self.target, self.trained, self.grid, self.way = target, trained, grid, way
         self.between: Callable[[], object] = nothing
         self.capacity = max(apart(min(grid.cached), 2)) + max(apart(FRESH, 2))
 
@@ -121,7 +125,7 @@ class DraftBench:
                 yield *shape, partial(self._falcon, head, tree)
 
     def _falcon(self, head: FalconHead | Eagle3Head, tree: StaticTree, rows: int) -> FalconDrafter:
-        return FalconDrafter(head, self.target, tree, rows, self.capacity, self.compiles)
+        return FalconDrafter(head, self.target, tree, rows, self.capacity, *self.way)
 
     def _of_medusa(self, heads: MedusaHeads) -> Iterator[tuple[list[int], list[int], Make]]:
         for depth in range(1, heads.config.heads + 1):

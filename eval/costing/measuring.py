@@ -11,6 +11,7 @@ from specdraft.eval.costing.drafts import DraftBench, drafter_identity, trained_
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, unrest
 from specdraft.eval.costing.room import most_rows, row_bytes
+from specdraft.eval.drafters.setup import Way
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.models.shapes import TargetShape
@@ -37,9 +38,9 @@ def measure_costs(
     costs.
     """
     out = out or Path(recipe.output.dir) / NAME
-    compiles = recipe.eval.compile
-    ledger = Ledger(out, recipe.name, subject(target, trained, compiles))
-    left = _left(ledger, target, trained, _with_room(grid, recipe, target), compiles)
+    way = Way.of(recipe.eval, target)
+    ledger = Ledger(out, recipe.name, subject(target, trained, way))
+    left = _left(ledger, target, trained, _with_room(grid, recipe, target), way)
     if not left and quiet:
         return ledger
     _measure(ledger, left)
@@ -58,7 +59,7 @@ def cover_rows(recipe: Recipe, target: Target, most: int) -> None:
         measure_costs(recipe, target, trained, Grid.for_rows(most), quiet=True)
 
 
-def subject(target: Target, trained: Trained, compiles: bool) -> Mapping[str, Any]:
+def subject(target: Target, trained: Trained, way: Way) -> Mapping[str, Any]:
     """What the figures depend on, as costs.json has it."""
     sizes = {
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -69,7 +70,7 @@ def subject(target: Target, trained: Trained, compiles: bool) -> Mapping[str, An
     return {
         "environment": environment(target),
         "target": target.identity() | sizes,
-        "drafter": drafter_identity(trained, compiles),
+        "drafter": drafter_identity(trained, way),
     }
 
 
@@ -85,12 +86,12 @@ def _with_room(grid: Grid, recipe: Recipe, target: Target) -> Grid:
 
 
 def _left(
-    ledger: Ledger, target: Target, trained: Trained, grid: Grid, compiles: bool
+    ledger: Ledger, target: Target, trained: Trained, grid: Grid, way: Way
 ) -> list[tuple[int, Cell]]:
     """What the ledger has not got, in turns."""
     layers = trained.head.config.feature_layers if trained.head else ()
     forwards = TargetBench(target, grid, layers)
-    drafts = DraftBench(target, trained, grid, compiles)
+    drafts = DraftBench(target, trained, grid, way)
     forwards.between, drafts.between = drafts.draft(), forwards.forward()
     cells = [*forwards.cells(), *drafts.cells()]
     return [(turn, c) for turn, c in turns(cells, grid.repeats) if len(ledger.tries(c)) <= turn]

@@ -116,13 +116,14 @@ class DynamicFalcon(Rewarded, HeadDrafter):
         nodes: int = 48,
         passes: int = 8,
         compiles: bool = False,
+        dtype: torch.dtype = torch.float32,
     ):
         if width is None:
             width = usual_width(target.device)
         depth = passes * head.config.block_size
         siblings = min(siblings, head.config.draft_vocab or target.vocab_size)
         reads = depth, paths * depth
-        super().__init__(head, target, rows, capacity, *reads, siblings, compiles, SHARPNESS)
+        super().__init__(head, target, rows, capacity, *reads, siblings, compiles, SHARPNESS, dtype)
         self.width, self.paths, self.siblings = width, paths, siblings
         self.max_nodes = max(nodes, depth)
         self.worth = Worth(costs, self.k, self.max_nodes)
@@ -268,7 +269,7 @@ class DynamicFalcon(Rewarded, HeadDrafter):
         for level, hidden in enumerate(blocks):
             if level and self.head.coupling is not None:
                 ahead = self.vocabulary.tokens(most_probable(scores[-1]))
-                hidden = self.head.couple(hidden, drawn[-1], self.target.embed(ahead).float())
+                hidden = self.head.couple(hidden, drawn[-1], self.embed(ahead))
             drawn.append(hidden)
             scores.append(self._scores(rows, hidden, depth + level + 1))
         return drawn, scores, []
@@ -289,7 +290,7 @@ class DynamicFalcon(Rewarded, HeadDrafter):
                 tokens, parents, paths = front
                 hidden = _pick(hidden, paths)
                 if self.head.coupling is not None:
-                    ahead = self.target.embed(self.vocabulary.tokens(tokens)).float()
+                    ahead = self.embed(self.vocabulary.tokens(tokens))
                     hidden = self.head.couple(hidden, _pick(drawn[-1], parents), ahead)
             drawn.append(hidden)
             scores.append(self._scores(rows, hidden, depth + level + 1))

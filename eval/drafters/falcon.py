@@ -37,6 +37,7 @@ class FalconDrafter(HeadDrafter):
         rows: int = 1,
         capacity: int = 2048,
         compiles: bool = False,
+        dtype: torch.dtype = torch.float32,
     ):
         config = head.config
         tree.check_vocabulary(target, config.draft_vocab)
@@ -51,7 +52,7 @@ class FalconDrafter(HeadDrafter):
             widest = min(max(FEWEST, widest), config.draft_vocab or target.vocab_size)
             sharpness = SHARPNESS
         reads = tree.topology.depth, scratch
-        super().__init__(head, target, rows, capacity, *reads, widest, compiles, sharpness)
+        super().__init__(head, target, rows, capacity, *reads, widest, compiles, sharpness, dtype)
         self.tree, self.max_nodes = tree, len(tree.paths)
         self.passes = [self._to_device(plan) for plan in tree.passes]
         self.choices = tree.choices.to(target.device)
@@ -108,7 +109,7 @@ class FalconDrafter(HeadDrafter):
             if part.before is not None:
                 before = drawn[-1].index_select(1, part.before)
                 tokens = ranked[-1].index_select(1, part.tokens)
-                hidden = self.head.couple(hidden, before, self.target.embed(tokens).float())
+                hidden = self.head.couple(hidden, before, self.embed(tokens))
             # Of features at unit scale: logits but for a factor, which changes no order.
             scores = self.vocabulary.logits(hidden)  # [R, D, V]
             ranked.append(self._rank(rows, part, scores, probs))

@@ -53,7 +53,8 @@ class HeadDrafter:
 
     Subclasses say what is drafted: `grow`. depth: of the deepest node. scratch: drafted inputs that
     the passes of a draft may read. siblings, compiles, sharpness: of `row_pass`, which those of a
-    single row may go through.
+    single row may go through. dtype: of the head's weights, of what it computes and of its cache,
+    if it carries no state, which adds up and stays in float32.
     """
 
     from_tokens = False
@@ -71,12 +72,15 @@ class HeadDrafter:
         siblings: int,
         compiles: bool,
         sharpness: float | None = None,
+        dtype: torch.dtype = torch.float32,
     ):
         head.check_target(target.identity())
         config, self.feature_layers = head.config, head.config.feature_layers
         way_out = "train a head for this target"
         target.check_layers(self.feature_layers, key="the head's feature_layers", way_out=way_out)
-        self.head = frozen_view(head.to(target.device).eval(), target.prepacked.most)
+        head = head.to(target.device).eval()
+        self.dtype = torch.float32 if head.fuse.start(1, target.device) else dtype
+        self.head = frozen_view(head, target.prepacked.most, self.dtype)
         self.target, self.k, self.depth = target, config.block_size, depth
         self.reach = head.reading.reach
         self.vocabulary = vocabulary_of(self.head, target)
@@ -87,6 +91,7 @@ class HeadDrafter:
             config.kv_heads,
             capacity + scratch,
             config.head_dim,
+            self.dtype,
             windows=[config.window] * config.layers,
         )
         self.memory: list[Memory | None] = [None] * rows
@@ -95,7 +100,8 @@ class HeadDrafter:
         self._read_biases: dict[int, TreeBias] = {}
         self._no_draft = Tree.empty(target.device)
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
-        self._rope = self.head.rope(everywhere)  # cos and sin, [1, 1, capacity, D] each
+        # cos and sin, [1, 1, capacity, D] each
+        self._rope = tuple(table.to(self.dtype) for table in self.head.rope(everywhere))
         self.row_pass: RowPass | None = None
         if reads_alone(self.head, target):
             parts = self.head, target, self.vocabulary, self._rope
@@ -124,6 +130,10 @@ class HeadDrafter:
     def grow(self, rows: list[int]) -> list[Tree]:
         """Draft behind what is committed of each row."""
         raise NotImplementedError
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings of tokens [..], as precise as the head: [.., H]."""
+        return self.target.embed(tokens).to(self.dtype)
 
     # -- a single row ----------------------------------------------------------------------------
 
@@ -167,7 +177,7 @@ class HeadDrafter:
         """Read E drafted blocks per row; return their slots [R, E * K, H] and end states."""
         depth, scratch = place
         count = tokens.shape[1]
-        inputs = self.head.pairs(self.target.embed(tokens).float(), hidden)
+        inputs = self.head.pairs(self.embed(tokens), hidden)
         fused, state = self.head.fuse(inputs.view(-1, self.k, inputs.shape[-1]), state)
         counts = [self.k] * len(fused)
         starts = [self.pool.lengths[row] for row in rows]
@@ -250,8 +260,8 @@ class HeadDrafter:
         """Fuse the inputs of all rows: fused, one row behind the other, and states [L, 1, M, H] of
         each row."""
         whole = upload([token for ahead, _, _ in read for token in ahead], self.target.device)
-        features = self.head.join(_joined([part for _, part, _ in read]).float())
-        inputs = self.head.inputs(self.target.embed(whole).float(), features)
+        features = self.head.join(_joined([part for _, part, _ in read]).to(self.dtype))
+        inputs = self.head.inputs(self.embed(whole), features)
         if not befores[0]:  # every position stands by itself
             fused, _ = self.head.fuse(inputs[None])
             return fused[0], [()] * len(read)
@@ -329,7 +339,7 @@ class HeadDrafter:
         return tuple(table.index_select(2, places) for table in self._rope)
 
     def _bias(self, visible: Tensor) -> TreeBias:
-        return TreeBias(visible, self.capacity, torch.float32, self.target.device)
+        return TreeBias(visible, self.capacity, self.dtype, self.target.device)
 
 
 def _newest(inputs: Tensor, counts: list[int], reach: int) -> Tensor:

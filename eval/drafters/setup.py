@@ -5,6 +5,9 @@ A row of eval/drafters/registry.py says in a line how its drafter is made; what 
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
 
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -14,12 +17,13 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, load_costs
 from specdraft.models.eagle3 import Eagle3Config
+from specdraft.models.embeddings import DTYPES
 from specdraft.models.falcon import FalconConfig
 from specdraft.models.target import Target
 from specdraft.models.target_files import hash_weights
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fitted_tree import fitted_tree
-from specdraft.recipes.schema import DraftingSection, Recipe
+from specdraft.recipes.schema import DraftingSection, EvalSection, Recipe
 from specdraft.recipes.static_trees import AUTO, load_tree_paths
 
 
@@ -50,6 +54,19 @@ class Setup:
         return {key: getattr(own, key) for key in keys} | drop
 
 
+class Way(NamedTuple):
+    """How a head's passes are run."""
+
+    compiles: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, settings: EvalSection, target: Target) -> Self:
+        """As a recipe says: by default as precisely as the target."""
+        dtype = target.dtype if settings.head_dtype == AUTO else DTYPES[settings.head_dtype]
+        return cls(settings.compile, dtype)
+
+
 def tree_method(config: FalconConfig | Eagle3Config) -> str:
     """The method of a head of this config that drafts trees."""
     if config.fusion == "layers":
@@ -65,8 +82,8 @@ def make_head(setup: Setup, tree: bool = False, only: str | None = None) -> Falc
     if tree:
         file = tree_file(setup.recipe, setup.trained)
         plan = StaticTree.of_file(file, config.block_size)
-    sizes = setup.rows, setup.capacity
-    return FalconDrafter(setup.trained.head, setup.target, plan, *sizes, settings.compile)
+    how = setup.rows, setup.capacity, *Way.of(settings, setup.target)
+    return FalconDrafter(setup.trained.head, setup.target, plan, *how)
 
 
 def _check_head(only: str | None, config: FalconConfig | Eagle3Config) -> None:
@@ -83,8 +100,8 @@ def make_dynamic(setup: Setup, only: str | None = None) -> DynamicFalcon:
     """A head's drafts by what they are worth. RecipeError for the method `only` with another's."""
     head, sizes = setup.trained.head, (setup.rows, setup.capacity)
     _check_head(only, head.config)
-    compiles = setup.recipe.eval.compile
-    return DynamicFalcon(head, setup.target, measured_costs(setup), *sizes, compiles=compiles)
+    how = Way.of(setup.recipe.eval, setup.target)._asdict()
+    return DynamicFalcon(head, setup.target, measured_costs(setup), *sizes, **how)
 
 
 def measured_costs(setup: Setup) -> CostModel | None:

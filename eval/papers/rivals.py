@@ -24,6 +24,7 @@ from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 
 TREE, CHAIN = "falcon_tree", "falcon_chain"
+A_CHAIN = ", chain"  # what rows are called that draft none of a head's trees
 OVER = {"ours over it: tokens/step": "tokens_per_step", "ours over it: time": "speedup"}
 
 
@@ -86,6 +87,9 @@ class RivalTable(Table):
         }
     )
 
+    # Rows that are left out: those whose names begin so.
+    without: tuple[str, ...] = ()
+
     def line_up(self, plan: Plan) -> list[Rival]:
         """Falcon's rows, then the others'; RecipeError where the comparison would not be fair."""
         path, common = plan.recipe or self.recipe, (*self.overrides, *plan.overrides)
@@ -98,8 +102,11 @@ class RivalTable(Table):
             recipe = load_recipe(rival_path, [*overrides], check=problems)
             method = "eagle3_tree" if recipe.head.fusion == "layers" else "eagle_tree"
             method = "medusa_tree" if recipe.medusa.given else method
+            if name.endswith(A_CHAIN):
+                method = method.replace("tree", "chain")
             rivals.append(Rival(self.name, name, rival_path, overrides, method))
             check_fair(ours.recipe, recipe, self.equal)
+        rivals = [one for one in rivals if not one.name.startswith(tuple(self.without))]
         return [replace(one, trained_as=_same_head(one, rivals)) for one in rivals]
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:

@@ -128,10 +128,12 @@ def prepacked_layer(module: nn.Module, store: PrepackedWeights) -> nn.Module:
     return view
 
 
-def frozen_view(module: nn.Module, most: float = MOST) -> nn.Module:
+def frozen_view(
+    module: nn.Module, most: float = MOST, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """A structural copy of a module that shares its tensors, none with a gradient, and packs up to
-    so many bytes of weights."""
-    twins = {id(one): nn.Parameter(one.detach(), False) for one in module.parameters()}
+    so many bytes of weights. dtype: of its parameters, copies where the module's own is another."""
+    twins = {id(one): nn.Parameter(one.detach().to(dtype), False) for one in module.parameters()}
     view = copy.deepcopy(module, twins | {id(one): one for one in module.buffers()})
     prepack_layers(view, PrepackedWeights(most))
     return view

@@ -17,6 +17,7 @@ from specdraft.recipes.fields import (
     Share,
     Tokens,
 )
+from specdraft.recipes.sections.target import Dtype
 from specdraft.recipes.static_trees import AUTO, load_tree_paths
 
 Acceptance = Literal["gumbel", "walk", "recursive", "multistep", "kseq", "block"]
@@ -35,6 +36,9 @@ class EvalSection(Section):
     # Whether a head's passes over a single greedy row are made one graph each, in half a minute
     # that the machine remembers; needs a C++ compiler. What is said stays the same.
     compile: bool = False
+    # What a head drafts in, if its fusion carries no state; auto: the target's dtype. It reads half
+    # as much of memory in two bytes, and what is said stays the same.
+    head_dtype: Literal["auto", Dtype] = AUTO
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Tokens = 128
     limit: Count | None = None  # prompts at most

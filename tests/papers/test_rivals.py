@@ -9,7 +9,7 @@ from commands import children_forked, run_here
 
 from specdraft.eval.papers.jobs import Job, run_all
 from specdraft.eval.papers.rivals import check_fair
-from specdraft.eval.papers.table import Plan, over_seeds
+from specdraft.eval.papers.table import Plan, over_seeds, with_settings
 from specdraft.eval.papers.tables import all_tables
 from specdraft.eval.publishing.result import cell_text
 from specdraft.recipes.arguments import whole_numbers
@@ -66,6 +66,15 @@ def test_rows_that_differ_in_decoding_alone_share_a_head():
             < sum(name.startswith(f"{kind}, ") for name in rows)
         )
     assert rows["eagle3, 16 nodes to depth 6"].method == "eagle3_tree"
+
+
+def test_rows_are_left_out_by_how_their_names_begin():
+    table, plan = all_tables()["heads"], Plan(Path("runs"))
+    every = {row.name: row.method for row in table.line_up(plan)}
+    some = with_settings(table, ["table.without=[eagle3,medusa]"]).line_up(plan)
+    kept = {name for name in every if not name.startswith(("eagle3", "medusa"))}
+    assert {row.name for row in some} == kept < every.keys()
+    assert every["eagle, chain"] == "eagle_chain"
 
 
 @pytest.mark.parametrize(

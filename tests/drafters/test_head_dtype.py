@@ -1,0 +1,94 @@
+"""A head drafts as precisely as its target, or as a recipe says; what is said stays the same."""
+
+import pytest
+import torch
+from decoding import decode, prompts
+from random_models import random_eagle3, random_head, random_target
+from test_dynamic import FREE
+from test_row_pass import HEADS, head_of
+
+from specdraft.eval.drafters.dynamic import DynamicFalcon
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.setup import Way
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
+from specdraft.recipes.schema import EvalSection
+
+HALF = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+def drafters(head, target, rows: int, dtype=HALF):
+    """A chain, a tree and dynamic drafts of a head."""
+    k = head.config.block_size
+    tree = StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)], k)
+    for shape in (StaticTree.chain(5, k), tree):
+        yield FalconDrafter(head, target, shape, rows, 128, dtype=dtype)
+    yield DynamicFalcon(head, target, FREE, rows, 128, dtype=dtype)
+
+
+def check_outputs(target, drafter, rows: int) -> None:
+    """They are the target's own, greedily and drawn, whatever is drafted."""
+    for settings in ({}, {"temperature": 1.3, "top_k": 15}):
+        requests = [Request(prompt, 15, seed=n, **settings) for n, prompt in enumerate(prompts())]
+        expected = decode(Decoder(target, None, 1, 128), requests)
+        assert decode(Decoder(target, drafter, rows, 128), requests, accepts=False) == expected
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_outputs_are_the_targets_own(target, name, rows):
+    head = head_of(target, name)
+    for drafter in drafters(head, target, rows):
+        assert {weight.dtype for weight in drafter.head.parameters()} == {HALF}
+        assert drafter.pool.dtype is HALF
+        check_outputs(target, drafter, rows)
+        assert drafter.forwards > 0
+    assert {weight.dtype for weight in head.parameters()} == {torch.float32}
+
+
+@torch.inference_mode()
+def test_an_eagle3_head_drafts_in_it_too():
+    target = random_target(layers=4)
+    for drafter in drafters(random_eagle3(target), target, 2):
+        assert {weight.dtype for weight in drafter.head.parameters()} == {HALF}
+        check_outputs(target, drafter, 2)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.inference_mode()
+def test_what_it_predicts_is_near_what_it_predicts_in_float32(target, name):
+    head, text = head_of(target, name), torch.arange(3, 33) % target.vocab_size
+    found = []
+    for dtype in (torch.float32, HALF):
+        chain, *_ = drafters(head, target, 1, dtype)
+        features = target.features(text[None], layers=chain.feature_layers)[0]
+        chain.start(0, Request([3], 9))
+        chain.observe(0, [*text[1:].tolist(), 7], features)
+        found.append([chain.read_alone(0).hidden])
+        chain.start(0, Request([3], 9))
+        chain.observe(0, [*text[1:].tolist(), 7], features)
+        found[-1].append(chain._read([0])[0])
+    for precise, other in zip(*found, strict=True):
+        assert other.dtype is HALF
+        precise, other = (each.flatten(0, -2)[0].float() for each in (precise, other))
+        assert 0 < (other - precise).abs().max() < 0.05 * precise.abs().max()
+
+
+def test_a_state_that_adds_up_stays_in_float32(target):
+    for drafter in drafters(random_head(target, 2), target, 2):  # an LSTM
+        assert drafter.dtype is torch.float32
+        check_outputs(target, drafter, 2)
+
+
+def test_it_is_the_targets_own_unless_a_recipe_says_another(target):
+    assert Way.of(EvalSection(), target) == Way(False, torch.float32)
+    assert Way.of(EvalSection(head_dtype="bfloat16", compile=True), target) == Way(True, HALF)
+    coarse = random_target()
+    coarse.model.to(HALF)
+    assert Way.of(EvalSection(), coarse) == Way(False, HALF)
