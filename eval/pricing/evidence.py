@@ -41,6 +41,10 @@ class Evidence:
         self.left, self.lasted, self.gains, self.drafts = self.rest - 1, 0, 0.0, 0.0
         return False
 
+    def wake(self) -> None:
+        """Other texts begin in all rows, of which what was seen says little: no rest is left."""
+        self.rest, self.left = LEAST, 0
+
     def add(self, gained: float, drafts: int) -> None:
         """A step's drafts have gained so many tokens."""
         self.gains = KEEP * self.gains + gained

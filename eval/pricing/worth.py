@@ -96,6 +96,8 @@ class Worth:
             self._replaced = False
         elif self._begun:
             self._replaced = not before & self._running <= self._begun
+        if self._begun >= self._running:
+            self.evidence.wake()
         self._order, self._begun = [*running], set()
         if self._profit is not None:
             self.evidence.add(self._profit, self._made)

@@ -298,6 +298,19 @@ def test_rests_are_short_again_once_drafts_have_been_worth_it_for_long():
     assert [evidence.allows(1.0) for _ in range(LEAST)] == [False] * (LEAST - 1) + [True]
 
 
+def test_another_text_is_drafted_for_whatever_the_ones_before_were_like():
+    worth, rows = Worth(USUAL, 3, 48), range(2)
+    worth.begin(rows, 100)
+    worth.evidence.left, worth.evidence.rest = MOST, MOST
+    worth.admit(0)
+    worth.begin(rows, 100)  # the other row's goes on
+    assert not worth.starts()
+    for row in rows:
+        worth.admit(row)
+    worth.begin(rows, 100)
+    assert worth.starts() == [0, 1]
+
+
 def test_drafts_that_gain_more_than_they_cost_are_hardly_ever_rested_from():
     """Unlike those that gain clearly less, however they scatter."""
     generator = random.Random(0)
