@@ -28,8 +28,6 @@ from specdraft.recipes.errors import in_a_line
 Cache = tuple[Tensor, Tensor]  # keys and values of a layer, [1, kv_heads, C, D] each
 FIRST = 2  # place from which on a graph serves all
 FEWEST = 4  # siblings, if there are as many: a number of one's own would be a graph of its own
-
-
 # Tokens among which probabilities are shared out: at that temperature hardly any is left for
 # others, and to sum over a vocabulary takes as long as the attention of a pass.
 WEIGHED = 8

@@ -27,22 +27,25 @@ class DraftCost:
     depths: int
 
     @classmethod
-    def of(cls, config: FalconConfig | Eagle3Config, bytes_per_weight: int) -> "DraftCost":
-        """The cost of a head for a target of so many bytes per weight: it drafts in the same."""
+    def of(
+        cls, config: FalconConfig | Eagle3Config, head_bytes: int, lm_head_bytes: int
+    ) -> "DraftCost":
+        """The cost of a head that drafts in so many bytes per weight, with an lm_head of so many;
+        one that carries a state reads its own weights in float32."""
         tokens = config.draft_vocab or config.vocab_size
         if isinstance(config, Eagle3Config):
             with torch.device("meta"):
                 weights = sum(p.numel() for p in Eagle3Head(config).parameters())
             own = tokens * config.hidden_size
-            return cls(bytes_per_weight * (weights - own), bytes_per_weight * own, 1)
+            return cls(head_bytes * (weights - own), lm_head_bytes * own, 1)
         with torch.device("meta"):
             head = FalconHead(config)
         coupling = sum(p.numel() for p in head.coupling.parameters()) if head.coupling else 0
         weights = sum(p.numel() for p in head.parameters())
         weights += (config.block_size - 2) * coupling if coupling else 0
         rounds = config.block_size if head.coupling else 1
-        lm_head = rounds * tokens * config.hidden_size * bytes_per_weight
-        per_weight = STATE_BYTES if config.fusion == "lstm" else bytes_per_weight
+        lm_head = rounds * tokens * config.hidden_size * lm_head_bytes
+        per_weight = STATE_BYTES if config.fusion == "lstm" else head_bytes
         return cls(per_weight * weights, lm_head, config.block_size)
 
     def __str__(self) -> str:
@@ -58,7 +61,9 @@ def _mb(count: float) -> str:
     return f"{count / 1e6:,.0f}" if count >= 1e7 else f"{count / 1e6:.2g}"
 
 
-def compared(config: FalconConfig | Eagle3Config, bytes_per_weight: int) -> dict[str, DraftCost]:
+def compared(
+    config: FalconConfig | Eagle3Config, head_bytes: int, lm_head_bytes: int
+) -> dict[str, DraftCost]:
     """A head's cost, and that of EAGLE-1 and of the paper's head for the same target."""
     paper = {"fusion": "lstm", "reads": "own", "coupling": "none", "draft_vocab": None}
     eagle = paper | {"fusion": "linear", "block_size": 1, "input_norm": False}
@@ -71,4 +76,4 @@ def compared(config: FalconConfig | Eagle3Config, bytes_per_weight: int) -> dict
         "EAGLE-1's": replace(base, **eagle),
         "Falcon's LSTM's": replace(base, **paper | {"block_size": max(2, config.block_size)}),
     }
-    return {name: DraftCost.of(each, bytes_per_weight) for name, each in heads.items()}
+    return {name: DraftCost.of(each, head_bytes, lm_head_bytes) for name, each in heads.items()}

@@ -31,6 +31,7 @@ from specdraft.models.shapes import (
 from specdraft.models.target_files import identity_of, load_tokenizer, model_folder
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
+from specdraft.recipes.static_trees import AUTO
 from specdraft.train.draft_cost import compared
 from specdraft.train.fit.schedules import total_steps
 from specdraft.train.student_plan import StudentPlan
@@ -176,7 +177,9 @@ def _head_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
         if head.draft_vocab is not None:
             kind += f", {head.draft_vocab} tokens drafted among"
         wanted = eagle3_config if head.fusion == "layers" else head_config
-        costs = compared(wanted(recipe, plan.target), BYTES[recipe.target.dtype])
+        target, drafted = recipe.target.dtype, recipe.eval.head_dtype
+        drafted = target if drafted == AUTO else drafted
+        costs = compared(wanted(recipe, plan.target), BYTES[drafted], BYTES[target])
     size = format_parameters(plan.drafter_parameters)
     line = f"{kind}: {size} = {plan.head_layers:.2f} decoder layers of the target"
     return [("head", line), *((name, f"reads {cost}") for name, cost in costs.items())]

@@ -211,12 +211,11 @@ class Group:
         mask = torch.zeros(shape, dtype=self.pool.dtype, device=device)
         mask.masked_fill_(hidden[:, None, None], -torch.inf)
         for segment in segments:
+            place = mask[segment.row - self.row, :, : segment.count]
             if segment.bias is not CAUSAL:
-                row, stop = segment.row - self.row, segment.stop - self.first
-                mask[row, :, : segment.count, segment.first - self.first : stop] = segment.bias
+                place[..., segment.first - self.first : segment.stop - self.first] = segment.bias
             elif segment.is_causal:
-                row = segment.row - self.row
-                hide_later(mask[row, :, : segment.count, : segment.count])
+                hide_later(place[..., : segment.count])
         return mask
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scores: Scores) -> None:

@@ -36,10 +36,10 @@ def attention(
     scores: Scores,
 ) -> Tensor:
     """Attend, [S, heads, T, D]."""
+    if mask is not None and mask.dim() == 4 and folds(query, keys, scores):
+        return _folded(query, keys, values, mask, scores.scale)
     grouped = query.shape[1] != keys.shape[1]
     if scores.cap is None and scores.sinks is None:
-        if mask is not None and mask.dim() == 4 and folds(query, keys, scores):
-            return _folded(query, keys, values, mask, scores.scale)
         return F.scaled_dot_product_attention(
             query, keys, values, mask, is_causal=is_causal, scale=scores.scale, enable_gqa=grouped
         )

@@ -72,7 +72,7 @@ def test_a_plan_says_what_a_draft_reads():
     layer = 4 * square + 3 * 2 * 4096 * 11008
     options = ["head.fusion=linear", "head.reads=newest", "head.coupling=recurrent"]
     coupled = load("vicuna7b", *options, "head.block_size=3")
-    costs = compared(head_config(coupled, target_shape(coupled)[0]), 2)
+    costs = compared(head_config(coupled, target_shape(coupled)[0]), 2, 2)
     found = {name: (cost.head, cost.lm_head, cost.depths) for name, cost in costs.items()}
     bias_and_norms = 2 * 4096  # times a few: of no account
     assert found["EAGLE-1's"][0] == pytest.approx(2 * square + layer, abs=bias_and_norms * 2)
@@ -85,6 +85,9 @@ def test_a_plan_says_what_a_draft_reads():
     assert [each[1:] for each in found.values()] == [(3 * lm_head, 3), (lm_head, 1), (lm_head, 3)]
     text = dict(plan_lines(make_plan(coupled, ranks=8), coupled, 8, 100e12))
     assert "reads 734 MB per pass (head 472, lm_head 262)" in text["EAGLE-1's"]
+    precise = load("vicuna7b", *options, "head.block_size=3", "eval.head_dtype=float32")
+    text = dict(plan_lines(make_plan(precise, ranks=8), precise, 8, 100e12))
+    assert "reads 1,206 MB per pass (head 944, lm_head 262)" in text["EAGLE-1's"]
 
 
 def test_a_plan_rounds_no_small_model_to_nothing():
