@@ -31,6 +31,7 @@ FEWEST = 4  # siblings, if there are as many: a number of one's own would be a g
 # Tokens among which probabilities are shared out: at that temperature hardly any is left for
 # others, and to sum over a vocabulary takes as long as the attention of a pass.
 WEIGHED = 8
+KEPT = 2**26  # bytes of what slots hear of each token that is drafted; more are worked out anew
 
 
 class Block(NamedTuple):
@@ -86,13 +87,34 @@ class RowPass:
         self.lm_head, self.ids = vocabulary.lm_head.detach(), vocabulary.ids
         self.scale, self.sharpness = head.config.feature_scale, sharpness
         self._graphs: dict[Callable, Callable] = {}
+        self.heard = self._heard()  # of each token that is drafted, [V, W], at its place
         if compiles:
-            options = {"fullgraph": True, "dynamic": True}
+            # Each head's graphs for itself: those of eight together are all that are allowed else.
+            options = {"fullgraph": True, "dynamic": True, "isolate_recompiles": True}
             self._graphs = {part: torch.compile(part, **options) for part in (_read, _go_on)}
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's embeddings of tokens [..], as precise as the head: [.., H]."""
         return self.embedding(tokens).to(self.dtype)
+
+    @torch.no_grad()
+    def _heard(self) -> Tensor | None:
+        """What slots hear of every token; None where no slot does, or that would be too much."""
+        coupling = self.head.coupling
+        if coupling is None or self.lm_head.device.type != "cpu":
+            return None  # a GPU reads the whole cell in the time of its launches
+        width = coupling.heard(self.rope[0].new_zeros(1, self.head.config.hidden_size)).shape[-1]
+        if len(self.lm_head) * width * self.dtype.itemsize > KEPT:
+            return None
+        drafted = torch.arange(len(self.lm_head)) if self.ids is None else self.ids
+        return coupling.heard(self.embed(drafted) / self.head.config.embed_scale)
+
+    def couple(self, hidden: Tensor, before: Tensor, place: Tensor) -> Tensor:
+        """What slots predict, given those before them, all [.., H], and the places [..] of the
+        tokens drafted from these."""
+        if self.heard is None:
+            return self.head.couple(hidden, before, self.embed(_tokens(self, place)))
+        return self.head.coupling.hears(hidden, before, F.embedding(place, self.heard))
 
     def make(self, caches: Sequence[Cache]) -> None:
         """Compile now, and not in the first request; what is cached is overwritten."""
@@ -142,23 +164,23 @@ def _draft(own: RowPass, inputs: Tensor, caches: Sequence[Cache], start: int) ->
     """Read inputs [M, 2H]; draft the block that they end with."""
     fused, _ = own.head.fuse(inputs[None])
     slots = _decode(own.head, own.rope, fused[0], caches, start)
-    drawn, scores, tokens = [], [], []  # tokens: the best of each level, as far as one asks
+    drawn, scores, best = [], [], []  # best: the places of each level's, as far as one asks
     for hidden in slots.split(1):
         if drawn and own.head.coupling is not None:
-            tokens.append(_tokens(own, scores[-1].argmax(-1)))
-            hidden = own.head.couple(hidden, drawn[-1], own.embed(tokens[-1]))
+            best.append(scores[-1].argmax(-1))
+            hidden = own.couple(hidden, drawn[-1], best[-1])
         drawn.append(hidden)
         logits = F.linear((hidden * own.scale).to(own.lm_head.dtype), own.lm_head)
         scores.append(own.finish(logits).float())
-    hidden, chances = torch.cat(drawn), None
+    chances = None
     if own.sharpness is not None:
         chances, places = weighed(torch.cat(scores), own.siblings, own.sharpness)
     elif own.siblings > 1:
         places = torch.cat(scores).topk(own.siblings).indices
     else:
-        tokens += [_tokens(own, part.argmax(-1)) for part in scores[len(tokens) :]]
-        return Block(hidden, chances, torch.cat(tokens)[:, None])
-    return Block(hidden, chances, _tokens(own, places))
+        best += [part.argmax(-1) for part in scores[len(best) :]]
+        places = torch.cat(best)[:, None]
+    return Block(torch.cat(drawn), chances, _tokens(own, places))
 
 
 def _tokens(own: RowPass, places: Tensor) -> Tensor:

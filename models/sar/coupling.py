@@ -10,7 +10,10 @@ the token drafted before it,
 D is zero at the start, so that training begins without coupling. In training x_s is the true token:
 that is the very condition when drafting, where only accepted prefixes matter.
 
-Shapes: .. any, H hidden.
+What depends on x_s alone, D A e(x_s) or the last third of G z and U z, is what a slot `hears`.
+Where few tokens may be drafted it is kept of each: a draft no longer reads a third of the cell.
+
+Shapes: .. any, H hidden, W width of what is heard.
 """
 
 from typing import Protocol
@@ -26,6 +29,12 @@ class Coupling(Protocol):
         """A slot's output, the coupled one of the slot before, and the embedding of the token
         drafted from that, each [.., H], at unit scale; returns what the slot predicts [.., H]."""
 
+    def heard(self, token: Tensor) -> Tensor:
+        """What a slot hears of the token before, [.., H] to [.., W]."""
+
+    def hears(self, hidden: Tensor, before: Tensor, heard: Tensor) -> Tensor:
+        """The same as the call, of what is `heard` [.., W] of the token."""
+
 
 class Markov(nn.Module):
     """A low-rank bias from the token alone."""
@@ -37,7 +46,13 @@ class Markov(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, hidden: Tensor, before: Tensor, token: Tensor) -> Tensor:
-        return hidden + self.up(self.down(token))
+        return hidden + self.heard(token)
+
+    def heard(self, token: Tensor) -> Tensor:
+        return self.up(self.down(token))
+
+    def hears(self, hidden: Tensor, before: Tensor, heard: Tensor) -> Tensor:
+        return hidden + heard
 
 
 class Recurrent(nn.Module):
@@ -50,7 +65,17 @@ class Recurrent(nn.Module):
         nn.init.zeros_(self.down.weight)
 
     def forward(self, hidden: Tensor, before: Tensor, token: Tensor) -> Tensor:
-        gate, up = self.gate_up(cat((hidden, before, token), -1)).chunk(2, -1)
+        return self._moved(hidden, self.gate_up(cat((hidden, before, token), -1)))
+
+    def heard(self, token: Tensor) -> Tensor:
+        return F.linear(token, self.gate_up.weight[:, -token.shape[-1] :])
+
+    def hears(self, hidden: Tensor, before: Tensor, heard: Tensor) -> Tensor:
+        slots = self.gate_up.weight[:, : 2 * hidden.shape[-1]]
+        return self._moved(hidden, F.linear(cat((hidden, before), -1), slots) + heard)
+
+    def _moved(self, hidden: Tensor, gates: Tensor) -> Tensor:
+        gate, up = gates.chunk(2, -1)
         return hidden + self.down(F.silu(gate) * up)
 
 

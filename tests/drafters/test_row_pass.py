@@ -15,6 +15,7 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.models import row_pass
 from specdraft.models.row_pass import WEIGHED, reads_alone, weighed
 
 COUPLED = {"fusion": "linear", "coupling": "recurrent"}
@@ -103,6 +104,32 @@ def test_a_block_is_made_of_the_features_of_packed_passes(target, name):
     assert block.chances is None
 
 
+@every_head
+@torch.inference_mode()
+def test_what_slots_hear_of_tokens_is_kept_of_those_that_are_drafted(target, name):
+    head = head_of(target, name)
+    own = FalconDrafter(head, target, StaticTree.chain(3, HEADS[name][0]), 1, 64).row_pass
+    if head.coupling is None:
+        assert own.heard is None
+        return
+    places = torch.tensor([0, 16, 5])
+    hidden, before = torch.randn(2, 3, target.hidden_size).unbind()
+    tokens = places if own.ids is None else own.ids[places]
+    torch.testing.assert_close(
+        own.couple(hidden, before, places), head.couple(hidden, before, target.embed(tokens))
+    )
+
+
+@torch.inference_mode()
+def test_what_slots_hear_is_not_kept_of_too_many_tokens(target, monkeypatch):
+    head = head_of(target, "both")
+    make = partial(FalconDrafter, head, target, StaticTree.chain(6, 3), 1, 64)
+    kept, _ = drafts(make(), target, False)
+    monkeypatch.setattr(row_pass, "KEPT", 4 * 2 * target.vocab_size * target.hidden_size - 1)
+    assert (without := make()).row_pass.heard is None
+    assert drafts(without, target, False)[0] == kept
+
+
 @pytest.mark.parametrize("vocabulary", [5, 40])
 def test_chances_are_shares_among_the_best_tokens(vocabulary):
     scores = torch.randn(3, 2, vocabulary, generator=torch.Generator().manual_seed(1))
@@ -154,6 +181,16 @@ def test_compiled_passes_draft_the_same(target, kind):
     requests = [Request(prompt, 17) for prompt in prompts(3)]
     said = decode(Decoder(target, make(compiles=True), 1, 128), requests, accepts=False)
     assert said == [plain_tokens(target, request.prompt, 17) for request in requests]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+@pytest.mark.filterwarnings("error::UserWarning")
+@torch.inference_mode()
+def test_more_heads_are_compiled_than_one_function_may_have_graphs(target):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for name in ("eagle", "uncoupled"):
+            tree = StaticTree.chain(4, HEADS[name][0])
+            FalconDrafter(head_of(target, name), target, tree, 1, 64, compiles=True)
 
 
 def test_without_a_compiler_a_warning_says_so_and_drafts_stay_the_same(target, monkeypatch):
