@@ -30,6 +30,7 @@ from specdraft.eval.costing.show import print_costs, summary
 from specdraft.eval.drafters.registry import problems
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
+from specdraft.eval.pricing.cost import COSTS
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole, whole_numbers
 from specdraft.recipes.errors import DataError, RecipeError
@@ -56,7 +57,7 @@ def main() -> None:
     overrides = [*options.overrides, "eval.methods=[plain]"]
     recipe = load_recipe(options.recipe, overrides, check=problems)
     grid, shape = grid_of(options), options.shape and find_shape(options.shape)
-    name = f"costs_{shape.name}.json" if shape else "costs.json"
+    name = f"costs_{shape.name}.json" if shape else COSTS
     out = options.out or Path(recipe.output.dir) / name
     check_writable(out)
     with (

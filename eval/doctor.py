@@ -1,6 +1,7 @@
 """Examine a recipe's caches and drafter: one line per check, with what to do where it fails.
 
     python eval/doctor.py recipes/tiny.yaml [section.key=value ..] [--prompts 10] [--samples 4]
+        [--preview 1]
 
 Nothing is built, trained or changed. Exit code 1 if a line fails.
 """
@@ -31,7 +32,7 @@ def main() -> None:
         "--prompts", type=whole(1, 10**6), default=10, help="decoded by every method"
     )
     parser.add_argument(
-        "--samples", type=whole(0, 10**6), default=4, help="cached rows that are made anew"
+        "--samples", type=whole(1, 10**6), default=4, help="cached rows that are made anew"
     )
     parser.add_argument(
         "--preview", type=whole(0, 1000), default=1, help="rows shown with their loss mask"

@@ -26,6 +26,7 @@ from specdraft.eval.drafters.registry import METHODS, find, fitted, problems
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
+from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 
 
@@ -50,6 +51,11 @@ def main() -> None:
         target = Target.of_recipe(recipe.target)
         if drafts_tree:
             drafter = TreeDrafter.of_run(recipe, target)
+            if drafter.method not in (method, method.removesuffix("_maxgram") + "_tree"):
+                raise RecipeError(
+                    f"--method {method}: the recipe's run drafts by {drafter.method}; fit that, or "
+                    "give the recipe of the other"
+                )
             print_fit(*fit_tree(recipe, target, drafter, options.finalists, options.out))
             return
         found = fit_settings(recipe, target, method, options.finalists)

@@ -142,7 +142,8 @@ def _check_features(recipe: Recipe, target: Target, caches: Caches, samples: int
         remedy = f"add them: {cache_command(recipe.data.feature_layers)}"
         findings.append(failed("features", note, remedy))
         return findings + [skipped(line, "of other layers") for line in FEATURE_LINES[3:]]
-    rows = [cache[n * len(cache) // samples] for n in range(min(samples, len(cache)))]
+    count = min(samples, len(cache))
+    rows = [cache[n * len(cache) // count] for n in range(count)]
     return [*findings, *check_rows(recipe, target, cache, rows)]
 
 

@@ -11,7 +11,7 @@ from specdraft.eval.drafters.registry import load_trained, needs
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.identity import differences
-from specdraft.eval.measure.measurement import REFERENCE, measure
+from specdraft.eval.measure.measurement import REFERENCE, Measurement, measure
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.feature_layers import cache_command
@@ -105,7 +105,7 @@ def check_methods(
     settings = replace(recipe.eval, temperature=0.0, spread=1.0, repeats=1)
     recipe = replace(recipe, eval=settings)
     with cpu_threads(settings.threads):
-        plain = _answers(recipe, target, Trained(), prompts, REFERENCE)
+        plain = _measured(recipe, target, Trained(), prompts, REFERENCE).tokens(REFERENCE)
         for method in settings.methods:
             line = f"{method} = plain"
             if method == REFERENCE:
@@ -114,27 +114,26 @@ def check_methods(
                 yield skipped(line, f"its {' and '.join(needs(method))} could not be loaded")
                 continue
             try:
-                ours = _answers(recipe, target, loaded[method], prompts, method)
+                ours = _measured(recipe, target, loaded[method], prompts, method)
             except UserError as error:
                 yield failed(line, str(error), "change eval.methods")
             else:
-                yield _compared(line, target, prompts, plain, ours)
+                yield _compared(line, method, plain, ours)
 
 
-def _answers(
+def _measured(
     recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], method: str
-) -> list[list[int]]:
-    return measure(recipe, target, trained, prompts, [method], progress=False).tokens(method)
+) -> Measurement:
+    return measure(recipe, target, trained, prompts, [method], progress=False)
 
 
-def _compared(
-    line: str,
-    target: Target,
-    prompts: Sequence[Prompt],
-    plain: list[list[int]],
-    ours: list[list[int]],
-) -> Finding:
-    found = differences(target, prompts, plain, ours)
+def _compared(line: str, method: str, plain: list[list[int]], measured: Measurement) -> Finding:
+    completions = [done for part in measured.outcomes[method] for done in part.completions]
+    if why := next((done.fallback for done in completions if done.fallback), None):
+        # Answered by plain decoding from there on: identical, and no draft.
+        return failed(line, f"its drafter failed: {why}", "report it with the recipe")
+    ours = measured.tokens(method)
+    found = differences(measured.target, measured.requests, plain, ours)
     faults = sum(not difference.near_tie for _, difference in found)
     note = f"{len(ours) - len(found)} of {len(ours)} answers are identical"
     note += f", {len(found) - faults} differ by a near-tie" if len(found) > faults else ""

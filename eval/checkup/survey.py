@@ -23,7 +23,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from specdraft.data.prompts import Prompt
 from specdraft.eval.checkup.foreseeing import Foreseeing
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.packed import PackedTarget
@@ -221,9 +220,10 @@ def _outputs(target: Target) -> Counter:
     for drafter in (None, Foreseeing(dict(zip(told, expected, strict=True)))):
         decoder = Decoder(target, drafter, 2, CAPACITY, prefill=7)
         for done in decoder.run(requests):
+            if done.fallback:
+                raise RuntimeError(done.fallback)
             request, index = requests[done.index], done.index
-            prompt = Prompt("", "", [*request.prompt], "", source=[*request.source])
-            found = first_difference(target, prompt, expected[index], done.tokens)
+            found = first_difference(target, request, expected[index], done.tokens)
             kind = "near-tie" if found and found.near_tie else "differs"
             counts["identical" if found is None else kind] += 1
     return counts

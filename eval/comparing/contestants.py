@@ -2,7 +2,8 @@
 
 A drafter is named by its folder in a run, the run (which stands for all that it has), a recipe, or,
 for a head, a Hub id, which is read with the recipe of the first run among them. It drafts by the
-best method that its recipe measures, with the tree and the settings that were fitted to it.
+last method of its recipe that drafts as it was trained, with the tree and the settings that were
+fitted to it.
 """
 
 from collections.abc import Sequence

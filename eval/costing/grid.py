@@ -55,10 +55,17 @@ class Grid:
         return cls((1, 2, 4, 6, 8, 12, 16, 32, 64), rows, CACHED, (1, 4, 16), repeats=5)
 
     def within(self, context: int | None) -> "Grid":
-        """The part that a target's context holds; behind what there is room for, if behind none."""
+        """The part that a target's context holds; behind what there is room for, if behind none.
+
+        Raises RecipeError where it holds no number of the nodes.
+        """
         if context is None:
             return self
         nodes = tuple(count for count in self.nodes if count < context)
+        if not nodes:
+            least = min(self.nodes)
+            raise RecipeError(f"nodes: from {least} on, and the target's context is {context}: "
+                              "ask for fewer (--nodes)")  # fmt: skip
         inside = replace(self, nodes=nodes)
         cached = tuple(length for length in self.cached if inside._room(length) <= context)
         return replace(inside, cached=cached or (context - max(nodes),))

@@ -14,12 +14,11 @@ from specdraft.eval.costing.room import most_rows, row_bytes
 from specdraft.eval.drafters.setup import Way
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment
+from specdraft.eval.pricing.cost import COSTS
 from specdraft.models.shapes import TargetShape
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import say
-
-NAME = "costs.json"  # in the folder of a run
 
 
 def measure_costs(
@@ -37,7 +36,7 @@ def measure_costs(
     nothing is lacking, nothing is said and nothing written. Raises DataError where it holds no
     costs.
     """
-    out = out or Path(recipe.output.dir) / NAME
+    out = out or Path(recipe.output.dir) / COSTS
     way = Way.of(recipe.eval, target)
     ledger = Ledger(out, recipe.name, subject(target, trained, way))
     left = _left(ledger, target, trained, _with_room(grid, recipe, target), way)

@@ -15,7 +15,7 @@ from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.pricing.cost import CostModel, load_costs
+from specdraft.eval.pricing.cost import COSTS, CostModel, load_costs
 from specdraft.models.eagle3 import Eagle3Config
 from specdraft.models.embeddings import DTYPES
 from specdraft.models.falcon import FalconConfig
@@ -106,7 +106,7 @@ def make_dynamic(setup: Setup, only: str | None = None) -> DynamicFalcon:
 
 def measured_costs(setup: Setup) -> CostModel | None:
     """What eval/costs.py has measured for the run, if it has."""
-    path = Path(setup.recipe.output.dir) / "costs.json"
+    path = Path(setup.recipe.output.dir) / COSTS
     return load_costs(path, setup.target) if path.is_file() else None
 
 

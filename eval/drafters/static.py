@@ -106,7 +106,7 @@ class StaticTree:
         if wanted not in (None, block_size):
             raise RecipeError(
                 f"the tree {name} was made for blocks of {wanted}, and the head has blocks of "
-                f"{block_size}; take a tree for these, or grow one: eval/grow.py"
+                f"{block_size}; take a tree for these, or fit one: eval/fit.py"
             )
         return cls(load_tree_paths(name), block_size, coupled)
 

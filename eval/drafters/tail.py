@@ -59,7 +59,7 @@ class MaxGramTail:
         ends = deepest(tree.topology, self.paths)
         tails = []
         for end in ends:
-            ahead = [drafted[node - 1] for node in path_to(tree.topology, end)]
+            ahead = [drafted[node - 1] for node in tree.topology.path(end)]
             tails.append(self.maxgram.continuation(row, ahead, self.count))
         topology = grafted(tree.topology, tuple(zip(ends, map(len, tails), strict=True)))
         fresh = upload([token for tail in tails for token in tail], tree.tokens.device)
@@ -69,15 +69,6 @@ class MaxGramTail:
 def deepest(topology: Topology, count: int) -> list[int]:
     """The first `count` nodes of the greatest depth."""
     return [node for node, own in enumerate(topology.depths) if own == topology.depth][:count]
-
-
-def path_to(topology: Topology, node: int) -> list[int]:
-    """The nodes from below the root down to a node."""
-    path = []
-    while node:
-        path.append(node)
-        node = topology.parents[node]
-    return path[::-1]
 
 
 @lru_cache(maxsize=512)

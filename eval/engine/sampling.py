@@ -60,13 +60,20 @@ def gumbel(seed: int, positions: Tensor, ids: Tensor | int) -> Tensor:
     return -(-level.log()).log()
 
 
+def perturbed(
+    logits: Tensor, position: int, seed: int, temperature: float, top_k: int, top_p: float
+) -> Tensor:
+    """Warped logits [V] and the noise of an absolute position: the largest is the token drawn."""
+    scores = warp(logits, temperature, top_k, top_p)
+    noise = gumbel(seed, torch.tensor(position, device=logits.device), len(logits))
+    return scores.double() + noise
+
+
 def sample(
     logits: Tensor, position: int, seed: int, temperature: float, top_k: int, top_p: float
 ) -> int:
     """Draw the token at an absolute position from logits [V] of the position before it."""
-    scores = warp(logits, temperature, top_k, top_p)
-    noise = gumbel(seed, torch.tensor(position, device=logits.device), len(logits))
-    return int((scores.double() + noise).argmax())
+    return int(perturbed(logits, position, seed, temperature, top_k, top_p).argmax())
 
 
 class SeededChance:

@@ -61,11 +61,15 @@ class Generate:
         lookup_tokens: int | None = None,
     ):
         self.target, self.options, self.assistant = target, {}, None
+        self.model = _with(target.model, **_ids(target.model.generation_config))
         self.pad = min(target.eos_ids, default=0)
         if lookup_tokens:
             self.options = {"prompt_lookup_num_tokens": lookup_tokens}
         if student:
-            self.assistant = _assistant(student.model, gamma)
+            # `gamma` tokens every time, no early exit.
+            settings = {"num_assistant_tokens": gamma, "assistant_confidence_threshold": 0.0}
+            settings["num_assistant_tokens_schedule"] = "constant"
+            self.assistant = _with(student.model, **settings)
             self.options = {"assistant_model": self.assistant}
 
     def __call__(self, requests: Sequence[Request]) -> Outcome:
@@ -106,7 +110,7 @@ class Generate:
             begun = {"decoder_input_ids": torch.tensor(starts, device=self.target.device)}
             # Its own would have as many layers as the encoder.
             begun["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        output = self.target.model.generate(
+        output = self.model.generate(
             input_ids=torch.tensor(ids, device=self.target.device),
             attention_mask=torch.tensor(mask, device=self.target.device),
             max_new_tokens=batch[0].max_new_tokens,
@@ -126,15 +130,18 @@ class Generate:
         return Completion(0, tokens, [Step(n, 0, 0, n - 1) for n in spread])
 
 
-def _assistant(model: nn.Module, gamma: int) -> nn.Module:
-    """The student with settings of its own: `gamma` tokens every time, no early exit."""
-    assistant = copy.copy(model)
-    assistant.generation_config = GenerationConfig(
-        num_assistant_tokens=gamma,
-        num_assistant_tokens_schedule="constant",
-        assistant_confidence_threshold=0.0,
-    )
-    return assistant
+def _with(model: nn.Module, **settings) -> nn.Module:
+    """The model with these settings of `generate` and no others: a repetition penalty, say, that
+    its own files ask for would be no plain decoding."""
+    own = copy.copy(model)
+    own.generation_config = GenerationConfig(**settings)
+    return own
+
+
+def _ids(config: GenerationConfig) -> dict:
+    """Which tokens begin, end and pad."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    return {name: getattr(config, name) for name in names}
 
 
 def _sampling(request: Request) -> dict:

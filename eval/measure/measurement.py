@@ -12,7 +12,7 @@ from torch import nn
 from specdraft.data.prompts import Prompt
 from specdraft.eval.drafters.registry import needs, rule_of, tree_of
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.engine.request import GUMBEL
+from specdraft.eval.engine.request import GUMBEL, Request
 from specdraft.eval.measure.categories import add_speedups, by_category, macro
 from specdraft.eval.measure.failure import FaultTolerant, failures_of
 from specdraft.eval.measure.identity import differences
@@ -38,12 +38,13 @@ NOT_COMPARED = {"identical": None, "near_ties": None, "differences": []}
 
 @dataclass(frozen=True)
 class Measurement:
-    """Prompts, one per turn, and what methods have made of them, batch by batch."""
+    """Prompts, one per turn, as requests, and what methods have made of them, batch by batch."""
 
     recipe: Recipe
     target: Target
     trained: Trained
     prompts: Sequence[Prompt]
+    requests: Sequence[Request]  # of the prompts
     outcomes: Outcomes
 
     def rows(self) -> list[dict]:
@@ -65,9 +66,10 @@ class Measurement:
         if numbers is None:
             return replace(self, outcomes=outcomes)
         outcomes = {name: [parts[n] for n in numbers] for name, parts in outcomes.items()}
-        taken = batches(names[-1], self.prompts, self.recipe.eval.batch_size)
-        prompts = [prompt for n in numbers for prompt in taken[n]]
-        return replace(self, prompts=prompts, outcomes=outcomes)
+        taken = batches(names[-1], range(len(self.prompts)), self.recipe.eval.batch_size)
+        left = [place for n in numbers for place in taken[n]]
+        prompts, requests = [self.prompts[n] for n in left], [self.requests[n] for n in left]
+        return replace(self, prompts=prompts, requests=requests, outcomes=outcomes)
 
     def parts(self, name: str) -> Iterable[tuple[Sequence[Prompt], Outcome]]:
         """What a method was given at a time, and what became of it."""
@@ -75,14 +77,12 @@ class Measurement:
         return zip(taken, self.outcomes[name], strict=True)
 
     def _figures(self) -> list[dict]:
-        plain_ms = None
-        if REFERENCE in self.outcomes:
-            plain_ms = times(self.outcomes[REFERENCE], 1)["verify_ms_per_step"]
+        reference = self.outcomes.get(REFERENCE)
         rows = []
         for name, parts in self.outcomes.items():
             models = self.trained.networks(needs(name))
             share = parameter_share(parts, models, self.target.model)
-            costs = Costs(share, measured_cost(parts, plain_ms))
+            costs = Costs(share, measured_cost(parts, reference))
             row = self._setting(name) | self._identity(name) | counts(parts, costs) | padding(parts)
             row |= times(parts, row["tokens"]) | macro(self.prompts, parts)
             rows.append(row | {"categories": by_category(self.prompts, parts)})
@@ -117,13 +117,14 @@ class Measurement:
         if REFERENCE not in self.outcomes or (sampled and rule_of(name, self.recipe) != GUMBEL):
             return NOT_COMPARED
         plain, ours = self.tokens(REFERENCE), self.tokens(name)
-        found = differences(self.target, self.prompts, plain, ours)
+        found = differences(self.target, self.requests, plain, ours)
+        told = [(self.prompts[number], difference) for number, difference in found]
         return {
             "identical": len(ours) - len(found),
-            "near_ties": sum(difference.near_tie for _, difference in found),
+            "near_ties": sum(difference.near_tie for _, difference in told),
             "differences": [
                 {"prompt": prompt.id, "turn": prompt.turn} | asdict(difference)
-                for prompt, difference in found
+                for prompt, difference in told
             ],
         }
 
@@ -148,7 +149,7 @@ def measure(
     makers = {name: partial(make_method, name, *common) for name in methods}
     runners = {n: FaultTolerant(make) if tolerant else make() for n, make in makers.items()}
     outcomes = take_turns(runners, requests, recipe.eval, progress, remember)
-    return Measurement(recipe, target, trained, prompts, outcomes)
+    return Measurement(recipe, target, trained, prompts, requests, outcomes)
 
 
 def repeat_speedups(row: dict, plain: dict | None) -> list[float]:
@@ -157,13 +158,15 @@ def repeat_speedups(row: dict, plain: dict | None) -> list[float]:
     return [a / b for a, b in zip(row[key], plain[key], strict=True)] if plain else []
 
 
-def measured_cost(parts: Sequence[Outcome], plain_ms: float | None) -> float | None:
-    """Time of a drafter's forward over that of a plain step; None where none was measured."""
-    if plain_ms is None:
+def measured_cost(parts: Sequence[Outcome], plain: Sequence[Outcome] | None) -> float | None:
+    """Time of a drafter's forward over that of a plain step, both for a single row of however many
+    go together; None where plain decoding was not measured."""
+    if plain is None:
         return None
     forwards = sum(part.drafter_forwards for part in parts)
-    draft_ms = 1e3 * sum(part.drafter_seconds for part in parts)
-    return draft_ms / forwards / plain_ms if forwards else 0.0
+    steps = sum(len(done.steps) for part in plain for done in part.completions)
+    drafting = sum(part.drafter_seconds for part in parts)
+    return drafting / forwards * steps / sum(p.timing.verify for p in plain) if forwards else 0.0
 
 
 def parameter_share(

@@ -12,6 +12,7 @@ import torch
 from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.registry import Setup, find, make_drafter, rule_of
 from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.padded import PADDINGS, PaddedDecoder
@@ -20,6 +21,7 @@ from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.hf_generate import Generate
 from specdraft.eval.measure.outcome import DecodingMethod, Outcome
 from specdraft.models.target import Target
+from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 
 
@@ -77,6 +79,12 @@ def make_method(
         method.check(trained)
         return Generate(target, **method.generate(setup))
     drafter, rule = make_drafter(name, setup), rule_of(name, recipe)
+    known = {GUMBEL, "walk", *(drafter.rules if drafter else RULES)}
+    if recipe.eval.temperature > 0 and rule not in known:
+        raise RecipeError(
+            f"eval.acceptance = {rule}: not for what {name} drafts; allowed there: "
+            f"{', '.join(sorted(known))}; leave one of the two out"
+        )
     room = capacity + (drafter.max_nodes if drafter else 0)
     if way not in PADDINGS:
         return Engine(Decoder(target, drafter, rows, room), rule)

@@ -6,12 +6,11 @@ draft. Every step emits one bonus token, so `tokens_per_step` is 1 for plain dec
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specdraft.eval.engine.request import Step
 from specdraft.eval.engine.tree import Topology
-from specdraft.eval.measure.ewif import ewif
 from specdraft.eval.measure.outcome import Outcome
 
 NODES = 128  # of a tree that a report tells of
@@ -37,13 +36,22 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
     def swi(cost: float | None) -> float | None:
         return None if cost is None else tokens / (len(steps) + drafter_forwards * cost)
 
-    rates = acceptance_by_depth(steps)
     drafts = sum(step.depth > 0 for step in steps)
 
+    # For drafts of one depth what Theorem 4.1 expects of its alphas; for any, what they bring.
+    gain = sum(step.accepted for step in steps if step.depth) / drafts if drafts else 0.0
+
     def expected(cost: float | None) -> float | None:
-        return None if cost is None or not rates else ewif(rates, drafter_forwards / drafts * cost)
+        if cost is None or not drafts:
+            return None
+        return (1 + gain) / (1 + drafter_forwards / drafts * cost)
 
     drafted_depth, accepted = sum(s.depth for s in steps), sum(s.accepted for s in steps)
+    known = bool(drafted_depth or not accepted)  # transformers tells of no draft
+
+    def per_step_of(drafted: Iterable[int]) -> float | None:
+        return sum(drafted) / len(steps) if known else None
+
     return {
         "outputs": len(completions),
         "tokens": tokens,
@@ -51,12 +59,12 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
         "tokens_per_step": ratio,
         "accepted_per_step": ratio - 1,
         "acceptance_rate": (ratio - 1) / ratio,
-        "acceptance_by_depth": rates,
+        "acceptance_by_depth": acceptance_by_depth(steps),
         "acceptance_by_node": acceptance_by_node(steps),
         "matchness": accepted / drafted_depth if drafted_depth else None,
-        "graph_success": sum(step.copied > 0 for step in steps) / len(steps),
-        "drafted_per_step": sum(step.drafted - step.copies for step in steps) / len(steps),
-        "verified_per_step": sum(step.drafted for step in steps) / len(steps),
+        "graph_success": per_step_of(step.copied > 0 for step in steps),
+        "drafted_per_step": per_step_of(step.drafted - step.copies for step in steps),
+        "verified_per_step": per_step_of(step.drafted for step in steps),
         "drafter_forwards_per_step": per_step,
         "swi_params": swi(costs.by_parameters),
         "swi_measured": swi(costs.measured),

@@ -26,7 +26,7 @@ from specdraft.eval.measure.show import sample
 from specdraft.eval.page.page import write_page
 from specdraft.eval.page.plots import Plot
 from specdraft.eval.page.training import training_curve
-from specdraft.eval.pricing.cost import load_costs
+from specdraft.eval.pricing.cost import COSTS, load_costs
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.fields import plain
@@ -36,7 +36,6 @@ from specdraft.recipes.static_trees import AUTO
 
 SCHEMA = 1
 SAMPLES = 2
-COSTS = "costs.json"  # in the folder of a run
 
 
 def evaluate(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -108,7 +109,8 @@ def _median(tries: Sequence[Outcome]) -> Outcome:
         return failed
     ordered = sorted(tries, key=lambda outcome: outcome.seconds)
     seconds = tuple(each.seconds for each in tries) if len(tries) > 1 else ()
-    return replace(ordered[len(ordered) // 2], tries=seconds)
+    middle = median(each.seconds for each in tries)  # of an even number, between two
+    return replace(ordered[(len(ordered) - 1) // 2], seconds=middle, tries=seconds)
 
 
 def balanced(names: Sequence[str], turn: int) -> list[str]:

@@ -3,7 +3,8 @@
 A replay tells of every step which tokens it gave and which tree was drafted for it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -12,13 +13,13 @@ from specdraft.eval.engine.request import Completion, Step
 from specdraft.recipes.terminal import Screen
 
 ACCEPTED, BONUS, PLAIN = "accepted", "bonus", "plain"
-STYLES = {ACCEPTED: "bold green", BONUS: ""}
+STYLES = {ACCEPTED: "bold green", BONUS: "", PLAIN: ""}
 
 
 def pieces(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], steps: Sequence[Step]
 ) -> list[tuple[str, str]]:
-    """Cut an answer into runs of (text, "accepted" or "bonus"), in order."""
+    """Cut an answer into runs of (text, kind), in order; the kinds are those of `kinds`."""
     return Pieces(tokenizer).add(tokens, steps)
 
 
@@ -32,8 +33,8 @@ class Pieces:
         """Append the tokens of some steps; return their runs."""
         runs, done = [], len(self.tokens)
         self.tokens += tokens
-        for count, kind in _runs(steps):
-            done += count
+        for kind, run in groupby(kind for step in steps for kind in kinds(step)):
+            done += len([*run])
             # Decoded as a whole each time: a token may be part of a character, or carry a space.
             text = self.tokenizer.decode(self.tokens[:done], skip_special_tokens=True)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -42,11 +43,13 @@ class Pieces:
         return runs
 
 
-def _runs(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
-    for step in steps:
-        if step.emitted > 1:  # without a draft that is known, nobody can tell whose they are
-            yield step.emitted - 1, ACCEPTED if step.drafted else BONUS
-        yield 1, BONUS
+def kinds(step: Step) -> list[str]:
+    """Whose each token of a step is: drafted and accepted, the target's own behind a draft, or
+    plain, where nothing was drafted. An end may cut what was accepted, and then there is no bonus.
+    """
+    if not step.drafted:  # with a draft that is not known, nobody can tell whose they are
+        return [BONUS if step.accepted else PLAIN] * step.emitted
+    return ([ACCEPTED] * step.accepted + [BONUS])[: step.emitted]
 
 
 def replay(
@@ -54,14 +57,12 @@ def replay(
 ) -> list[dict]:
     """Of every step, its tokens as (text, kind) and its draft: parents, texts, accepted nodes.
 
-    `kind` is "accepted", "bonus" (the target's own behind a draft) or "plain" (nothing was
-    drafted). Node 0 of a draft is its root and has no text.
+    The kinds are those of `kinds`. Node 0 of a draft is its root and has no text.
     """
     shown, done, replayed = "", 0, []
     for step in steps:
-        kinds = [ACCEPTED] * step.accepted + [BONUS if step.drafted or step.accepted else PLAIN]
         given = []
-        for kind in kinds[: step.emitted]:
+        for kind in kinds(step):
             done += 1
             text = tokenizer.decode(tokens[:done])
             whole = not text.endswith("\N{REPLACEMENT CHARACTER}") or done == len(tokens)

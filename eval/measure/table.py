@@ -73,7 +73,7 @@ def _table(runs: Sequence[dict], spared: Collection[str], troubled: bool) -> Tab
 
 def _title(run: dict) -> str:
     return (
-        f"{run['prompt_set']}: {run['outputs'] + run['failed']} prompts, up to "
+        f"{run['prompt_set']}: {run['outputs'] + run['failed']} outputs of up to "
         f"{run['max_new_tokens']} new tokens, temperature {run['temperature']}, batch "
         f"{run['batch_size']}, {run['dtype']}"
     )

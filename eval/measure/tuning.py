@@ -9,7 +9,6 @@ K for one student; more students have more of them.
 
 import json
 import random
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,30 +19,14 @@ from specdraft.eval.drafters.registry import Space, space_of
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.measurement import REFERENCE, measure, measured_cost
-from specdraft.eval.measure.metrics import Costs, counts, times
+from specdraft.eval.measure.metrics import Costs, counts
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import Parser, whole
-from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.schema import Recipe
 
 Setting = dict[str, Any]  # recipe paths (section.key, section.key.row.column) and their values
 T = TypeVar("T")
-MEASURES = ("wall", "swi")
 FIRST = 2  # prompts of the first rung
-
-
-def parse_tuning(parser: Parser, candidates: int) -> Namespace:
-    """Parse the command line of a script that tunes; RecipeError where there is nothing to try."""
-    parser.add_argument("--by", choices=MEASURES, default="wall", help="what is tuned for")
-    parser.add_argument(
-        "--candidates", type=whole(1, 10**4), default=candidates, help="of the first rung"
-    )
-    parser.add_argument("--prompts", type=whole(1, 10**6), default=16, help="of the last rung")
-    options = parser.parse_intermixed_args()
-    if min(options.candidates, options.prompts) < 1:
-        raise RecipeError("--candidates and --prompts must be at least 1")
-    return options
 
 
 def sample_settings(recipe: Recipe, method: str, limit: int, seed: int = 0) -> list[Setting]:
@@ -140,7 +123,7 @@ class Scorer:
     target: Target
     trained: Trained
     prompts: Sequence[Prompt]
-    by: str  # one of MEASURES
+    by: str  # "wall" or "swi"
 
     def __call__(self, setting: Setting, budget: int) -> float:
         """Over the first `budget` prompts: tokens/s over plain's, or SWI with measured costs."""
@@ -151,5 +134,4 @@ class Scorer:
         plain, ours = (done.outcomes[name] for name in pair)
         if self.by == "wall":
             return sum(part.seconds for part in plain) / sum(part.seconds for part in ours)
-        cost = measured_cost(ours, times(plain, 1)["verify_ms_per_step"])
-        return counts(ours, Costs(0.0, cost))["swi_measured"]
+        return counts(ours, Costs(0.0, measured_cost(ours, plain)))["swi_measured"]

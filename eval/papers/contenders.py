@@ -108,7 +108,7 @@ def measured(
     reports = []
     for row in rows:
         of_row = {REFERENCE: outcomes[rows[0].name], row.method: outcomes[row.name]}
-        done = Measurement(row.recipe, target, row.trained, prompts, of_row)
+        done = Measurement(row.recipe, target, row.trained, prompts, requests, of_row)
         tuning = {"score": row.score, "setting": recipe_part(row.recipe, row.setting)}
         reports.append({"row": row.name} | tuning | _by_category(done))
     return reports

@@ -16,6 +16,7 @@ from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import Measurement, measure
 from specdraft.eval.measure.outcome import Outcome
+from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.papers.students import OverStudents
 from specdraft.eval.papers.table import Found, Plan, Row, Table
 from specdraft.models.student import finished_student
@@ -135,7 +136,8 @@ def compare(
                 seeded = replace(own, eval=replace(own.eval, seed=APART * seed))
                 done = measure(seeded, target, trained, prompts, [*outcomes], progress=False)
                 outcomes[shape.method] += done.outcomes[shape.method]
-            (row,) = Measurement(own, target, trained, every, outcomes).rows()
+            requests = make_requests(own.eval, every)
+            (row,) = Measurement(own, target, trained, every, requests, outcomes).rows()
             error = standard_error(outcomes[shape.method])
             yield {"comparison": name, "shape": str(shape), "standard_error": error} | row
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from specdraft.data.prompts import Prompt
 from specdraft.eval.costing.fitting import fit_tree, write_tree
-from specdraft.eval.costing.measuring import NAME as COSTS
 from specdraft.eval.costing.race import fitting_prompts
 from specdraft.eval.costing.replay import Load, answers
 from specdraft.eval.costing.search import LARGEST, Candidate, priced
@@ -30,7 +29,7 @@ from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.rounds import capacity_for, take_turns
 from specdraft.eval.papers.contenders import asked
 from specdraft.eval.papers.table import Found, Plan, Row, Table
-from specdraft.eval.pricing.cost import load_costs
+from specdraft.eval.pricing.cost import COSTS, load_costs
 from specdraft.models.target import Target
 from specdraft.recipes.fields import Interval
 from specdraft.recipes.schema import Recipe
@@ -107,7 +106,8 @@ def decoded(
     plain, figures = outcomes[REFERENCE], {}
     for name, own in recipes.items():
         both = {REFERENCE: plain, drafter.method: outcomes[name]}
-        figures[name] = Measurement(own, target, drafter.trained, prompts, both).rows()[-1]
+        done = Measurement(own, target, drafter.trained, prompts, requests, both)
+        figures[name] = done.rows()[-1]
     return figures
 
 

@@ -31,6 +31,7 @@ from typing import Any, Self
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 
+COSTS = "costs.json"  # in the folder of a run
 Terms = dict[str, float]  # of a cost, by name: what a weight is multiplied by
 
 

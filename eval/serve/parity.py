@@ -249,7 +249,8 @@ def compared(
     }
     if not greedy:
         return report | {"passed": all(gap["errors"] <= ERRORS for gap in gaps)}
-    wrong = differences(target, prompts, plain["tokens"], theirs.tokens)
+    asked = [Request(prompt.input_ids, 1, source=prompt.source) for prompt in prompts]
+    wrong = differences(target, asked, plain["tokens"], theirs.tokens)
     faults = sum(not difference.near_tie for _, difference in wrong)
     report["identical"] = len(prompts) - len(wrong)
     report["near_ties"] = len(wrong) - faults

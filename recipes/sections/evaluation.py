@@ -32,7 +32,7 @@ class EvalSection(Section):
     # .yaml, or a path.
     tree: str = AUTO
     chain_depth: Draft = 6  # of falcon_chain, eagle_chain, eagle3_chain
-    threads: Few | None = None  # of a CPU while decoding; null: as in training
+    threads: Few | None = None  # of a CPU while decoding; null: as torch takes
     # Whether a head's passes over a single greedy row are made one graph each, in half a minute
     # that the machine remembers; needs a C++ compiler. What is said stays the same.
     compile: bool = False
@@ -61,7 +61,7 @@ class EvalSection(Section):
     # Lengths range over max_new_tokens / spread .. max_new_tokens, and no end token cuts them.
     spread: Factor = 1.0
     seed: Seed = 0
-    lookup_match: Draft = 2  # prompt lookup: longest suffix looked for
+    lookup_match: Draft = 2  # prompt lookup: length of the suffix looked for
     lookup_copy: Draft = 7  # prompt lookup: tokens proposed
     hf_lookup_copy: Draft = 3  # the same of transformers' prompt lookup
     prompt_tokens: Tokens | None = None  # holdout of format text: null: as data.prompt_tokens

@@ -13,7 +13,7 @@ from specdraft.eval.drafters.maxgram import MaxGramDrafter
 from specdraft.eval.drafters.registry import load_trained, needs, problems
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.suffix import FirstSuffixes
-from specdraft.eval.drafters.tail import MaxGramTail, deepest, grafted, path_to
+from specdraft.eval.drafters.tail import MaxGramTail, deepest, grafted
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
@@ -320,7 +320,7 @@ def test_nothing_is_drafted_beyond_a_students_context(target):
 def test_tails_hang_below_the_deepest_nodes():
     tree = Topology([-1, 0, 0, 1, 2, 2])
     assert deepest(tree, 2) == [3, 4]
-    assert path_to(tree, 5) == [2, 5]
+    assert tree.path(5) == [2, 5]
     grown = grafted(tree, ((3, 2), (5, 1)))
     assert grown.parents == (*tree.parents, 3, 6, 5)
     assert grafted(tree, ((3, 2), (5, 1))) is grown

@@ -1,5 +1,7 @@
 """The rules that reject, in the whole decoder: the right law, and no say for the neighbours."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decoding import PATHS, decode, prompts
@@ -94,3 +96,5 @@ def test_a_rule_that_the_drafts_are_not_drawn_for_is_refused(target):
         request = Request([1, 2], 4, temperature=1.0, rule=rule)
         done = next(iter(Decoder(target, drafter, 1, 64).run([request])))
         assert f"request 0: rule '{rule}' is not for these drafts" in str(done.error)
+        greedy = replace(request, temperature=0.0)  # asks for no rule
+        assert next(iter(Decoder(target, drafter, 1, 64).run([greedy]))).error is None

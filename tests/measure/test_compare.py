@@ -182,6 +182,11 @@ def costs(**minutes: float | None) -> list[dict]:
         ({"a": 2.0, "b": 1.95}, {"a": 3.0, "b": 1.0}, "Take a: .*; b has 98% of that after 1.0"),
         ({"a": 2.0, "b": 1.95}, {"a": 1.0, "b": 3.0}, "b within 5% of that cost no less"),
         (
+            {"a": 2.0, "b": 1.95},
+            {"a": 1.0, "b": None},
+            "minutes of training; b within 5% of that.$",
+        ),
+        (
             {"a": 0.9, "b": 0.8},
             {"a": 1.0, "b": 3.0},
             r"None of these is faster .*\(a comes nearest",

@@ -20,6 +20,7 @@ from specdraft.data.sources import bundled_file
 from specdraft.data.store import storage
 from specdraft.eval.checkup import drafters as drafter_checkup
 from specdraft.eval.checkup.served import check_served
+from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.trained import Trained
 from specdraft.models.saved import write_sums
 from specdraft.models.target_files import bundled_target_dir
@@ -274,6 +275,18 @@ def test_a_method_that_changes_one_token_is_found(doctor, ill, monkeypatch):
     code, outcomes, remedies, text = doctor(ill)
     assert (code, failing(outcomes)) == (1, ["falcon_tree = plain"])
     assert "1 of 2 answers are identical" in text
+    assert "report it" in remedies["falcon_tree = plain"]
+
+
+def test_a_drafter_that_raises_is_found_though_every_answer_is_right(doctor, ill, monkeypatch):
+    def broken(self, rows):
+        raise RuntimeError("no draft today")
+
+    monkeypatch.setattr(FalconDrafter, "grow", broken)
+    with pytest.warns(RuntimeWarning, match="no draft today"):
+        code, outcomes, remedies, text = doctor(ill)
+    assert (code, failing(outcomes)) == (1, ["falcon_tree = plain"])
+    assert "its drafter failed: RuntimeError: no draft today" in text
     assert "report it" in remedies["falcon_tree = plain"]
 
 

@@ -310,6 +310,9 @@ def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
     file = tmp_path / "head" / "tree.yaml"
     fit, own = read_fit(file), load_recipe("recipes/tiny.yaml", [*command[1:], "eval.threads=1"])
     drafter = TreeDrafter.of_run(own, tiny)
+    other = run_here("eval/fit.py", *command, "--method", "medusa_tree")
+    assert other.returncode == 2
+    assert "--method medusa_tree: the recipe's run drafts by falcon_tree" in other.stderr
     assert is_fitted(own, tiny, drafter)
     assert not is_fitted(replace(own, eval=replace(own.eval, batch_size=2)), tiny, drafter)
     assert fit.weights == hash_weights(head)

@@ -8,19 +8,22 @@ import re
 import pytest
 import torch
 from commands import ROOT
+from decoding import plain_tokens
 from random_models import random_target
 from rich.console import Console
 
-from specdraft.data.prompts import Prompt, load_prompts
+from specdraft.data.prompts import load_prompts
 from specdraft.eval.costing.tree_growth import best_paths, probability
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.registry import METHODS
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
+from specdraft.eval.engine.sampling import perturbed
 from specdraft.eval.engine.timing import Timing
+from specdraft.eval.measure.hf_generate import Generate
 from specdraft.eval.measure.identity import first_difference
-from specdraft.eval.measure.measurement import repeat_speedups
+from specdraft.eval.measure.measurement import measured_cost, repeat_speedups
 from specdraft.eval.measure.methods import make_method
 from specdraft.eval.measure.metrics import (
     Costs,
@@ -31,7 +34,7 @@ from specdraft.eval.measure.metrics import (
 )
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.report import evaluate, write_report
-from specdraft.eval.measure.show import ACCEPTED, pieces, replay
+from specdraft.eval.measure.show import ACCEPTED, kinds, pieces, replay
 from specdraft.eval.measure.table import identical_outputs, print_report
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
@@ -71,6 +74,31 @@ def test_figures_are_those_counted_by_hand():
     assert clock["tokens_per_second"] == 4.0
     assert clock["draft_ms_per_step"] == pytest.approx(75)
     assert clock["overhead_ms_per_step"] == pytest.approx(200)
+
+
+def test_a_draft_of_any_depth_is_expected_to_bring_what_it_does():
+    steps = [Step(1, 0, 0, 0), Step(7, 6, 6, 6), Step(1, 2, 2, 0), Step(2, 1, 1, 1)]
+    outcome = Outcome([Completion(0, [0] * 11, steps)], 1.0, Timing(forwards=4), (6,), 0.1)
+    figures = counts([outcome], Costs(by_parameters=0.25, measured=None))
+    assert figures["ewif_params"] == pytest.approx((1 + 7 / 3) / (1 + 2 * 0.25))
+    assert figures["ewif_measured"] is None
+
+
+def test_drafts_that_are_not_known_are_no_zeros():
+    outcome = Outcome([Completion(0, [0] * 4, [Step(3, 0, 0, 2), Step(1, 0, 0, 0)])], 1.0, Timing())
+    figures = counts([outcome], Costs(0.0, None))
+    unknown = ("drafted_per_step", "verified_per_step", "graph_success", "matchness")
+    assert [figures[key] for key in unknown] == [None] * 4
+    assert figures["tokens_per_step"] == 2.0
+
+
+def test_a_drafters_pass_costs_what_it_does_beside_a_plain_step_of_a_row():
+    rows = [Completion(n, [0] * 5, [Step(1, 0, 0, 0)] * 5) for n in range(4)]
+    plain = [Outcome(rows, 2.0, Timing(verify=1.0, forwards=5))]
+    ours = [Outcome(rows, 1.0, Timing(verify=0.5, forwards=2), (8,), 0.2)]
+    assert measured_cost(ours, plain) == pytest.approx(0.2 / 8 / (1.0 / 20))
+    assert measured_cost(plain, plain) == 0.0
+    assert measured_cost(ours, None) is None
 
 
 def test_acceptance_by_depth_is_conditional_on_the_depth_before():
@@ -129,26 +157,65 @@ def test_a_replay_tells_of_every_token_and_draft(tiny):
 
 
 def test_a_wrong_output_is_no_near_tie_and_a_tie_is():
-    target = random_target()
-    prompt = Prompt("1", "any", [1, 2, 3], "")
-    logits = target.model(torch.tensor([prompt.input_ids])).logits[0, -1]
+    target, request = random_target(), Request([1, 2, 3], 2)
+    logits = target.model(torch.tensor([request.prompt])).logits[0, -1]
     best, second = logits.topk(2).indices.tolist()
-    assert first_difference(target, prompt, [best, 4], [best, 4]) is None
-    fault = first_difference(target, prompt, [best, 4], [second, 4])
+    assert first_difference(target, request, [best, 4], [best, 4]) is None
+    fault = first_difference(target, request, [best, 4], [second, 4])
     assert (fault.position, fault.plain, fault.ours, fault.near_tie) == (0, best, second, False)
     assert fault.gap == pytest.approx(float(logits[best] - logits[second]), rel=1e-4)
     with torch.no_grad():  # make the two logits equal
         target.lm_head.weight[second] = target.lm_head.weight[best]
-    assert first_difference(target, prompt, [best], [second]).near_tie
-    assert not first_difference(target, prompt, [best], [best, 1]).near_tie
+    assert first_difference(target, request, [best], [second]).near_tie
+    assert not first_difference(target, request, [best], [best, 1]).near_tie
+
+
+def move_logit(target: Target, prompt: list[int], token: int, by: float) -> None:
+    """Change what a target says of one token behind a prompt."""
+    with torch.no_grad():
+        feature = target.features(torch.tensor([prompt]))[0, -1]
+        target.lm_head.weight[token] += by * feature / feature.dot(feature)
+
+
+def test_a_near_tie_of_sampling_is_one_of_what_is_drawn_from():
+    target, request = random_target(), Request([1, 2, 3], 1, temperature=0.7, seed=5)
+    logits = target.model(torch.tensor([request.prompt])).logits[0, -1]
+    scores = perturbed(logits, 3, 5, 0.7, 0, 1.0)
+    first, second = scores.topk(2).indices.tolist()
+    fault = first_difference(target, request, [first], [second])
+    assert fault.gap == pytest.approx(0.7 * float(scores[first] - scores[second]), rel=1e-3)
+    assert not fault.near_tie
+    move_logit(target, request.prompt, second, fault.gap)
+    assert first_difference(target, request, [first], [second]).near_tie
+    greedy = dataclasses.replace(request, temperature=0.0)
+    assert not first_difference(target, greedy, [first], [second]).near_tie
+
+
+def test_a_token_that_is_cut_is_a_near_tie_at_the_cut_alone():
+    target, request = random_target(), Request([1, 2, 3], 1, temperature=1.0, top_k=2)
+    logits = target.model(torch.tensor([request.prompt])).logits[0, -1]
+    best, second, third = logits.topk(3).indices.tolist()
+    fault = first_difference(target, request, [best], [third])
+    assert fault.gap == pytest.approx(float(logits[second] - logits[third]), rel=1e-3)
+    assert not fault.near_tie
+    move_logit(target, request.prompt, third, fault.gap - 5e-6)
+    assert first_difference(target, request, [best], [third]).near_tie
 
 
 def test_pieces_put_together_are_the_answer(tiny):
     tokens = tiny.tokenizer("Once there was a café, and it was blue.")["input_ids"]
-    steps = [Step(1, 0, 0, 0), Step(3, 5, 3, 2), Step(len(tokens) - 4, 5, 3, 3)]
+    rest = len(tokens) - 4
+    steps = [Step(1, 0, 0, 0), Step(3, 5, 3, 2), Step(rest, rest, rest, rest - 1)]
     runs = pieces(tiny.tokenizer, tokens, steps)
     assert "".join(text for text, _ in runs) == tiny.tokenizer.decode(tokens)
     assert [kind == ACCEPTED for _, kind in runs].count(True) == 2
+
+
+def test_an_end_within_a_draft_leaves_no_bonus():
+    cut = [Step(1, 0, 0, 0), Step(2, 5, 3, 3), Step(2, 5, 3, 1)]
+    assert [kinds(step) for step in cut] == [["plain"], ["accepted"] * 2, ["accepted", "bonus"]]
+    unknown = Step(3, 0, 0, 2)  # of transformers
+    assert kinds(unknown) == ["bonus"] * 3
 
 
 # EAGLE-1 and Medusa heads have runs of their own in their tests.
@@ -230,6 +297,17 @@ def test_baselines_run_in_the_same_mode_as_ours(tiny):
             modes.clear()
 
 
+def test_generate_is_the_target_itself_whatever_its_files_ask_for():
+    target, requests = random_target(), [Request([n, 3, n], 12) for n in range(1, 5)]
+    target.model.generation_config.repetition_penalty = 3.0
+    target.model.generation_config.no_repeat_ngram_size = 2
+    expected = [plain_tokens(target, request.prompt, 12) for request in requests]
+    for options in ({}, {"lookup_tokens": 3}):
+        done = Generate(target, **options)(requests).completions
+        assert [one.tokens for one in done] == expected
+    assert target.model.generation_config.repetition_penalty == 3.0
+
+
 def test_80_columns_hold_a_table_of_what_matters_most(report, capsys):
     for run in report["runs"]:
         run["tokens_per_second_repeats"] = [110.0, 12000.0]
@@ -261,6 +339,15 @@ def test_an_unknown_method_is_answered_with_the_known_ones(tiny):
         make_method("falcon_tree", recipe, tiny, Trained(), 64)
     with pytest.raises(RecipeError, match="needs a Max-Gram table"):
         make_method("maxgram", recipe, tiny, Trained(), 64)
+
+
+def test_a_rule_that_a_methods_drafts_are_not_for_is_named_with_both(tiny):
+    recipe = load_recipe("recipes/tiny.yaml", ["eval.acceptance=recursive"])
+    make_method("prompt_lookup", recipe, tiny, Trained(), 64)  # greedy: no rule is asked for
+    recipe = load_recipe("recipes/tiny.yaml", ["eval.acceptance=recursive", "eval.temperature=1"])
+    make_method("plain", recipe, tiny, Trained(), 64)
+    with pytest.raises(RecipeError, match=r"eval\.acceptance = recursive: .*prompt_lookup.*walk"):
+        make_method("prompt_lookup", recipe, tiny, Trained(), 64)
 
 
 def test_a_method_that_samples_is_accepted_by_the_rule_of_its_paper(tiny):
