@@ -96,7 +96,8 @@ class RivalTable(Table):
         ours = Rival(self.name, "falcon", path, common, TREE)
         rivals = [ours, Rival(self.name, "falcon, chain", path, common, CHAIN)]
         for name, changes in self.variants.items():
-            rivals.append(Rival(self.name, name, path, (*common, *changes), TREE))
+            method = CHAIN if name.endswith(A_CHAIN) else TREE
+            rivals.append(Rival(self.name, name, path, (*common, *changes), method))
         for name, (rival_path, *changes) in self.against.items():
             overrides = (*common, *changes)
             recipe = load_recipe(rival_path, [*overrides], check=problems)

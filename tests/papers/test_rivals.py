@@ -75,6 +75,7 @@ def test_rows_are_left_out_by_how_their_names_begin():
     kept = {name for name in every if not name.startswith(("eagle3", "medusa"))}
     assert {row.name for row in some} == kept < every.keys()
     assert every["eagle, chain"] == "eagle_chain"
+    assert every["falcon, every alignment, chain"] == "falcon_chain"
 
 
 @pytest.mark.parametrize(
