@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from specdraft.models.embeddings import check_no_bias
 from specdraft.models.families.encoder_decoder import base_of, decoder_depth
 from specdraft.models.saved import check_sums, write_sums
 from specdraft.models.shapes import (
@@ -121,7 +122,7 @@ def make_student(section: StudentSection, target: Target, seed: int = 0) -> Stud
     """Build the student of a recipe for a target; random weights are drawn from `seed`.
 
     Raises RecipeError for layers or adapters that the models do not have, TargetError when a
-    pretrained student cannot be loaded or has other tokens.
+    pretrained student cannot be loaded or has other tokens, or an lm_head has a bias.
     """
     torch.manual_seed(seed)
     if section.model is not None:
@@ -138,6 +139,7 @@ def make_student(section: StudentSection, target: Target, seed: int = 0) -> Stud
         )
     else:
         model = LlamaForCausalLM(own_config(section, target)).float()
+    check_no_bias(model.get_output_embeddings(), section.model or f"a student of {target.name}")
     # It stops where the target stops, also where it is used without us.
     model.generation_config = copy.deepcopy(target.model.generation_config)
     if section.training == "lora":
