@@ -127,7 +127,7 @@ def check_no_bias(lm_head: nn.Module | None, name: str) -> None:
     """Raise TargetError for an lm_head that is more than a matrix."""
     if getattr(lm_head, "bias", None) is not None:
         raise TargetError(
-            f"{name}: its lm_head has a bias, which no head can be trained against yet; "
+            f"{name}: its lm_head has a bias, which training would leave out; "
             "drafters without training, like prompt lookup, work"
         )
 

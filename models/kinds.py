@@ -26,13 +26,14 @@ def part_of(kind: str) -> str:
 def overrides_of(kind: str, recipe: str, given: Sequence[str]) -> list[str]:
     """What makes a kind of a recipe, which is named as `find_recipe` takes it.
 
-    given: the user's overrides, of which those of the target count: the layers that EAGLE-3 reads
-    and a student keeps are of its depth.
+    given: the user's overrides, of which those of the target count, and parts of a recipe, which
+    may name one: the layers that EAGLE-3 reads and a student keeps are of its depth.
     """
     part = part_of(kind)
     if kind not in ("eagle3", "student"):
         return [part]
-    base = load_recipe(recipe, [one for one in given if one.startswith("target")])
+    of_target = [one for one in given if one.startswith("target") or one.endswith(".yaml")]
+    base = load_recipe(recipe, of_target)
     count = target_shape(base)[0].layers
     if kind == "student":
         return [part, f"student.keep_layers={sorted({0, count - 1})}"]

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from specdraft.models.embeddings import check_no_bias
 from specdraft.models.families.encoder_decoder import base_of, decoder_depth
 from specdraft.models.saved import check_sums, write_sums
 from specdraft.models.shapes import (
@@ -121,7 +122,7 @@ def make_student(section: StudentSection, target: Target, seed: int = 0) -> Stud
     """Build the student of a recipe for a target; random weights are drawn from `seed`.
 
     Raises RecipeError for layers or adapters that the models do not have, TargetError when a
-    pretrained student cannot be loaded or has other tokens.
+    pretrained student cannot be loaded or has other tokens, or an lm_head has a bias.
     """
     torch.manual_seed(seed)
     if section.model is not None:
@@ -138,6 +139,7 @@ def make_student(section: StudentSection, target: Target, seed: int = 0) -> Stud
         )
     else:
         model = LlamaForCausalLM(own_config(section, target)).float()
+    check_no_bias(model.get_output_embeddings(), section.model or f"a student of {target.name}")
     # It stops where the target stops, also where it is used without us.
     model.generation_config = copy.deepcopy(target.model.generation_config)
     if section.training == "lora":
@@ -157,7 +159,8 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
     """Copy a target with some of its layers, in float32.
 
     shared: embedding and lm_head are the target's own tensors where the dtypes agree, and are not
-    trained. Raises RecipeError for layers that the target does not have.
+    trained. Raises RecipeError for layers that the target does not have, or that are built unlike
+    those whose places they take: the first ones of a mixture of experts are often dense.
     """
     key, count = decoder_depth(target.config)
     check_layers(keep, count, target.name)
@@ -181,10 +184,7 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
     prefix = next(name for name, part in target.model.named_modules() if part is theirs)
     rest = {k: v for k, v in target.model.state_dict().items() if not k.startswith(f"{prefix}.")}
     model.load_state_dict(rest, strict=False)
-    first = theirs[0].state_dict()  # T5's has what all share: the bias of distances
-    for ours, layer in zip(_layers(base_of(model), len(keep)), keep, strict=True):
-        state = first | theirs[layer].state_dict()
-        ours.load_state_dict({name: state[name] for name in ours.state_dict()})
+    _copy_layers(theirs, keep, _layers(base_of(model), len(keep)), target.name)
     if shared:
         embedding.weight = nn.Parameter(target.embedding_weight.detach().float(), False)
         lm_head.weight = nn.Parameter(target.lm_head_weight.detach().float(), False)
@@ -271,7 +271,8 @@ def adapted(model: PreTrainedModel, section: StudentSection) -> PreTrainedModel:
         raise RecipeError(
             "student.training = 'lora': needs peft; pip install 'specdraft[lora]'"
         ) from error
-    linear = (name for name, part in model.named_modules() if isinstance(part, nn.Linear))
+    last = model.get_output_embeddings()  # whose weight the loss reads past any adapter
+    linear = (n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not last)
     known = sorted({name.rpartition(".")[2] for name in linear})
     for name in section.lora_targets:
         if name not in known:
@@ -282,6 +283,29 @@ def adapted(model: PreTrainedModel, section: StudentSection) -> PreTrainedModel:
     sizes = {"r": section.lora_rank, "lora_alpha": section.lora_alpha}
     config = LoraConfig(target_modules=list(section.lora_targets), **sizes)
     return inject_adapter_in_model(config, model.requires_grad_(False))
+
+
+def _copy_layers(
+    theirs: nn.ModuleList, keep: tuple[int, ...], ours: nn.ModuleList, name: str
+) -> None:
+    """Copy some layers of a target. Raises RecipeError for one that is built unlike the layer whose
+    place it takes."""
+    for place, (layer, copied) in enumerate(zip(keep, ours, strict=True)):
+        state = theirs[layer].state_dict()
+        if place == 0:  # T5's first has what all share: the bias of distances
+            first = theirs[0].state_dict()
+            state |= {key: first[key] for key in first if "relative_attention_bias" in key}
+        if _shapes(copied.state_dict()) != _shapes(state):
+            raise RecipeError(
+                f"student.keep_layers = {list(keep)}: layer {layer} of {name} is built unlike "
+                f"layer {place}, whose place it would take; keep layer {place}, too, or set "
+                "student.layers"
+            )
+        copied.load_state_dict(state)
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
 
 
 def _layers(model: nn.Module, count: int) -> nn.ModuleList:

@@ -20,6 +20,7 @@ from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.sourced import Sourced
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.generation.answers import build_caches, build_token_cache
+from specdraft.models.embeddings import check_no_bias
 from specdraft.models.hub import check_login
 from specdraft.models.student import finished_student, make_student
 from specdraft.models.target import Target
@@ -65,6 +66,8 @@ def train(recipe: Recipe, accelerator: Accelerator, load_target: LoadTarget) -> 
     prompts = load_prompts(recipe, target.tokenizer)
     measure = measuring(recipe, target, "ssd", lambda model: Trained(student=model.as_target()))
     if recipe.student.training != "none":
+        if recipe.distill.divergences:
+            check_no_bias(target.lm_head, target.name)
         student = make_student(recipe.student, target, recipe.train.seed)
         if recipe.train.checkpointing:
             student.checkpoint_layers()

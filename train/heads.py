@@ -22,7 +22,7 @@ from specdraft.eval.drafters.trained import CARDS, KINDS, Trained
 from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.report import evaluate, tokens_per_step
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
-from specdraft.models.embeddings import TargetEmbeddings
+from specdraft.models.embeddings import TargetEmbeddings, check_no_bias
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.hub import check_login
 from specdraft.models.medusa import MedusaHeads
@@ -190,6 +190,7 @@ def train_head(
     """Run every stage of a recipe; all ranks call this."""
     check_login(recipe.hub)
     target = load_target()
+    check_no_bias(target.lm_head, target.name)
     kind.check(recipe, target)
     prompts = load_prompts(recipe, target.tokenizer)
     if recipe.eval.tree == AUTO:

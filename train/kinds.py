@@ -25,8 +25,11 @@ def with_kind(arguments: list[str]) -> list[str]:
 
 
 def named(arguments: list[str]) -> list[str]:
-    """The recipe, and what it is overridden by: what is no option."""
-    recipe, *others = [one for one in arguments if not one.startswith("-")] or [""]
+    """The recipe, and what it is overridden by: what is no option, nor the value of one."""
+    parser = Parser(prog="specdraft train", add_help=False)
+    parser.add_argument("--processes")  # the one of the scripts' options that has a value
+    _, rest = parser.parse_known_args(arguments)
+    recipe, *others = [one for one in rest if not one.startswith("-")] or [""]
     overrides = [one for one in others if "=" in one or one.endswith(".yaml")]
     return [recipe, *overrides] if recipe else []
 

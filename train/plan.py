@@ -84,7 +84,7 @@ def make_plan(
     parameters = student.trained if student else _head_parameters(recipe, shape)
     exact = tokens is not None
     if rows is None and recipe.data.limit is not None:
-        rows = max(0, recipe.data.limit - recipe.data.holdout) * _samples(recipe)
+        rows = recipe.data.limit * _samples(recipe)  # of what the holdout has left
     if rows is not None and not exact:
         tokens = rows * recipe.data.max_length
     cache_bytes = None

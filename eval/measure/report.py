@@ -14,7 +14,7 @@ from pathlib import Path
 from specdraft.data.atomic import write_atomic
 from specdraft.data.prompt_sets import set_of
 from specdraft.data.prompts import Prompt
-from specdraft.eval.drafters.registry import featured, find
+from specdraft.eval.drafters.registry import featured, find, needs
 from specdraft.eval.drafters.setup import tree_file
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment
@@ -27,9 +27,11 @@ from specdraft.eval.page.page import write_page
 from specdraft.eval.page.plots import Plot
 from specdraft.eval.page.training import training_curve
 from specdraft.eval.pricing.cost import COSTS, load_costs
+from specdraft.models.cards.log import LOG
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.fields import plain
+from specdraft.recipes.find import drafter_folder
 from specdraft.recipes.fitted_tree import read_fit
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO
@@ -58,13 +60,13 @@ def evaluate(
         prompts = expand_turns(recipe, target, prompts)
         done = measure(recipe, target, trained, prompts, methods, progress, remember, tolerant=True)
         where = environment(target)
-    ours, run = featured(methods), Path(recipe.output.dir)
+    ours = featured(methods)
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "recipe": recipe.to_dict(),
         "environment": where,
-        "training": [] if recipe.head.model else training_curve(run),
+        "training": training_shown(recipe, ours),
         "fit": fit,
         "drafter": trained.weights(),
         "chat": getattr(target.tokenizer, "chat_template", None) is not None,
@@ -95,6 +97,16 @@ def fit_shown(recipe: Recipe, trained: Trained, methods: Sequence[str]) -> dict 
     if fit is None:
         return None
     return plain(asdict(fit)) | {"verify_ms": _curve(Path(recipe.output.dir) / COSTS)}
+
+
+def training_shown(recipe: Recipe, method: str) -> list[dict]:
+    """The curve of the training of what a method drafts with; none where that is no run's, or was
+    counted. The log lies in the drafter's own folder where another kind was trained after it."""
+    if recipe.head.model or needs(method) == ("table",):
+        return []
+    run = Path(recipe.output.dir)
+    own = drafter_folder(run, recipe.kind)
+    return training_curve(own if (own / LOG).is_file() else run)
 
 
 def _curve(path: Path) -> list[dict]:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from random_families import random_model
 from random_models import HIDDEN, VOCAB, kept_for_backward, random_target
 from small_tokenizer import small_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -20,6 +21,19 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.schema import StudentSection
 
+LATENT = {  # of DeepSeek
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 2,
+}
 OWN = {"layers": 1, "hidden": 8, "heads": 2, "intermediate": 12}
 
 
@@ -117,6 +131,18 @@ def test_all_layers_kept_is_the_target(target):
 def test_layers_the_target_does_not_have_are_told(target):
     with pytest.raises(RecipeError, match=r"keep_layers = \[0, 2\]: random-0 has layers 0 to 1"):
         student_of(target, keep_layers=[0, 2])
+
+
+def test_a_layer_that_is_built_unlike_the_one_whose_place_it_takes_is_told():
+    """Of four layers of this one the first is dense, and the others mix experts."""
+    family = {**LATENT, "num_hidden_layers": 4, "first_k_dense_replace": 1, "v_head_dim": 5}
+    target = Target(random_model("DeepseekV3", **family), None, "mixture")
+    with pytest.raises(RecipeError, match=r"= \[2, 3\]: layer 2 of mixture .* keep layer 0, too"):
+        student_of(target, keep_layers=[2, 3])
+    kept = student_of(target, keep_layers=[0, 2, 3]).model.model.layers
+    for layer, copied in zip((0, 2, 3), kept, strict=True):
+        theirs = target.model.model.layers[layer].state_dict()
+        assert all(torch.equal(theirs[name], t) for name, t in copied.state_dict().items())
 
 
 def test_heads_that_do_not_fit_are_told(target):
@@ -221,6 +247,13 @@ def test_checkpointing_keeps_less_and_changes_no_bit(target, section):
 def test_a_layer_that_lora_cannot_find_is_named_with_those_there_are(target):
     with pytest.raises(RecipeError, match=r"no linear layer is called 'query'.*k_proj.*q_proj"):
         student_of(target, keep_layers=[0], training="lora", lora_targets=["q_proj", "query"])
+
+
+def test_lora_does_not_adapt_lm_head_which_the_loss_reads_as_it_is(target):
+    with pytest.raises(
+        RecipeError, match=r"no linear layer is called 'lm_head'; .*q_proj, up_proj"
+    ):
+        student_of(target, keep_layers=[0], training="lora", lora_targets=["q_proj", "lm_head"])
 
 
 def test_lora_without_peft_says_what_to_install(target, monkeypatch):

@@ -29,6 +29,7 @@ from specdraft.train.fit.checkpoint import (
     Checkpoints,
     Launch,
     TrainState,
+    check_continued,
     check_run,
     expected_bytes,
     read_state,
@@ -181,6 +182,43 @@ def test_another_number_of_processes_goes_on_as_if_it_had_been_there_from_the_st
     )
 
 
+def speeds_of(speeds, seen):
+    """An evaluation with a speed per step, which notes when it was asked."""
+
+    def evaluate(head, step):
+        seen.append(step)
+        return {"tokens_per_step": speeds[step]}
+
+    return evaluate
+
+
+def test_what_was_evaluated_behind_the_last_checkpoint_is_in_it(tmp_path):
+    """It is saved at step 6, and evaluated there when training is over."""
+    changes, seen = {"train.save_every": 3, "train.eval_every": 4}, []
+    evaluate = speeds_of({4: 2.0, 6: 3.0, 8: 2.5}, seen)
+    state, _ = train(tmp_path, evaluate=evaluate, **changes)
+    kept = (tmp_path / "falcon" / "model.safetensors").read_bytes()
+    assert read_state(tmp_path / "checkpoints" / "step-6")["state"]["best"] == state.best
+    train(tmp_path, evaluate=evaluate, **changes)
+    assert seen == [4, 6]
+    assert [record["step"] for record in log_lines(tmp_path, "eval")] == seen
+    prolonged, _ = train(tmp_path, evaluate=evaluate, **changes, **{"train.steps": 8})
+    assert (prolonged.step, prolonged.best) == (8, {"tokens_per_step": 3.0})
+    assert (tmp_path / "falcon" / "model.safetensors").read_bytes() == kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "best"),
+    [({"eval.temperature": 1.0}, 2.0), ({"eval.tree": "tiny_k2"}, 2.0), ({"eval.repeats": 2}, 5.0)],
+)
+def test_a_best_that_was_measured_otherwise_is_none(tmp_path, changes, best):
+    evaluate = speeds_of({6: 5.0, 9: 2.0}, [])
+    train(tmp_path, evaluate=evaluate, **{"train.eval_every": 6})
+    longer = {"train.eval_every": 9, "train.steps": 9}
+    state, _ = train(tmp_path, evaluate=evaluate, **longer, **changes)
+    assert state.best == {"tokens_per_step": best}
+
+
 # -- whose checkpoint ------------------------------------------------------------------------------
 
 
@@ -255,6 +293,31 @@ def test_what_does_not_alter_a_step_may_change():
     assert differences(there, here, FREE) == {}
     here["train"]["seed"] = 1
     assert differences(there, here, FREE) == {"train.seed": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train.forward_tokens": 40},
+        {"target.prepack_gib": 0.0},
+        {"data.batch_rows": 4, "data.timeout": 9.0, "data.retries": 1},
+        {"drafting.gamma": 3, "maxgram.n": 4, "cascade.leniency": 2.0},
+    ],
+)
+def test_what_changes_no_step_may_change_between_two_of_them(tmp_path, change):
+    train(tmp_path)
+    state, _ = train(tmp_path, **{"train.steps": 7}, **change)
+    assert state.step == 7
+
+
+def test_a_server_may_move_and_not_come_or_go(tmp_path):
+    def check(there, here):
+        recipes = ({"data": {"server": server}} for server in (there, here))
+        check_continued(tmp_path, {"recipe": next(recipes)}, next(recipes))
+
+    check("http://a:8000/v1", "http://b:8000/v1")
+    with pytest.raises(RecipeError, match=r"made with data.server = None, now it is http://b"):
+        check(None, "http://b:8000/v1")
 
 
 def test_a_run_from_before_a_setting_was_known_had_its_default():

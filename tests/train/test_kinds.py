@@ -56,6 +56,22 @@ def test_layers_are_of_the_target_that_is_named_behind():
     assert recipe.data.feature_layers == (2, 18, 33)  # of the published heads
 
 
+def test_a_part_of_a_recipe_may_name_the_target(tmp_path):
+    part = tmp_path / "larger.yaml"
+    part.write_text("target: {model: Qwen/Qwen3-8B}\n")
+    arguments = with_kind(["own", str(part), "--kind", "eagle3"])
+    assert load_recipe("own", named(arguments)[1:]).data.feature_layers == (2, 18, 33)
+
+
+@pytest.mark.parametrize("option", [["--processes", "8"], ["--processes=8"], ["--proc", "8"]])
+def test_the_value_of_an_option_is_no_recipe(option):
+    arguments = [*option, "--dry-run", "tiny", "head.layers=2"]
+    assert named(arguments) == ["tiny", "head.layers=2"]
+    assert with_kind(arguments) == arguments
+    (script,) = trainers(with_kind([*arguments, "--kind", "eagle"]))
+    assert script == "train.eagle"
+
+
 @pytest.mark.parametrize("count", range(2, 90))
 def test_three_layers_are_of_the_target_and_ascend(count):
     layers = low_middle_high(count)

@@ -29,6 +29,7 @@ from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.batches import Loader, SamplingPlan, collate
 from specdraft.train.fit.journal import StatusBar
 from specdraft.train.fit.loop import fit
+from specdraft.train.fit.run import Run
 from specdraft.train.fit.schedules import learning_rate, total_steps
 from specdraft.train.objectives.csgd import CoupledGlancing
 from specdraft.train.objectives.text import collate_text
@@ -166,8 +167,24 @@ def test_a_forward_has_room_for_its_rows_and_no_long_one_pads_a_short():
     assert sorted(itertools.chain(*parts)) == sorted(lengths)
     assert all(max(part) * len(part) <= 24 or len(part) == 1 for part in parts)
     assert len(parts) == 4  # 5 5 5, 6 6 7, 300, 900
+    many = Loader(rows, plan, collate_text, forward_tokens=24, copies=3)  # of every row
+    parts = [batch.lengths for batch in many.load(0)]
+    assert all(max(part) * len(part) * 3 <= 24 or len(part) == 1 for part in parts)
     (padded,) = Loader(rows, plan, collate_text).load(0)
     assert padded.tokens.numel() == 8 * 900
+
+
+def test_every_alignment_of_a_row_counts_as_tokens_of_a_forward(tmp_path, monkeypatch):
+    sizes, step = [], Run.step
+
+    def measured(run, batches, timer):
+        sizes.extend((batch.tokens.numel(), len(batch.lengths)) for batch in batches)
+        return step(run, batches, timer)
+
+    monkeypatch.setattr(Run, "step", measured)
+    train(tmp_path, **{"train.alignments": "all", "train.forward_tokens": 60, "train.steps": 2})
+    assert all(tokens <= 60 or rows == 2 for tokens, rows in sizes)
+    assert max(rows for _, rows in sizes) > 2  # blocks of two: two of each row
 
 
 @pytest.mark.parametrize("cut", ["train.accumulation=2", "train.forward_tokens=24"])

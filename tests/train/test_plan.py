@@ -168,6 +168,10 @@ def test_counted_rows_replace_the_bound():
     assert plan.steps == 20 * 20
 
 
+def test_a_holdout_takes_nothing_off_the_limit_which_counts_what_it_has_left():
+    assert make_plan(load("vicuna7b", "data.limit=600", "data.holdout=200")).rows == 600
+
+
 def test_without_rows_the_plan_says_so():
     recipe = load("vicuna7b", "data.limit=null")
     plan = make_plan(recipe, 8)

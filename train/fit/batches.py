@@ -187,6 +187,7 @@ class Loader:
         ranks: int = 1,
         pin: bool = False,
         forward_tokens: int | None = None,
+        copies: int = 1,  # that `collate` makes of every row
     ):
         per_rank, rest = divmod(plan.batch_size, accumulation * ranks)
         if rest:
@@ -195,7 +196,7 @@ class Loader:
                 f"train.accumulation x processes = {accumulation} x {ranks}"
             )
         self.data, self.plan, self.collate, self.pin = data, plan, collate, pin
-        self.forward_tokens = forward_tokens
+        self.forward_tokens, self.copies = forward_tokens, copies
         first = rank * accumulation * per_rank
         self.slots = [
             range(first + n * per_rank, first + (n + 1) * per_rank) for n in range(accumulation)
@@ -215,7 +216,8 @@ class Loader:
         lengths = {slot: int(self.plan.lengths[rows[slot]]) for slot in slots}
         parts: list[list[int]] = [[]]
         for slot in sorted(slots, key=lengths.__getitem__):
-            if parts[-1] and (len(parts[-1]) + 1) * lengths[slot] > self.forward_tokens:
+            copies = (len(parts[-1]) + 1) * self.copies
+            if parts[-1] and copies * lengths[slot] > self.forward_tokens:
                 parts.append([])
             parts[-1].append(slot)
         return parts

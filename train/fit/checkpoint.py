@@ -28,12 +28,22 @@ from specdraft.recipes.terminal import say
 
 # What may change between a checkpoint and its continuation: nothing here alters a single step.
 # train.steps and train.epochs may, too: they move the end of the schedules, which is how a run is
-# prolonged; train.accumulation only cuts the same batch differently.
+# prolonged; train.accumulation and train.forward_tokens only cut the same batch differently.
 FREE = {
-    "name", "output", "hub", "eval", "target.device_map", "target.max_memory",
+    "name", "output", "hub", "eval", "drafting", "maxgram", "cascade",
+    "target.device_map", "target.max_memory", "target.prepack_gib",
     "data.cache_dir", "data.drafter", "data.drafter_run",
-    "train.steps", "train.epochs", "train.accumulation", "train.eval_every", "train.save_every",
-    "train.keep", "train.log_every", "train.max_minutes", "train.checkpointing", "train.trackers",
+    "data.batch_rows", "data.timeout", "data.retries",
+    "train.steps", "train.epochs", "train.accumulation", "train.forward_tokens",
+    "train.eval_every", "train.save_every", "train.keep", "train.log_every", "train.max_minutes",
+    "train.checkpointing", "train.trackers",
+}  # fmt: skip
+# What tokens per step are measured with: the best by one of these is nothing to another.
+MEASURING = {
+    "eval.prompts", "eval.limit", "eval.validation", "eval.prompt_tokens", "eval.tree",
+    "eval.chain_depth", "eval.head_dtype", "eval.max_new_tokens", "eval.spread", "eval.seed",
+    "eval.temperature", "eval.top_k", "eval.top_p", "eval.acceptance",
+    "drafting.gamma", "drafting.theta_prob",  # of a student's ssd
 }  # fmt: skip
 STATE = "state.json"
 SHARDING = (DistributedType.DEEPSPEED, DistributedType.FSDP)
@@ -114,10 +124,13 @@ class Checkpoints:
         self._write(writing, final, lambda: self.accelerator.save_state(str(writing)))
         self._write(writing, final, lambda: self._complete(writing, state))
         if self.ranks.is_first:
-            shutil.rmtree(final, ignore_errors=True)
+            if final.exists():
+                _retire(final)
             writing.rename(final)
             atomic.sync(self.folder)
-            self._prune()
+            for old in _by_step(self.folder)[: -self.keep]:
+                _retire(old)
+            self._sweep()
         self.ranks.wait()
 
     def _write(self, writing: Path, final: Path, write: Callable[[], object]) -> None:
@@ -166,8 +179,9 @@ class Checkpoints:
         """Load the newest checkpoint that is whole into the prepared objects; None when there is
         none at all.
 
-        Raises RecipeError when it was made by a recipe that would have run differently, or by
-        processes whose files these cannot read, and CacheError when all are damaged.
+        Its best drafter counts where this recipe measures as its own did. Raises RecipeError when
+        it was made by a recipe that would have run differently, or by processes whose files these
+        cannot read, and CacheError when all are damaged.
         """
         if self.ranks.is_first:
             self._sweep()
@@ -184,7 +198,10 @@ class Checkpoints:
         # Micro-batches of the next step: what it counted were those of another train.accumulation
         # perhaps, and a rank that was not there has not counted at all.
         self.accelerator.step = 0
-        return TrainState(**content["state"])
+        state = TrainState(**content["state"])
+        if MEASURING & differences(content["recipe"], self.recipe, ()).keys():
+            state.best, state.best_step = {}, 0
+        return state
 
     def _newest_whole(self) -> Path | str | None:
         """The newest checkpoint that is whole; those above it are set aside, and that is said.
@@ -222,17 +239,15 @@ class Checkpoints:
         models[:] = [self.accelerator.unwrap_model(model) for model in models]
 
     def _sweep(self) -> None:
-        """Delete what a run that was killed was writing, or deleting."""
+        """Delete what is retired, and what a run that was killed was writing."""
         for name in (".writing-*", ".deleted-*"):
             for leftover in self.folder.glob(name):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _prune(self) -> None:
-        for old in _by_step(self.folder)[: -self.keep]:
-            # Renamed first: a folder that is half deleted must not be taken for a checkpoint.
-            gone = old.with_name(f".deleted-{old.name}")
-            old.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+
+def _retire(checkpoint: Path) -> None:
+    """Rename one that is to be deleted: half of it must not be taken for a checkpoint."""
+    checkpoint.rename(checkpoint.with_name(f".deleted-{checkpoint.name}"))
 
 
 def expected_bytes(drafter: nn.Module) -> int:
@@ -256,6 +271,8 @@ def check_continued(checkpoint: Path, content: dict, recipe: dict, rows: int | N
     content: its state.json; rows: None: not counted yet.
     """
     differing = differences(content["recipe"], recipe, FREE)
+    if None not in differing.get("data.server", [None]):
+        del differing["data.server"]  # where it listens is no matter, whether there is one is
     if rows is not None and content["rows"] != rows:
         differing["rows of training data"] = (content["rows"], rows)
     if differing:

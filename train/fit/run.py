@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -48,6 +49,7 @@ class Objective(Protocol):
     """What a kind of drafter has of its own in training; `fit` does the rest."""
 
     folder: str  # below output.dir: where the best drafter is kept
+    copies: int  # that `collate` makes of every row
 
     def collate(self, rows: list[dict], keys: list[Key]) -> Batch:
         """Pad rows to one micro-batch; what is random in it comes from the rows' keys."""
@@ -95,6 +97,7 @@ class Run:
             ranks=self.ranks.world,
             pin=on_gpu,
             forward_tokens=train.forward_tokens,
+            copies=objective.copies,
         )
         optimizer = make_optimizer(drafter, optim, accelerator.device)
         sharding = accelerator.distributed_type in SHARDING and self.ranks.is_first
@@ -106,7 +109,9 @@ class Run:
         self.checkpoints = Checkpoints(
             self.out, recipe.to_dict(), len(data), accelerator, train.keep, needed
         )
-        self.state = self.checkpoints.resume() or TrainState()
+        resumed = self.checkpoints.resume()
+        self.state = resumed or TrainState()
+        self.saved = resumed and replace(resumed)  # what the newest checkpoint says
         self.sums = self._restored(self.state.sums)  # of this rank since the last line of the log
         if self.state.step > self.steps:
             raise RecipeError(
@@ -246,6 +251,7 @@ class Run:
         self.state.sums = {name: part.tolist() for name, part in sums.items()}
         with self.stop.saving():
             self.checkpoints.save(self.state)
+        self.saved = replace(self.state)
 
     def save_and_stop(self) -> NoReturn:
         """End as who was told to stop. Raises: KeyboardInterrupt."""
@@ -253,8 +259,7 @@ class Run:
         raise KeyboardInterrupt(f"stopped at step {self.state.step}")
 
     def _save_once(self) -> None:
-        newest = self.checkpoints.newest()
-        if newest is None or newest.name != f"step-{self.state.step}":
+        if self.saved != self.state:  # of the same step, too, where it was evaluated since
             self.save()
 
     def _restored(self, sums: dict[str, float | list]) -> Sums:

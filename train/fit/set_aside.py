@@ -4,6 +4,7 @@ Checkpoints, log and boards lie in `output.dir` itself, and are those of the kin
 there last; those of another wait in its own folder, and come back when it is trained on.
 """
 
+import shutil
 from pathlib import Path
 
 from specdraft.recipes.errors import UserError
@@ -19,6 +20,9 @@ def set_aside_others(out: Path, kind: str) -> None:
     if there not in (None, kind):
         for name in LEFT:
             _move(out / name, out / there / name)
+    if not complete_ones(out / "checkpoints") and complete_ones(out / kind / "checkpoints"):
+        for name in LEFT:  # of another training, which ended before its first checkpoint
+            _delete(out / name)
     for name in reversed(LEFT):
         _move(out / kind / name, out / name)
 
@@ -37,3 +41,10 @@ def _move(there: Path, here: Path) -> None:
     if there.exists() and not here.exists():
         here.parent.mkdir(parents=True, exist_ok=True)
         there.rename(here)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

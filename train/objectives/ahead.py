@@ -27,7 +27,7 @@ class TokensAhead:
     target: its `lm_head_weight` [V, H].
     """
 
-    folder = "medusa"
+    folder, copies = "medusa", 1
     collate = staticmethod(collate_text)
 
     def __init__(self, recipe: Recipe, target: TargetEmbeddings | Target):

@@ -40,10 +40,11 @@ class CoupledGlancing:
         self.vocabulary = DraftVocabulary(draft_ids, target)
         self.feature_scale, self.block_size = config.feature_scale, config.block_size
         self.hidden_size = config.hidden_size
+        self.copies = self.block_size if recipe.train.alignments == "all" else 1
 
     def collate(self, rows: list[dict], keys: list[Key]) -> HeadBatch:
         """Pad rows {"input_ids" [T], "loss_mask" [T], "features" [T, H]} to a micro-batch."""
-        return collate(rows, keys, self.block_size, self.recipe.train.alignments == "all")
+        return collate(rows, keys, self.block_size, all_alignments=self.copies > 1)
 
     def plan(self, head: nn.Module, batch: HeadBatch, progress: float) -> tuple[Tensor, Tensor]:
         """Return the revealed positions [B, L] and the positions that carry loss [B, L].

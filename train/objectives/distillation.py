@@ -27,7 +27,7 @@ class Distillation:
     target: runs on rows that bring no features; its embeddings are enough where they do.
     """
 
-    folder = "student"
+    folder, copies = "student", 1
     collate = staticmethod(collate_text)
 
     def __init__(self, recipe: Recipe, student: Student, target: Target | TargetEmbeddings):

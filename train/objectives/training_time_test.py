@@ -29,7 +29,7 @@ class TrainingTimeTest:
     among, None: all.
     """
 
-    folder = "eagle3"
+    folder, copies = "eagle3", 1
 
     def __init__(
         self,

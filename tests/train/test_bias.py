@@ -1,0 +1,51 @@
+"""An lm_head with a bias is refused before anything is made: training reads its matrix alone."""
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from random_families import MLP, random_model
+from torch import nn
+
+from specdraft.models.student import make_student
+from specdraft.models.target import Target
+from specdraft.recipes.errors import TargetError
+from specdraft.recipes.load import load_recipe
+from specdraft.recipes.schema import StudentSection
+from specdraft.train.distill import train
+from specdraft.train.fit.accelerator import make_accelerator
+from specdraft.train.heads import sar_head, train_head
+
+BIASED = "its lm_head has a bias"
+
+
+def biased_target() -> Target:
+    model = Target.load("tiny").model
+    model.lm_head.bias = nn.Parameter(torch.ones(model.config.vocab_size))
+    return Target(model, Target.load("tiny").tokenizer, "biased")
+
+
+def run(name, tmp_path):
+    """Run the stages of a bundled recipe on a target that has a bias."""
+    places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    few = ["data.limit=20", "train.steps=1", "train.eval_every=null"]
+    recipe, target = load_recipe(name, [*places, *few]), biased_target()
+    AcceleratorState._reset_state(True)
+    accelerator = make_accelerator(recipe)
+    if recipe.student.given:
+        train(recipe, accelerator, lambda: target)
+    else:
+        train_head(sar_head("falcon"), recipe, accelerator, lambda: target)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_distill"])
+def test_a_bias_of_the_target_is_told_before_any_cache_is_made(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(TargetError, match=f"biased: {BIASED}"):
+        run(name, tmp_path)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_so_is_one_of_a_student():
+    target = Target(random_model("Phi", **MLP), None, "phi")  # whose lm_head has one, and its copy
+    with pytest.raises(TargetError, match=f"a student of phi: {BIASED}"):
+        make_student(StudentSection(keep_layers=[0, 2]), target)
