@@ -241,14 +241,17 @@ def renderer_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Renderer:
     return Renderer(tokenizer, recipe.data, start)
 
 
-def check_rendered(rendered: int, rejects: list[Reject]) -> None:
-    """Refuse a template that more than 1% of the conversations do not fit. Raises DataError."""
-    failed = sum(reject.broken for reject in rejects)
+def check_rendered(rendered: int, rejects: list[Reject], failed: int | None = None) -> None:
+    """Refuse a template that more than 1% of the conversations do not fit. Raises DataError.
+
+    failed: how many do not; None: as many as there are among the rejects.
+    """
+    failed = sum(reject.broken for reject in rejects) if failed is None else failed
     if failed > 0.01 * (rendered + failed):
         first = "; ".join(f"{r.file}:{r.line}: {r.reason}" for r in rejects if r.broken)[:400]
         raise DataError(
-            f"{failed} of {rendered + failed} conversations cannot be rendered, more than 1%; "
-            f"first: {first}"
+            f"{failed} of {rendered + failed} conversations cannot be rendered, more than 1%"
+            + (f"; first: {first}" if first else "")
         )
 
 

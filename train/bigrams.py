@@ -12,7 +12,7 @@ Shapes: N tokens of a shard, R its rows (conversations), P different bigrams, V 
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.sources import Source, each_source
 from specdraft.data.store.tokens import TokenCache
-from specdraft.data.template import check_rendered, renderer_of
+from specdraft.data.template import Reject, check_rendered, renderer_of
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.interrupt import keeping
@@ -39,6 +39,7 @@ from specdraft.recipes.schema import Recipe
 VERSION = 1  # of the counts on disk; another one is another folder
 SHARD_TOKENS = 1 << 22  # about 150 MB while it is counted
 SHARD_CHARACTERS = 1 << 24  # the same of a text that has no tokens yet
+MANY = 100  # conversations: where none of so many can be rendered, none is
 MERGED_PAIRS = 1 << 24  # bigrams merged at once: 16 bytes each, and as much again twice
 
 
@@ -49,6 +50,7 @@ class Rows:
     ids: NDArray[np.int32]  # [N]
     lengths: NDArray[np.int64]  # [R]
     counted: NDArray[np.bool_]  # [N]
+    broken: int = 0  # conversations that cannot be rendered
 
 
 Shard = tuple[int, Callable[[], Rows]]  # its number, and how to read it
@@ -124,12 +126,20 @@ class StreamedTexts:
     def _read(self, conversations: list[chat.Conversation]) -> Rows:
         before = len(self.renderer.rejects)
         examples = list(self.renderer.examples(conversations))
-        check_rendered(len(examples), self.renderer.rejects[before:])
-        ids = [np.asarray(example.ids, dtype=np.int32) for example in examples]
-        mask = np.concatenate([np.asarray(example.mask, dtype=bool) for example in examples])
+        rejects = self.renderer.rejects[before:]
+        if len(conversations) >= MANY and not examples:  # no need to read the others
+            check_rendered(0, rejects)
+        lengths = np.asarray([len(example.ids) for example in examples], dtype=np.int64)
+        ids = np.fromiter(chain.from_iterable(e.ids for e in examples), np.int32, lengths.sum())
+        mask = np.fromiter(chain.from_iterable(e.mask for e in examples), bool, lengths.sum())
         if self.everything:
             mask = np.ones_like(mask)
-        return Rows(np.concatenate(ids), np.asarray([len(row) for row in ids]), mask)
+        return Rows(ids, lengths, mask, sum(reject.broken for reject in rejects))
+
+    @property
+    def rejects(self) -> list[Reject]:
+        """Conversations of the shards read so far that cannot be rendered, or are left out."""
+        return self.renderer.rejects
 
 
 Corpus = CachedTokens | StreamedTexts
@@ -138,7 +148,8 @@ Corpus = CachedTokens | StreamedTexts
 def count(corpus: Corpus, cache_dir: Path, vocab_size: int, ranks: Ranks = ALONE) -> "Counts":
     """Count every shard that is not counted yet; all ranks call this, each does its share.
 
-    Raises: DataError for a token id outside the vocabulary.
+    Raises: DataError for a token id outside the vocabulary, or a template that too many
+    conversations do not fit.
     """
     settings = {"version": VERSION, "vocab_size": vocab_size, **corpus.settings}
     folder = cache_dir / f"bigrams-{fingerprint.of_settings(settings)}"
@@ -155,7 +166,10 @@ def count(corpus: Corpus, cache_dir: Path, vocab_size: int, ranks: Ranks = ALONE
             if number % ranks.world == ranks.rank:
                 _count_shard(_shard_path(folder, number), read, vocab_size, bar)
         ranks.wait()
-    return Counts(folder, shards, vocab_size)
+    counts = Counts(folder, shards, vocab_size)
+    if counts.broken:
+        check_rendered(counts.rows, corpus.rejects, counts.broken)
+    return counts
 
 
 def _count_shard(path: Path, read: Callable[[], Rows], vocab_size: int, bar: tqdm) -> None:
@@ -165,7 +179,8 @@ def _count_shard(path: Path, read: Callable[[], Rows], vocab_size: int, bar: tqd
     else:
         rows = read()
         counts, tokens = count_rows(rows, vocab_size), len(rows.ids)
-        metadata = {"rows": str(len(rows.lengths)), "tokens": str(tokens)}
+        metadata = {"rows": len(rows.lengths), "tokens": tokens, "broken": rows.broken}
+        metadata = {name: str(value) for name, value in metadata.items()}
         write_atomic(path, safetensors.numpy.save(counts, metadata))
     bar.update(tokens)
 
@@ -201,6 +216,7 @@ class Counts:
         metadata = [_metadata(path) for path in self.paths]
         self.rows = sum(int(entry["rows"]) for entry in metadata)
         self.tokens = sum(int(entry["tokens"]) for entry in metadata)
+        self.broken = sum(int(entry.get("broken", 0)) for entry in metadata)
 
     def table(self, tokenizer: str | None, corpus: dict[str, Any]) -> MaxGramTable:
         """Merge the shards into a table. Raises DataError when there is no bigram in them."""

@@ -100,6 +100,12 @@ def _check_holdout(recipe: Recipe) -> None:
     )
 
 
+def kind_of(recipe: Recipe) -> Kind:
+    """The kind of head that a recipe trains."""
+    others = {"eagle3": eagle3_head, "medusa": medusa_heads}
+    return others[recipe.kind]() if recipe.kind in others else sar_head(recipe.kind)
+
+
 def sar_head(name: str) -> Kind:
     """The kind of semi-autoregressive heads, Falcon's and EAGLE-1's."""
     return Kind(

@@ -74,7 +74,7 @@ class TokenCache:
             meta = read_sealed(directory / "meta.json")
             files = meta.get("files", [])  # earlier versions list none
             if found := atomic.first_damage(directory, files):
-                raise CacheError(f"{' '.join(found)}; delete {directory} and run again")
+                raise CacheError(f"{' '.join(found)}; {_anew(directory)}")
             dataset = datasets.load_from_disk(str(directory))
             rows = meta["stats"]["rows"]
             cache = cls(directory, dataset, meta)
@@ -82,12 +82,12 @@ class TokenCache:
             raise
         except Exception as error:
             raise CacheError(
-                f"the token cache at {directory} is damaged ({error}); delete it and run again"
+                f"the token cache at {directory} is damaged ({error}); {_anew(directory)}"
             ) from error
         if len(dataset) != rows:
             raise CacheError(
                 f"the token cache at {directory} holds {len(dataset)} rows and its meta.json says "
-                f"{rows}; delete it and run again"
+                f"{rows}; {_anew(directory)}"
             )
         return cache
 
@@ -249,6 +249,8 @@ def _build(
         counts = Counter()
         rows = _learnable(examples, recipe.data.max_length, settings["min_tokens"], counts)
         partial.mkdir(parents=True, exist_ok=True)
+        for left in partial.glob("*.arrow"):  # of a cache that is made again
+            left.unlink()
         lengths = _write_arrow(rows, partial, bool(renderer.start))
         rejects = corpus.rejects + renderer.rejects
         _check_mask(counts, renderer.rejects, f"the tokenizer {tokenizer.name_or_path}")
@@ -297,6 +299,13 @@ def _check_mask(counts: Counter, rejects: list[Reject], what: str) -> None:
             f"100% of the tokens are supervised with {what}, prompts included; its chat template "
             "must tell answers from prompts: mark them with {% generation %} .. {% endgeneration %}"
         )
+
+
+def _anew(directory: Path) -> str:
+    """How to make a cache again; of one that holds answers of the target without losing them."""
+    if any(directory.glob("answers-*.jsonl")):
+        return f"rename it to {directory.name}.partial, which keeps the answers, and run again"
+    return f"delete {directory} and run again"
 
 
 def _write_arrow(examples: Iterable[Example], partial: Path, sources: bool) -> list[int]:
@@ -349,4 +358,5 @@ def _finish(partial: Path, directory: Path, meta: dict[str, Any], rejects: list[
     lines = (json.dumps(dataclasses.asdict(reject), ensure_ascii=False) for reject in rejects)
     (partial / REJECTS).write_text("".join(f"{line}\n" for line in lines), "utf-8")
     write_sealed(partial / "meta.json", meta)
+    atomic.sync_tree(partial)
     partial.rename(directory)

@@ -228,7 +228,7 @@ def learn(
     # A CPU without instructions for it takes eight times as long in bfloat16 as in float32.
     halved = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     started = saved = time.monotonic()
-    seen, mean = 0, None
+    seen, done, mean = 0, 0, None
     for step, (count, batch) in zip(range(settings.steps), stream, strict=False):
         share = step / settings.steps
         if settings.minutes is not None:
@@ -244,7 +244,7 @@ def learn(
         value.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        seen += count
+        seen, done = seen + count, step + 1
         mean = value.item() if mean is None else 0.98 * mean + 0.02 * value.item()
         if step % 50 == 0:
             logger.info(
@@ -258,4 +258,4 @@ def learn(
     save(model, out)
     minutes = (time.monotonic() - started) / 60
     threads = torch.get_num_threads()
-    return {"steps": step + 1, "tokens": seen, "minutes": minutes, "threads": threads}
+    return {"steps": done, "tokens": seen, "minutes": minutes, "threads": threads}

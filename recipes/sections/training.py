@@ -57,7 +57,7 @@ class TrainSection(Section):
     rollout: Draft = 1  # passes over the head's own features in training
     alignments: Literal["one", "all"] = "one"  # of a row's blocks at a step; one: drawn
     checkpointing: bool = False  # backward runs a student's layers, a head's passes again
-    eval_every: Count | None = None  # steps between evaluations; null: at the end only
+    eval_every: Count | None = None  # steps between evaluations; null: none, the last one is kept
     save_every: Count | None = None  # steps between checkpoints; null: at the end only
     keep: Count = 2  # checkpoints kept
     log_every: Count = 10  # steps

@@ -228,6 +228,23 @@ def test_damaged_rows_are_named_and_made_anew_once_deleted(tmp_path, harm):
     assert [again[n]["input_ids"].tolist() for n in range(3)] == rows
 
 
+def test_a_damaged_cache_with_answers_is_to_be_renamed_so_that_they_stay(tmp_path):
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(3)))
+    cache, tokenizer = build_tokens(settings, st.small_tokenizer()), st.small_tokenizer()
+    answers = cache.directory / "answers-0.jsonl"
+    answers.write_text("")
+    (cache.directory / "meta.json").write_text("{")
+    partial = cache.directory.with_name(f"{cache.directory.name}.partial")
+    with pytest.raises(CacheError, match=f"rename it to {partial.name}, which keeps the answers"):
+        build_tokens(settings, tokenizer)
+    cache.directory.rename(partial)
+    (partial / "data-00001-of-00002.arrow").write_bytes(b"of the damaged one")
+    assert len(again := build_tokens(settings, tokenizer)) == 3
+    assert (again.directory / answers.name).is_file()
+    assert again.meta["stats"]["rows"] == 3
+    assert len(again.meta["files"]) == 1
+
+
 def test_a_missing_and_a_damaged_cache_are_errors(tmp_path):
     with pytest.raises(CacheError, match="no token cache at"):
         TokenCache.open(tmp_path / "tokens-0")

@@ -277,6 +277,27 @@ def test_an_empty_stream_and_one_of_broken_rows_are_errors(tmp_path):
         count(StreamedTexts(recipe_of(tmp_path, str(source)), small_tokenizer()), tmp_path, 400)
 
 
+def test_conversations_that_do_not_render_are_weighed_against_all(tmp_path):
+    source, each = tmp_path / "rows.jsonl", "{% for m in messages %}"
+    refuses = "{% if 'odd' in m['content'] %}{{ raise_exception('odd') }}{% endif %}"
+    tokenizer = small_tokenizer(CHATML_MARKED.replace(each, each + refuses))
+    places = {"few": (150,), "many": (3, 4, 150), "all": range(151)}
+    for name, some in places.items():
+        rows = chats(151)
+        for place in some:
+            rows[place]["messages"][0]["content"] += " Is that odd?"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        # One conversation a shard: the last has nothing else.
+        for size in (1, 10**6):
+            stream = StreamedTexts(recipe_of(tmp_path, str(source)), tokenizer, False, size)
+            if name == "few":
+                counts = count(stream, tmp_path, len(tokenizer))
+                assert (counts.rows, counts.broken) == (150, 1)
+                continue
+            with pytest.raises(DataError, match=f"{len(some)} of 151 conversations cannot be"):
+                count(stream, tmp_path, len(tokenizer))
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

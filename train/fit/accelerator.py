@@ -33,7 +33,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     )
     if accelerator.device.type == "cpu":
         # Launchers set one thread per process where nobody told them better.
-        share = max(1, _usable_cores() // accelerator.num_processes)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        share = max(1, _usable_cores() // here)
         torch.set_num_threads(recipe.train.threads or share)
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:  # what DeepSpeed would otherwise read from a DataLoader or its JSON
