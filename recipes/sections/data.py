@@ -40,7 +40,7 @@ class DataSection(Section):
     # Decoder layers of the target, counted from 1, whose outputs a Falcon or EAGLE-1 head reads
     # beside the last feature, e.g. [2, 6]: models/feature_layers.py.
     feature_layers: tuple[Few, ...] = ()
-    limit: Count | None = None  # conversations read at most
+    limit: Count | None = None  # conversations at most, of those that a holdout leaves
     holdout: Natural = 0  # last rows of the sources, never trained on
     prompt_tokens: Tokens | None = None  # format text: prompt length; null: all is supervised
     # The rest matters for `answers: target` only.
