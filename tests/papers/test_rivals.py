@@ -57,6 +57,9 @@ def test_rows_that_differ_in_decoding_alone_share_a_head():
     ours, shallow = rows["falcon"], rows["falcon, 16 nodes to depth 6"]
     assert shallow.job(plan, 0) == ours.job(plan, 0)
     assert shallow.recipe.eval.tree != ours.recipe.eval.tree
+    compiled = all_tables()["heads"].line_up(replace(plan, overrides=("eval.compile=true",)))
+    assert compiled[0].recipe.eval.compile
+    assert compiled[0].job(plan, 0) == ours.job(plan, 0)
     trained = {row.job(plan, 0).folder.name for row in rows.values()}
     assert {"falcon-seed0", "medusa-seed0"} < trained
     for kind in ("eagle", "eagle3"):
