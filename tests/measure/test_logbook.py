@@ -88,7 +88,7 @@ def test_a_killed_benchmark_goes_on_where_it_stopped(tmp_path, whole):
     assert rows(tmp_path, noting) == whole
     assert f"has {len(lines) - 1} turns of this benchmark: going on there" in shown[0]
     plain = json.loads((tmp_path / "report.json").read_text())["runs"][0]
-    assert plain["seconds"] > 1e6
+    assert plain["seconds"] > 4e5  # the median of two
 
 
 def test_ctrl_c_keeps_what_was_measured_for_the_same_benchmark_alone(tmp_path):
@@ -223,7 +223,7 @@ def test_a_method_that_fails_in_its_warm_up_is_asked_no_more(tiny, tmp_path):
     assert found["plain"]["outputs"] == 6
     shown = console_of(report)
     assert "6 failed" in shown
-    assert "tiny_chat: 6 prompts" in shown
+    assert "tiny_chat: 6 outputs" in shown
     write_report(report, tmp_path)
 
 
