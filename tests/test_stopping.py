@@ -172,7 +172,8 @@ def test_training_saves_in_a_terminal_whose_session_its_launcher_leads(tmp_path,
         os.environ.update(SURROUNDINGS, ACCELERATE_USE_CPU="true")
         os.execv(sys.executable, [sys.executable, *command])
     with open(terminal, "rb+", buffering=0) as screen:
-        wait_until((out / "log.jsonl").exists)
+        # A step is done: of no process that starts more slowly the signal handlers are missing.
+        wait_until(lambda: (out / "log.jsonl").exists() and (out / "log.jsonl").stat().st_size)
         if not close:
             screen.write(b"\x03")
             said = "".join(iter(partial(read, screen), ""))
