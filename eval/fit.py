@@ -51,7 +51,8 @@ def main() -> None:
         target = Target.of_recipe(recipe.target)
         if drafts_tree:
             drafter = TreeDrafter.of_run(recipe, target)
-            if drafter.method not in (method, method.removesuffix("_maxgram") + "_tree"):
+            # falcon_maxgram drafts Falcon's tree, and more behind it.
+            if drafter.method != method.replace("_maxgram", "_tree"):
                 raise RecipeError(
                     f"--method {method}: the recipe's run drafts by {drafter.method}; fit that, or "
                     "give the recipe of the other"

@@ -14,7 +14,7 @@ import yaml
 from specdraft.models.cards.card import PICTURE, model_card
 from specdraft.models.cards.curve import curve
 from specdraft.models.cards.lines import Card, generate_file, tree_name
-from specdraft.models.cards.log import LOG
+from specdraft.models.cards.log import log_in
 from specdraft.models.hub import PAGE, SUMS, push
 from specdraft.models.portable import portable, portable_json
 from specdraft.models.published import kind_there
@@ -101,8 +101,9 @@ def pages(recipe: Recipe, card: Card) -> dict[str, bytes]:
     """Return the card of the drafter of `output.dir`, and the picture in it."""
     run = Path(recipe.output.dir)
     folder, own = _folder(recipe, card), _own_tree(recipe, card)
-    log = next((p for p in (folder / LOG, run / LOG) if p.is_file()), run / LOG)
-    picture = None if card.kind == "table" else curve(log)  # which nothing but the loop writes
+    picture = (
+        None if card.kind == "table" else curve(log_in(folder, run))
+    )  # which nothing but the loop writes
     reports = measured(run, folder)
     text = model_card(
         with_names(recipe, reports[0] if reports else None),

@@ -89,7 +89,7 @@ class RowPass:
         self._graphs: dict[Callable, Callable] = {}
         self.heard = self._heard()  # of each token that is drafted, [V, W], at its place
         if compiles:
-            # Each head's graphs for itself: those of eight together are all that are allowed else.
+            # The graphs of each head count apart: of all together no more than eight are made.
             options = {"fullgraph": True, "dynamic": True, "isolate_recompiles": True}
             self._graphs = {part: torch.compile(part, **options) for part in (_read, _go_on)}
 
@@ -100,11 +100,9 @@ class RowPass:
     @torch.no_grad()
     def _heard(self) -> Tensor | None:
         """What slots hear of every token; None where no slot does, or that would be too much."""
-        coupling = self.head.coupling
-        if coupling is None or self.lm_head.device.type != "cpu":
-            return None  # a GPU reads the whole cell in the time of its launches
-        width = coupling.heard(self.rope[0].new_zeros(1, self.head.config.hidden_size)).shape[-1]
-        if len(self.lm_head) * width * self.dtype.itemsize > KEPT:
+        coupling, most = self.head.coupling, 2 * self.lm_head.nbytes  # what is heard is 2H at most
+        # A GPU reads the whole cell in the time of its launches.
+        if coupling is None or self.lm_head.device.type != "cpu" or most > KEPT:
             return None
         drafted = torch.arange(len(self.lm_head)) if self.ids is None else self.ids
         return coupling.heard(self.embed(drafted) / self.head.config.embed_scale)

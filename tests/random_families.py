@@ -30,6 +30,19 @@ COMMON = {
 }
 MLP = {"intermediate_size": 32}
 GQA = {**MLP, "num_key_value_heads": 2}
+LATENT = {  # of DeepSeek
+    **MLP,
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 2,
+}
 
 
 def random_model(family: str, seed: int = 0, **changes) -> PreTrainedModel:

@@ -49,7 +49,7 @@ from specdraft.train.fit.batches import Batch, Loader, SamplingPlan
 from specdraft.train.fit.journal import LOG
 from specdraft.train.fit.loop import fit
 from specdraft.train.fit.run import Objective
-from specdraft.train.heads import Kind, kind_of
+from specdraft.train.heads import Kind, head_kind
 
 INTERRUPTIONS = ("epochs", "eval_every", "save_every", "max_minutes")
 GOALS = {"loop": ">= 0.90", "wait": "< 2%", "cold": "< 2%", "CSGD": "<= 1.45", "cache": ">= 0.90"}
@@ -103,7 +103,7 @@ class Bench:
         accelerator = make_accelerator(recipe)
         target = Target.of_recipe(recipe.target, accelerator.device)
         tokens, data = build_caches(recipe, target, accelerator)
-        kind = kind_of(recipe)
+        kind = head_kind(recipe)
         head = kind.make(recipe, target, data)
         if isinstance(data, FeatureCache):
             data = FeatureCache(data.directory, data.manifest)  # nothing of it is mapped yet

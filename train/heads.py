@@ -100,7 +100,7 @@ def _check_holdout(recipe: Recipe) -> None:
     )
 
 
-def kind_of(recipe: Recipe) -> Kind:
+def head_kind(recipe: Recipe) -> Kind:
     """The kind of head that a recipe trains."""
     others = {"eagle3": eagle3_head, "medusa": medusa_heads}
     return others[recipe.kind]() if recipe.kind in others else sar_head(recipe.kind)

@@ -15,7 +15,7 @@ from torch import nn
 from specdraft.eval.drafters.registry import drafted_tree, featured, load_trained, needs, problems
 from specdraft.eval.drafters.setup import tree_method
 from specdraft.eval.drafters.trained import Trained
-from specdraft.models.cards.log import LOG, records
+from specdraft.models.cards.log import log_in, records
 from specdraft.models.hub import is_hub_id
 from specdraft.models.saved import CONFIG
 from specdraft.models.target import Target
@@ -153,6 +153,4 @@ def _train_records(given: str, recipe: Recipe) -> list[dict]:
     """What the log of a drafter's training has recorded. It lies in the drafter's own folder where
     another kind was trained in its run after it, else in the run's."""
     run = Path(recipe.output.dir)
-    files = (folder / LOG for folder in (Path(given), run / recipe.kind, run))
-    file = next((file for file in files if file.is_file()), run / LOG)
-    return [*records(file, "train")]
+    return [*records(log_in(Path(given), run / recipe.kind, run), "train")]

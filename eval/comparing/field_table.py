@@ -20,7 +20,7 @@ POSITIONS = 5  # of a draft whose acceptance is shown
 MACHINE = ("cpu", "gpu", "threads", "torch", "transformers")
 FIGURES = (
     *("temperature", "batch_size", "max_new_tokens", "tokens_per_second"),
-    *("tokens_per_step", "accepted_per_step", "drafted_per_step"),
+    *("tokens_per_step", "accepted_per_step"),
 )
 FIGURE_LISTS = ("acceptance_by_depth", "acceptance_by_node")
 NOTHING = "-"
@@ -101,11 +101,10 @@ def _read(file: Path) -> dict:
 def _is_run(run: dict) -> bool:
     """Whether a run failed at every prompt, or has the figures of a line."""
     lists = all(isinstance(run.get(key), list) for key in FIGURE_LISTS)
-    # How many nodes transformers' own drafts have is not known.
-    figures = all(
-        isinstance(run.get(key), int | float) or run.get(key, 0) is None for key in FIGURES
-    )
-    return run["outputs"] == 0 or (lists and figures)
+    figures = all(isinstance(run.get(key), int | float) for key in FIGURES)
+    # None: transformers does not tell how many nodes its drafts have.
+    nodes = isinstance(run.get("drafted_per_step", ""), int | float | None)
+    return run["outputs"] == 0 or (lists and figures and nodes)
 
 
 def _of_one_kind(report: dict) -> dict:

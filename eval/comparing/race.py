@@ -50,8 +50,8 @@ def race(
     rows, contestants = [], []
     for one in entered:
         parts = {REFERENCE: outcomes[REFERENCE], one.method: outcomes[one.name]}
-        of_one = one.recipe, target, one.trained
-        plain, row = Measurement(*of_one, prompts, requests, parts).rows()
+        done = Measurement(one.recipe, target, one.trained, prompts, requests, parts)
+        plain, row = done.rows()
         rows += [plain] if not rows else []
         rows.append(row | {"method": one.name})
         facts = {"drafted_per_second": _drafted_per_second(outcomes[one.name])}
@@ -99,8 +99,10 @@ def advice(rows: Sequence[dict], contestants: Sequence[dict]) -> str:
             f"{told}; {other} has {speed[other] / speed[best]:.0%} of that{_trained(cost[other])}."
         )
     if near:
-        known = all(cost[name] is not None for name in (best, *near))
-        return f"{told}; {', '.join(near)} within {1 - NEAR:.0%} of that{' cost no less' * known}."
+        others = f"{', '.join(near)} within {1 - NEAR:.0%} of that"
+        if all(cost[name] is not None for name in (best, *near)):
+            others += " cost no less"
+        return f"{told}; {others}."
     return f"{told}; no other comes within {1 - NEAR:.0%} of that."
 
 

@@ -63,9 +63,9 @@ class Grid:
             return self
         nodes = tuple(count for count in self.nodes if count < context)
         if not nodes:
-            least = min(self.nodes)
-            raise RecipeError(f"nodes: from {least} on, and the target's context is {context}: "
-                              "ask for fewer (--nodes)")  # fmt: skip
+            raise RecipeError(
+                f"--nodes {min(self.nodes)}: the target's context is {context}; ask for fewer"
+            )
         inside = replace(self, nodes=nodes)
         cached = tuple(length for length in self.cached if inside._room(length) <= context)
         return replace(inside, cached=cached or (context - max(nodes),))

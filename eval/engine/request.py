@@ -38,6 +38,11 @@ class Request:
     source_padding: Sequence[int] = ()
 
 
+def accepting(rules: Iterable[str]) -> list[str]:
+    """What may accept drafts: rules that are theirs alone, and those that take any draft."""
+    return sorted({GUMBEL, "walk", *rules})
+
+
 def check_request(
     name: str, request: Request, target: Target, capacity: int, draft: int, rules: Iterable[str]
 ) -> None:
@@ -72,11 +77,9 @@ def check_request(
             f"{name}: temperature {request.temperature}, top_k {request.top_k}, top_p "
             f"{request.top_p}; allowed: temperature >= 0, top_k >= 0, 0 < top_p <= 1"
         )
-    known = {GUMBEL, "walk", *rules}
-    if request.temperature > 0 and request.rule not in known:
+    if request.temperature > 0 and request.rule not in (known := accepting(rules)):
         raise DataError(
-            f"{name}: rule {request.rule!r} is not for these drafts; "
-            f"allowed: {', '.join(sorted(known))}"
+            f"{name}: rule {request.rule!r} is not for these drafts; allowed: {', '.join(known)}"
         )
     if request.stop and (target.tokenizer is None or not all(request.stop)):
         raise DataError(f"{name}: stop strings need a tokenizer and must not be empty")

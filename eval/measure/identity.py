@@ -65,7 +65,10 @@ def _gap(logits: Tensor, request: Request, position: int, pair: list[int]) -> fl
 
 
 def differences(
-    target: Target, requests: Sequence[Request], plain: Sequence[list[int]], ours: Sequence[list]
+    target: Target,
+    requests: Sequence[Request],
+    plain: Sequence[list[int]],
+    ours: Sequence[list[int]],
 ) -> list[tuple[int, Difference]]:
     """Return which outputs are not plain decoding's, by number, with where each leaves it."""
     pairs = enumerate(zip(requests, plain, ours, strict=True))

@@ -16,7 +16,7 @@ from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.padded import PADDINGS, PaddedDecoder
-from specdraft.eval.engine.request import GUMBEL, Request, Update
+from specdraft.eval.engine.request import GUMBEL, Request, Update, accepting
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.hf_generate import Generate
 from specdraft.eval.measure.outcome import DecodingMethod, Outcome
@@ -79,11 +79,11 @@ def make_method(
         method.check(trained)
         return Generate(target, **method.generate(setup))
     drafter, rule = make_drafter(name, setup), rule_of(name, recipe)
-    known = {GUMBEL, "walk", *(drafter.rules if drafter else RULES)}
+    known = accepting(drafter.rules if drafter else RULES)
     if recipe.eval.temperature > 0 and rule not in known:
         raise RecipeError(
             f"eval.acceptance = {rule}: not for what {name} drafts; allowed there: "
-            f"{', '.join(sorted(known))}; leave one of the two out"
+            f"{', '.join(known)}; leave one of the two out"
         )
     room = capacity + (drafter.max_nodes if drafter else 0)
     if way not in PADDINGS:

@@ -36,21 +36,18 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
     def swi(cost: float | None) -> float | None:
         return None if cost is None else tokens / (len(steps) + drafter_forwards * cost)
 
-    drafts = sum(step.depth > 0 for step in steps)
-
-    # For drafts of one depth what Theorem 4.1 expects of its alphas; for any, what they bring.
-    gain = sum(step.accepted for step in steps if step.depth) / drafts if drafts else 0.0
+    drafts, drafted_depth = sum(step.depth > 0 for step in steps), sum(s.depth for s in steps)
+    accepted = sum(step.accepted for step in steps)
 
     def expected(cost: float | None) -> float | None:
+        # Of drafts of one depth what Theorem 4.1 makes of its alphas; of any, what they bring.
         if cost is None or not drafts:
             return None
-        return (1 + gain) / (1 + drafter_forwards / drafts * cost)
+        return (drafts + accepted) / (drafts + drafter_forwards * cost)
 
-    drafted_depth, accepted = sum(s.depth for s in steps), sum(s.accepted for s in steps)
-    known = bool(drafted_depth or not accepted)  # transformers tells of no draft
-
-    def per_step_of(drafted: Iterable[int]) -> float | None:
-        return sum(drafted) / len(steps) if known else None
+    def of_drafts(counted: Iterable[int]) -> float | None:
+        known = drafted_depth or not accepted  # transformers tells of no draft
+        return sum(counted) / len(steps) if known else None
 
     return {
         "outputs": len(completions),
@@ -62,9 +59,9 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
         "acceptance_by_depth": acceptance_by_depth(steps),
         "acceptance_by_node": acceptance_by_node(steps),
         "matchness": accepted / drafted_depth if drafted_depth else None,
-        "graph_success": per_step_of(step.copied > 0 for step in steps),
-        "drafted_per_step": per_step_of(step.drafted - step.copies for step in steps),
-        "verified_per_step": per_step_of(step.drafted for step in steps),
+        "graph_success": of_drafts(step.copied > 0 for step in steps),
+        "drafted_per_step": of_drafts(step.drafted - step.copies for step in steps),
+        "verified_per_step": of_drafts(step.drafted for step in steps),
         "drafter_forwards_per_step": per_step,
         "swi_params": swi(costs.by_parameters),
         "swi_measured": swi(costs.measured),

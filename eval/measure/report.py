@@ -27,7 +27,7 @@ from specdraft.eval.page.page import write_page
 from specdraft.eval.page.plots import Plot
 from specdraft.eval.page.training import training_curve
 from specdraft.eval.pricing.cost import COSTS, load_costs
-from specdraft.models.cards.log import LOG
+from specdraft.models.cards.log import log_in
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.fields import plain
@@ -101,12 +101,11 @@ def fit_shown(recipe: Recipe, trained: Trained, methods: Sequence[str]) -> dict 
 
 def training_shown(recipe: Recipe, method: str) -> list[dict]:
     """The curve of the training of what a method drafts with; none where that is no run's, or was
-    counted. The log lies in the drafter's own folder where another kind was trained after it."""
+    counted."""
     if recipe.head.model or needs(method) == ("table",):
         return []
     run = Path(recipe.output.dir)
-    own = drafter_folder(run, recipe.kind)
-    return training_curve(own if (own / LOG).is_file() else run)
+    return training_curve(log_in(drafter_folder(run, recipe.kind), run).parent)
 
 
 def _curve(path: Path) -> list[dict]:

@@ -24,7 +24,7 @@ from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 
 TREE, CHAIN = "falcon_tree", "falcon_chain"
-RUN_HOW = ("eval.compile", "eval.head_dtype")  # a head; trained it is the same
+DRAFTING = ("eval.compile", "eval.head_dtype")  # settings that no training depends on
 A_CHAIN = ", chain"  # what rows are called that draft none of a head's trees
 OVER = {"ours over it: tokens/step": "tokens_per_step", "ours over it: time": "speedup"}
 
@@ -57,7 +57,7 @@ class Rival:
             return self.trained_as.job(plan, seed)
         name = re.sub(r"\W+", "_", self.name)
         # It is measured in turns with the others, not at the end of its run.
-        common = (one for one in self.overrides if not one.startswith(RUN_HOW))
+        common = (one for one in self.overrides if not one.startswith(DRAFTING))
         overrides = (*common, f"train.seed={seed}", f"eval.methods=[{REFERENCE}]")
         script = METHODS[self.method].trainer
         return Job(script, self.path, overrides, plan.runs / self.table / f"{name}-seed{seed}")

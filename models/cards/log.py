@@ -7,6 +7,15 @@ from pathlib import Path
 LOG = "log.jsonl"
 
 
+def log_in(*folders: Path) -> Path:
+    """The log of the first of some folders that has one, else where the last would have it.
+
+    That of a drafter's training lies in its own folder once another kind is trained in the run's.
+    """
+    files = [folder / LOG for folder in folders]
+    return next((file for file in files if file.is_file()), files[-1])
+
+
 def records(log: Path, kind: str) -> Iterator[dict]:
     """Yield what a log has recorded of a kind, "train" or "eval", in its order.
 

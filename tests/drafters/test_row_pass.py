@@ -190,7 +190,8 @@ def test_more_heads_are_compiled_than_one_function_may_have_graphs(target):
     with torch._dynamo.config.patch(recompile_limit=1):
         for name in ("eagle", "uncoupled"):
             tree = StaticTree.chain(4, HEADS[name][0])
-            FalconDrafter(head_of(target, name), target, tree, 1, 64, compiles=True)
+            drafter = FalconDrafter(head_of(target, name), target, tree, 1, 64, compiles=True)
+            assert drafter.row_pass._graphs, f"{name} is not compiled"
 
 
 def test_without_a_compiler_a_warning_says_so_and_drafts_stay_the_same(target, monkeypatch):

@@ -432,7 +432,7 @@ def test_the_entry_prices_a_shape_with_its_head(tmp_path):
     [
         (["--shape", "gpt"], "neither a file nor a shape"),
         (["--nodes", "0"], "--nodes 0: give whole numbers of at least 1"),
-        (["--nodes", "4096"], "nodes: from 4096 on, and the target's context is"),
+        (["--nodes", "4096"], "--nodes 4096: the target's context is"),
         (["--repeats", "0"], "argument --repeats: 0 is not allowed"),
         (["--out", "costs.txt"], "ends in .json"),
         (["--out", "README.md/costs.json"], "cannot be written"),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from random_families import random_model
+from random_families import LATENT, random_model
 from random_models import HIDDEN, VOCAB, kept_for_backward, random_target
 from small_tokenizer import small_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -21,19 +21,6 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.schema import StudentSection
 
-LATENT = {  # of DeepSeek
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 2,
-}
 OWN = {"layers": 1, "hidden": 8, "heads": 2, "intermediate": 12}
 
 

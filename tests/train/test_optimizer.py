@@ -11,7 +11,7 @@ from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.sections.training import OptimSection
-from specdraft.train.fit.accelerator import check_launch
+from specdraft.train.fit.accelerator import check_launch, processes_here
 from specdraft.train.fit.checkpoint import SHARDING
 from specdraft.train.fit.optimizer import Together, make_optimizer
 
@@ -90,3 +90,11 @@ def test_where_weights_are_cut_muon_and_cut_forwards_are_refused(kind):
         check_launch(load_recipe("recipes/tiny.yaml", ["optim.name=muon"]), launched)
     with pytest.raises(RecipeError, match=rf"forward_tokens = 99.*{kind.value}.*accumulation"):
         check_launch(load_recipe("recipes/tiny.yaml", ["train.forward_tokens=99"]), launched)
+
+
+def test_cores_are_shared_by_the_processes_of_one_machine(monkeypatch):
+    launched = SimpleNamespace(num_processes=16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert processes_here(launched) == 8
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert processes_here(launched) == 16

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, get_int_from_env
 
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
@@ -33,8 +33,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     )
     if accelerator.device.type == "cpu":
         # Launchers set one thread per process where nobody told them better.
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-        share = max(1, _usable_cores() // here)
+        share = max(1, _usable_cores() // processes_here(accelerator))
         torch.set_num_threads(recipe.train.threads or share)
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:  # what DeepSpeed would otherwise read from a DataLoader or its JSON
@@ -103,6 +102,12 @@ def _process_group() -> InitProcessGroupKwargs:
     if deepspeed and not torch.cuda.is_available():
         group.backend = "gloo"  # unnamed, accelerate would take every CPU process for the only one
     return group
+
+
+def processes_here(accelerator: Accelerator) -> int:
+    """Processes of a run on this machine, as its launcher says: they share the cores."""
+    launchers = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return get_int_from_env(launchers, accelerator.num_processes)
 
 
 def _usable_cores() -> int:
