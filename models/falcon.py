@@ -42,6 +42,7 @@ from specdraft.models.saved import (
     Vocabulary,
     load_for,
 )
+from specdraft.models.weights.prepacked import Packable
 from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Tokens, Width, shown
 
 
@@ -133,7 +134,7 @@ def block_offsets(blocks: Tensor) -> Tensor:
     return torch.arange(len(blocks), device=blocks.device) - (sizes.cumsum(0) - sizes)[blocks]
 
 
-class FalconHead(SavedHead, tags=["falcon"]):
+class FalconHead(SavedHead, Packable, tags=["falcon"]):
     """Draft k features per pass from the target's features and the tokens one ahead."""
 
     checkpointing = False  # whether backward runs the decoder layers again, to keep less for it
@@ -180,7 +181,7 @@ class FalconHead(SavedHead, tags=["falcon"]):
             return features
         layers = features[..., width:].unflatten(-1, (-1, width))
         normed = F.rms_norm(layers, (width,), eps=config.norm_eps).flatten(-2)
-        fused = F.linear(normed, self.layer_fusion)
+        fused = self.linear(normed, self.layer_fusion)
         return features[..., :width] + config.feature_scale * fused
 
     def inputs(self, ahead: Tensor, features: Tensor) -> Tensor:

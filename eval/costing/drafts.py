@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdraft.eval.costing.bench import FRESH, Cell, bench_request, nothing
+from specdraft.eval.costing.bench import (
+    FRESH,
+    Between,
+    Cell,
+    always_nothing,
+    bench_request,
+    nothing,
+)
 from specdraft.eval.costing.grid import Grid, apart
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -87,7 +94,7 @@ class DraftBench:
     def __init__(self, target: Target, trained: Trained, grid: Grid, way: Way = PLAIN):
         """way: of a head's passes."""
         self.target, self.trained, self.grid, self.way = target, trained, grid, way
-        self.between: Callable[[], object] = nothing
+        self.between: Between = always_nothing
         self.capacity = max(apart(min(grid.cached), 2)) + max(apart(FRESH, 2))
 
     def cells(self) -> Iterator[Cell]:
@@ -98,10 +105,11 @@ class DraftBench:
                 at = {"rows": count, "paths": paths, "levels": levels}
                 yield Cell("draft", at, partial(self._open, make, count, self.between))
 
-    def draft(self) -> Callable[[], object]:
-        """A draft of one row: what comes between two forwards; nothing where nothing is trained."""
+    def draft(self, rows: int) -> Callable[[], object]:
+        """A draft of some rows: what comes between two forwards; nothing where nothing is
+        trained."""
         first = next(self._drafts(), None)
-        return self._open(first[-1], 1, nothing) if first else nothing
+        return self._open(first[-1], rows, always_nothing) if first else nothing
 
     def _drafts(self) -> Iterator[tuple[list[int], list[int], Make]]:
         if head := self.trained.head:
@@ -142,11 +150,12 @@ class DraftBench:
                 nodes = [1, *[width] * (depth - 1)]
                 yield nodes, nodes, partial(make, (width, *[1] * (depth - 1)))
 
-    def _open(self, make: Make, rows: int, between: Callable[[], object]) -> Callable[[], float]:
+    def _open(self, make: Make, rows: int, between: Between) -> Callable[[], float]:
         drafter, numbers = make(rows), list(range(rows))
         lengths, fresh = apart(min(self.grid.cached), rows), apart(FRESH, rows)
         features = self._features(max(lengths))
         requests = [bench_request(self.target, length, 1) for length in lengths]
+        forward = between(rows)
 
         def show(counts: Sequence[int]) -> None:
             for row, count in enumerate(counts):
@@ -160,7 +169,7 @@ class DraftBench:
             drafter.draft(numbers)
             with Stopwatch() as shown:
                 show(fresh)
-            between()
+            forward()
             _wait(self.target.device)
             with Stopwatch() as watch:
                 drafter.draft(numbers)

@@ -1,6 +1,7 @@
 """Costs are measured: of a target and what drafts for it, in turns, into a ledger."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def _left(
     layers = trained.head.config.feature_layers if trained.head else ()
     forwards = TargetBench(target, grid, layers)
     drafts = DraftBench(target, trained, grid, way)
-    forwards.between, drafts.between = drafts.draft(), forwards.forward()
+    forwards.between, drafts.between = cache(drafts.draft), cache(forwards.forward)
     cells = [*forwards.cells(), *drafts.cells()]
     return [(turn, c) for turn, c in turns(cells, grid.repeats) if len(ledger.tries(c)) <= turn]
 

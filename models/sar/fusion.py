@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from specdraft.models.weights.prepacked import Packable
+
 State = tuple[Tensor, ...]  # before a position, each [L, S, H]; empty where nothing is carried
 
 
@@ -34,7 +36,7 @@ class Fusion(Protocol):
         [S, T, H] and the state after every position, each [L, S, T, H]."""
 
 
-class LinearFusion(nn.Linear):
+class LinearFusion(nn.Linear, Packable):
     """One matrix, as in EAGLE-1; carries nothing."""
 
     KEPT = 1
@@ -46,7 +48,7 @@ class LinearFusion(nn.Linear):
         return ()
 
     def forward(self, inputs: Tensor, state: State = ()) -> tuple[Tensor, State]:
-        return super().forward(inputs), ()
+        return self.linear(inputs, self.weight, self.bias), ()
 
 
 class BiasedFusion(LinearFusion):

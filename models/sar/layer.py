@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdraft.models.weights.prepacked import Packable
+
 # attend(layer, query [S, heads, Q, D], key, value [S, kv_heads, T, D]) -> [S, heads, Q, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Rope = tuple[Tensor, Tensor]  # cos and signed sin, [S or 1, 1, T, D] each
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module, Packable):
     """Pre-norm attention and SwiGLU MLP; who attends to whom is the caller's `attend`."""
 
     def __init__(
@@ -81,7 +83,7 @@ class DecoderLayer(nn.Module):
 
     def _project(self, x: Tensor, weight: Tensor) -> Tensor:
         """[S, T, H] -> [S, heads, T, D]."""
-        return F.linear(x, weight).unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        return self.linear(x, weight).unflatten(-1, (-1, self.dim)).transpose(1, 2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

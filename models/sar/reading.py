@@ -17,8 +17,9 @@ Shapes: .. any, K block size, Q queries of a block (K or 1), H hidden.
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from specdraft.models.weights.prepacked import Packable
 
 
 class Reading(Protocol):
@@ -33,7 +34,7 @@ class Reading(Protocol):
         """What the layers make of the queries [.., Q, H] to an output for each slot [.., K, H]."""
 
 
-class Own(nn.Module):
+class Own(nn.Module, Packable):
     """Each slot reads its own input: Falcon's head."""
 
     def __init__(self, width: int, block_size: int):
@@ -74,7 +75,7 @@ class Newest(Own):
         return fused[..., -1:, :]
 
     def slots(self, hidden: Tensor) -> Tensor:
-        moved = F.linear(hidden, self.weight)  # [.., 1, (K - 1) * H]
+        moved = self.linear(hidden, self.weight)  # [.., 1, (K - 1) * H]
         later = hidden + moved.unflatten(-1, (-1, hidden.shape[-1])).squeeze(-3)
         return torch.cat((hidden, later), -2)
 

@@ -57,24 +57,26 @@ def is_supported(dtype: torch.dtype) -> bool:
 
 
 class PrepackedWeights:
-    """The packed copies of one model's weights, each made when it is first worth it; of weights
-    beyond `most` bytes there are none."""
+    """The packed copies of one model's weights, or of rows of them, each made when it is first
+    worth it; of weights beyond `most` bytes there are none."""
 
     def __init__(self, most: float = MOST) -> None:
-        self._copies: dict[int, tuple[Tensor, tuple[int, int], Tensor | None]] = {}
+        self._copies: dict[tuple, tuple[Tensor, tuple[int, int], Tensor | None]] = {}
         self.most, self.size = most, 0  # bytes
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [.., K] by weight [N, K]: [.., N], as `F.linear` but for rounding."""
         packed = None
-        if weight.is_cpu and x.numel() >= _least(weight) and not torch.is_grad_enabled():
+        if x.numel() >= _least(weight) and weight.is_cpu and _is_run():
             packed = self._prepacked(weight)
         return F.linear(x, weight, bias) if packed is None else _multiply(x, packed, bias)
 
     def _prepacked(self, weight: Tensor) -> Tensor | None:
         """The packed copy, of the weight as it is now; None where there is none."""
-        known, version, packed = self._copies.get(id(weight), (None, None, None))
-        if known is weight and version == _version(weight):
+        whole = weight if weight._base is None else weight._base
+        part = id(whole), weight.storage_offset(), weight.shape, weight.stride()
+        known, version, packed = self._copies.get(part, (None, None, None))
+        if known is whole and version == _version(weight):
             return packed
         if packed is not None:  # of a weight that has changed since
             self.size -= _size(weight)
@@ -83,8 +85,14 @@ class PrepackedWeights:
             self.size += _size(weight)
             packed = _prepack(weight.detach())
         # The weight itself is held, so that its id stays its own.
-        self._copies[id(weight)] = (weight, _version(weight), packed)
+        self._copies[part] = (whole, _version(weight), packed)
         return packed
+
+
+class Packable:
+    """A module that multiplies by its weights, or by rows of them, in a way of its own."""
+
+    linear = staticmethod(F.linear)
 
 
 class PrepackedLinear(nn.Linear):
@@ -111,12 +119,14 @@ def can_prepack(module: nn.Module) -> bool:
 
 
 def prepack_layers(model: nn.Module, store: PrepackedWeights) -> None:
-    """Let the linear layers of a model, a structural copy of somebody's, multiply by packed
-    weights."""
+    """Let the linear layers of a model, a structural copy of somebody's, and what else is packable
+    in it multiply by packed weights."""
     for module in model.modules():
         if can_prepack(module):
             module.__class__, module.store = PrepackedLinear, store
             module.least = _least(module.weight)
+        elif isinstance(module, Packable):
+            module.linear = store.linear
 
 
 def prepacked_layer(module: nn.Module, store: PrepackedWeights) -> nn.Module:
@@ -151,6 +161,11 @@ def _version(weight: Tensor) -> tuple[int, int]:
     """What tells whether it has changed since: its place and, unless it was made in inference mode,
     how often it was written to."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def _is_run() -> bool:
+    """Whether a product is for its value alone: not for a gradient, nor for a graph."""
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _prepack(weight: Tensor) -> Tensor:

@@ -281,19 +281,21 @@ def test_everything_that_drafts_can_be_timed(target):
 
 
 @torch.inference_mode()
-def test_between_two_of_a_kind_comes_one_of_the_other():
+def test_between_two_of_a_kind_comes_one_of_the_other_of_as_many_rows():
     target, done = random_target(vocab=40), []
     forwards = TargetBench(target, SMALL)
     drafts = DraftBench(target, Trained(head=random_head(target, 2)), SMALL)
     for bench in (forwards, drafts):
-        bench.between = lambda: done.append(1)
+        bench.between = lambda rows: partial(done.append, rows)
         for cell in bench.cells():
             done.clear()
             visit(cell)
-            assert bool(done) == (cell.at.get("nodes") != 1)  # plain decoding makes no drafts
+            plain = cell.at.get("nodes") == 1  # makes no drafts
+            assert {*done} == (set() if plain else {cell.at["rows"]})
     done.clear()
-    assert min(drafts.draft()(), forwards.forward()()) > 0
-    assert DraftBench(target, Trained(), SMALL).draft()() is None
+    for rows in (1, 2):
+        assert min(drafts.draft(rows)(), forwards.forward(rows)()) > 0
+    assert DraftBench(target, Trained(), SMALL).draft(1)() is None
     assert not done
 
 

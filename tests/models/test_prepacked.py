@@ -17,6 +17,7 @@ from specdraft.models.target import Target
 from specdraft.models.weights import prepacked
 from specdraft.models.weights.prepacked import (
     Least,
+    Packable,
     PrepackedLinear,
     PrepackedWeights,
     frozen_view,
@@ -62,6 +63,18 @@ def test_a_weight_that_changed_is_packed_again():
         weight.data = torch.full((8, 8), 3.0)
         assert store.linear(x, weight).eq(24).all()
     assert store.size == 8 * 8 * 4
+
+
+def test_rows_of_a_weight_are_packed_apart():
+    store, weight = PrepackedWeights(), torch.nn.Parameter(torch.randn(12, 8), False)
+    x = torch.randn(3, 8)
+    for _ in range(2):
+        with torch.inference_mode():
+            for part in (*weight.split((4, 8)), weight):
+                torch.testing.assert_close(store.linear(x, part), x @ part.T)
+        with torch.no_grad():
+            weight.mul_(2)
+    assert store.size == 2 * 12 * 8 * 4  # each row once in a part and once in the whole
 
 
 def test_weights_on_other_devices_are_left_to_torch():
@@ -177,6 +190,20 @@ def test_a_product_is_packed_where_that_is_worth_it(monkeypatch):
         with torch.inference_mode():
             store.linear(torch.ones(tokens, weight.shape[1]), weight)
         assert (store.size > 0) == packed, name
+
+
+@pytest.mark.parametrize("reads", ["own", "newest"])
+def test_all_matrices_of_a_heads_view_are_packed(reads):
+    target = random_target()
+    head = random_head(target, 2, reads=reads, fusion="linear", feature_layers=(1,))
+    view, blocks = frozen_view(head), torch.arange(6)[None] // 2
+    ahead, layer = torch.randn(2, 1, 6, target.hidden_size)
+    with torch.inference_mode():
+        inputs = ahead, torch.cat((ahead.flip(1), layer), -1), blocks
+        torch.testing.assert_close(view(*inputs), head(*inputs))
+    (store,) = {one.linear.__self__ for one in view.modules() if isinstance(one, Packable)}
+    matrices = [one.numel() for one in view.parameters() if one.dim() == 2]
+    assert store.size == 4 * sum(matrices)
 
 
 def test_a_heads_view_follows_its_training():
