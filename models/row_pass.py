@@ -45,8 +45,18 @@ class Block(NamedTuple):
 def weighed(scores: Tensor, count: int, sharpness: float) -> tuple[Tensor, Tensor]:
     """Chances of the best tokens, descending, and which these are, [.., count] each, given scores
     [.., V], which are multiplied by the sharpness."""
-    best, places = scores.topk(min(max(count, WEIGHED), scores.shape[-1]))
-    return (sharpness * best).softmax(-1)[..., :count], places[..., :count]
+    best, places = best_of(scores, count)
+    return shares(best, count, sharpness), places[..., :count]
+
+
+def best_of(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The best scores of [.., V], descending, and their places: as many as share chances out."""
+    return scores.topk(min(max(count, WEIGHED), scores.shape[-1]))
+
+
+def shares(best: Tensor, count: int, sharpness: float) -> Tensor:
+    """Chances of the first ones, [.., count], given the best logits."""
+    return (sharpness * best).softmax(-1)[..., :count]
 
 
 def reads_alone(head: FalconHead | Eagle3Head, target: Target) -> bool:
@@ -162,17 +172,19 @@ def _draft(own: RowPass, inputs: Tensor, caches: Sequence[Cache], start: int) ->
     """Read inputs [M, 2H]; draft the block that they end with."""
     fused, _ = own.head.fuse(inputs[None])
     slots = _decode(own.head, own.rope, fused[0], caches, start)
+    # Scores of features at unit scale, not finished: logits but for what changes no order.
     drawn, scores, best = [], [], []  # best: the places of each level's, as far as one asks
     for hidden in slots.split(1):
         if drawn and own.head.coupling is not None:
             best.append(scores[-1].argmax(-1))
             hidden = own.couple(hidden, drawn[-1], best[-1])
         drawn.append(hidden)
-        logits = F.linear((hidden * own.scale).to(own.lm_head.dtype), own.lm_head)
-        scores.append(own.finish(logits).float())
+        scores.append(F.linear(hidden.to(own.lm_head.dtype), own.lm_head))
     chances = None
     if own.sharpness is not None:
-        chances, places = weighed(torch.cat(scores), own.siblings, own.sharpness)
+        found, places = best_of(torch.cat(scores), own.siblings)
+        logits = own.finish(own.scale * found.float())
+        chances, places = shares(logits, own.siblings, own.sharpness), places[:, : own.siblings]
     elif own.siblings > 1:
         places = torch.cat(scores).topk(own.siblings).indices
     else:

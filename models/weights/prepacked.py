@@ -37,6 +37,7 @@ WORTH = {
     torch.float32: Least(600_000, numbers=2**18, tokens=2) if _NARROW else Least(600_000),
     torch.bfloat16: Least(0),
 }
+_LARGE = 2**18  # numbers of a matrix; a module that has none so large does not ask what is worth it
 _TOKENS = 16  # per call that the layout is made for
 _NEAR = 1e-2  # relative; a product in bfloat16 is as exact
 
@@ -125,7 +126,7 @@ def prepack_layers(model: nn.Module, store: PrepackedWeights) -> None:
         if can_prepack(module):
             module.__class__, module.store = PrepackedLinear, store
             module.least = _least(module.weight)
-        elif isinstance(module, Packable):
+        elif isinstance(module, Packable) and any(_is_large(p) for p in module.parameters()):
             module.linear = store.linear
 
 
@@ -147,6 +148,10 @@ def frozen_view(
     view = copy.deepcopy(module, twins | {id(one): one for one in module.buffers()})
     prepack_layers(view, PrepackedWeights(most))
     return view
+
+
+def _is_large(weight: Tensor) -> bool:
+    return weight.dim() == 2 and weight.numel() >= _LARGE
 
 
 def _least(weight: Tensor) -> float:
