@@ -21,6 +21,7 @@ from torch import Tensor
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import DraftVocabulary
 from specdraft.models.falcon import FalconHead
+from specdraft.models.sar.fusion import LinearFusion
 from specdraft.models.sar.layer import Rope
 from specdraft.models.target import Target
 from specdraft.recipes.errors import in_a_line
@@ -31,7 +32,7 @@ FEWEST = 4  # siblings, if there are as many: a number of one's own would be a g
 # Tokens among which probabilities are shared out: at that temperature hardly any is left for
 # others, and to sum over a vocabulary takes as long as the attention of a pass.
 WEIGHED = 8
-KEPT = 2**26  # bytes of what slots hear of each token that is drafted; more are worked out anew
+KEPT = 2**26  # bytes of what is made of each token, once; more are worked out anew in every pass
 
 
 class Block(NamedTuple):
@@ -97,7 +98,9 @@ class RowPass:
         self.lm_head, self.ids = vocabulary.lm_head.detach(), vocabulary.ids
         self.scale, self.sharpness = head.config.feature_scale, sharpness
         self._graphs: dict[Callable, Callable] = {}
-        self.heard = self._heard()  # of each token that is drafted, [V, W], at its place
+        # What the fusion is brought by each token of the target, [.., H], and what slots hear of
+        # each that is drafted, [V, W], at its place; None: worked out in every pass.
+        self.brought, self.heard = self._brought(), self._heard()
         if compiles:
             # The graphs of each head count apart: of all together no more than eight are made.
             options = {"fullgraph": True, "dynamic": True, "isolate_recompiles": True}
@@ -108,14 +111,32 @@ class RowPass:
         return self.embedding(tokens).to(self.dtype)
 
     @torch.no_grad()
+    def _brought(self) -> Tensor | None:
+        tokens = torch.arange(len(self.embedding.weight))
+        small = self._keeps(len(tokens) * self.head.config.hidden_size)
+        if not (small and isinstance(self.head.fuse, LinearFusion)):
+            return None
+        return self.head.fuse.brought(self.embed(tokens) / self.head.config.embed_scale)
+
+    @torch.no_grad()
     def _heard(self) -> Tensor | None:
-        """What slots hear of every token; None where no slot does, or that would be too much."""
-        coupling, most = self.head.coupling, 2 * self.lm_head.nbytes  # what is heard is 2H at most
-        # A GPU reads the whole cell in the time of its launches.
-        if coupling is None or self.lm_head.device.type != "cpu" or most > KEPT:
+        coupling = self.head.coupling
+        # Of a token 2H at most.
+        if coupling is None or not self._keeps(2 * self.lm_head.numel()):
             return None
         drafted = torch.arange(len(self.lm_head)) if self.ids is None else self.ids
         return coupling.heard(self.embed(drafted) / self.head.config.embed_scale)
+
+    def _keeps(self, numbers: int) -> bool:
+        """Whether so many are kept. A GPU works them out in the time of its launches."""
+        small = numbers * self.dtype.itemsize <= KEPT
+        return small and self.lm_head.device.type == "cpu"
+
+    def fuse(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """What is fused of tokens one ahead [M] and of features at unit scale [M, H]: [M, H]."""
+        if self.brought is None:
+            return self.head.fuse(self.head.pairs(self.embed(tokens), features)[None])[0][0]
+        return self.head.fuse.joins(F.embedding(tokens, self.brought), features)
 
     def couple(self, hidden: Tensor, before: Tensor, place: Tensor) -> Tensor:
         """What slots predict, given those before them, all [.., H], and the places [..] of the
@@ -159,19 +180,17 @@ class RowPass:
 
 
 def _read(own: RowPass, tokens: Tensor, features: Tensor, caches: Sequence[Cache], start: int):
-    ahead, features = own.embed(tokens), own.head.join(features.to(own.dtype))
-    return _draft(own, own.head.inputs(ahead, features), caches, start)
+    features = own.head.join(features.to(own.dtype)) / own.scale
+    return _draft(own, own.fuse(tokens, features), caches, start)
 
 
 def _go_on(own: RowPass, tokens: Tensor, hidden: Tensor, caches: Sequence[Cache], start: int):
-    inputs = own.head.pairs(own.embed(tokens[:, 0]), hidden)
-    return _draft(own, inputs, caches, start)
+    return _draft(own, own.fuse(tokens[:, 0], hidden), caches, start)
 
 
-def _draft(own: RowPass, inputs: Tensor, caches: Sequence[Cache], start: int) -> Block:
-    """Read inputs [M, 2H]; draft the block that they end with."""
-    fused, _ = own.head.fuse(inputs[None])
-    slots = _decode(own.head, own.rope, fused[0], caches, start)
+def _draft(own: RowPass, fused: Tensor, caches: Sequence[Cache], start: int) -> Block:
+    """Read fused inputs [M, H]; draft the block that they end with."""
+    slots = _decode(own.head, own.rope, fused, caches, start)
     # Scores of features at unit scale, not finished: logits but for what changes no order.
     drawn, scores, best = [], [], []  # best: the places of each level's, as far as one asks
     for hidden in slots.split(1):

@@ -22,7 +22,7 @@ FLOORS = {
         "sections",
         ".",
     ],
-    "models": ["sar families weights", "hub portable", "cards", "."],
+    "models": ["families weights", "sar", "hub portable", "cards", "."],
     "data": ["world .", "store"],
     "eval": [
         "families",

@@ -18,8 +18,9 @@ Shapes: .. any, H hidden, W width of what is heard.
 
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor, cat, nn
+from torch import Tensor, nn
 
 
 class Coupling(Protocol):
@@ -33,7 +34,7 @@ class Coupling(Protocol):
         """What a slot hears of the token before, [.., H] to [.., W]."""
 
     def hears(self, hidden: Tensor, before: Tensor, heard: Tensor) -> Tensor:
-        """The same as the call, of what is `heard` [.., W] of the token."""
+        """The same as the call, of N slots [N, H] and what is `heard` [N, W] of the tokens."""
 
 
 class Markov(nn.Module):
@@ -65,18 +66,20 @@ class Recurrent(nn.Module):
         nn.init.zeros_(self.down.weight)
 
     def forward(self, hidden: Tensor, before: Tensor, token: Tensor) -> Tensor:
-        return self._moved(hidden, self.gate_up(cat((hidden, before, token), -1)))
+        return hidden + self.down(_gated(self.gate_up(torch.cat((hidden, before, token), -1))))
 
     def heard(self, token: Tensor) -> Tensor:
         return F.linear(token, self.gate_up.weight[:, -token.shape[-1] :])
 
     def hears(self, hidden: Tensor, before: Tensor, heard: Tensor) -> Tensor:
         slots = self.gate_up.weight[:, : 2 * hidden.shape[-1]]
-        return self._moved(hidden, F.linear(cat((hidden, before), -1), slots) + heard)
+        gates = torch.addmm(heard, torch.cat((hidden, before), -1), slots.T)
+        return torch.addmm(hidden, _gated(gates), self.down.weight.T)
 
-    def _moved(self, hidden: Tensor, gates: Tensor) -> Tensor:
-        gate, up = gates.chunk(2, -1)
-        return hidden + self.down(F.silu(gate) * up)
+
+def _gated(gates: Tensor) -> Tensor:
+    gate, up = gates.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 COUPLINGS: dict[str, type[Coupling] | None] = {

@@ -16,6 +16,7 @@ Shapes: S sequences, T time, D input width, H hidden, L layers.
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdraft.models.weights.prepacked import Packable
@@ -49,6 +50,15 @@ class LinearFusion(nn.Linear, Packable):
 
     def forward(self, inputs: Tensor, state: State = ()) -> tuple[Tensor, State]:
         return self.linear(inputs, self.weight, self.bias), ()
+
+    def brought(self, ahead: Tensor) -> Tensor:
+        """What tokens bring to it, [.., H] both: all that does not depend on the features."""
+        return F.linear(ahead, self.weight[:, : ahead.shape[-1]], self.bias)
+
+    def joins(self, brought: Tensor, features: Tensor) -> Tensor:
+        """The same as the call, of N positions' features and what their tokens have `brought`,
+        [N, H] each: what is fused [N, H]."""
+        return torch.addmm(brought, features, self.weight[:, -features.shape[-1] :].T)
 
 
 class BiasedFusion(LinearFusion):

@@ -120,14 +120,29 @@ def test_what_slots_hear_of_tokens_is_kept_of_those_that_are_drafted(target, nam
     )
 
 
+@every_head
 @torch.inference_mode()
-def test_what_slots_hear_is_not_kept_of_too_many_tokens(target, monkeypatch):
+def test_what_tokens_bring_to_the_fusion_is_kept_of_all(target, name):
+    head = head_of(target, name)
+    own = FalconDrafter(head, target, StaticTree.chain(3, HEADS[name][0]), 1, 64).row_pass
+    tokens, features = torch.tensor([3, 0, 11]), torch.randn(3, target.hidden_size)
+    fused, _ = head.fuse(head.pairs(target.embed(tokens), features)[None])
+    torch.testing.assert_close(own.fuse(tokens, features), fused[0])
+    assert own.brought.shape == (target.vocab_size, target.hidden_size)
+
+
+@torch.inference_mode()
+def test_what_is_made_of_tokens_is_not_kept_of_too_many(target, monkeypatch):
     head = head_of(target, "both")
     make = partial(FalconDrafter, head, target, StaticTree.chain(6, 3), 1, 64)
     kept, _ = drafts(make(), target, False)
-    monkeypatch.setattr(row_pass, "KEPT", 4 * 2 * target.vocab_size * target.hidden_size - 1)
-    assert (without := make()).row_pass.heard is None
-    assert drafts(without, target, False)[0] == kept
+    for most, brought in ((2, True), (1, False)):  # slots hear twice as much of a token
+        most *= 4 * target.vocab_size * target.hidden_size
+        monkeypatch.setattr(row_pass, "KEPT", most - 1)
+        without = make()
+        assert without.row_pass.heard is None
+        assert (without.row_pass.brought is not None) == brought
+        assert drafts(without, target, False)[0] == kept
 
 
 @pytest.mark.parametrize("vocabulary", [5, 40])
