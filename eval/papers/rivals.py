@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from specdraft.eval.drafters.registry import METHODS, load_trained, problems
 from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.eval.papers.contenders import Contender, asked, measured
 from specdraft.eval.papers.jobs import Job
@@ -127,7 +128,9 @@ class RivalTable(Table):
         trained = islice(runs, 1, None)
         found = {rival.name: [*islice(trained, len(seeds))] for rival in rivals}
         ours = found[rivals[0].name]
-        return Found({name: self.over(own, ours) for name, own in found.items()}, runs=runs)
+        with cpu_threads(recipe.eval.threads):
+            where = environment(target)
+        return Found({name: self.over(own, ours) for name, own in found.items()}, where, runs)
 
     def over(self, runs: Sequence[dict], ours: Sequence[dict]) -> Row:
         """A rival's figures over seeds, and ours over its, seed by seed."""

@@ -57,7 +57,7 @@ class Found:
     """The rows of a table with a cell for every figure, and what was measured for them."""
 
     rows: Mapping[str, Row]
-    environment: dict | None = None
+    environment: dict | None = None  # of what was measured; None: of the first run
     runs: Sequence[dict] = ()  # measured in this process
 
 
@@ -133,7 +133,7 @@ class Table(Section):
             "recipe": plan.recipe or self.recipe,
             "overrides": overrides,
             "seeds": list(seeds),
-            "environment": first.report()["environment"] if first else found.environment,
+            "environment": found.environment or (first and first.report()["environment"]),
             **written(found.rows, self.paper),
             "runs": [compact(run) for run in found.runs],
         }

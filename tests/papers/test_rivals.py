@@ -137,3 +137,12 @@ def test_heads_are_trained_and_take_turns(tmp_path):
     assert report["rows"][3]["paper"] == {"ours over it: time": 1.5}
     assert (tmp_path / "rivals" / "falcon-seed1" / "falcon").is_dir()
     assert (tmp_path / "rivals" / "medusa-seed1" / "medusa").is_dir()
+    # Heads that were trained elsewhere: told is where they were measured.
+    first = tmp_path / "rivals" / "falcon-seed1" / "report.json"
+    trained = json.loads(first.read_text())
+    trained["environment"]["cpu"] = "another"
+    first.write_text(json.dumps(trained))
+    done = run_here("eval/paper.py", "rivals", *SMALL, *options, *places)
+    assert done.returncode == 0, done.stderr
+    again = json.loads((tmp_path / "rivals.json").read_text())
+    assert again["environment"]["cpu"] == report["environment"]["cpu"]
