@@ -76,16 +76,19 @@ def verify_terms(
 def draft_terms(rows: int, paths: Sequence[int], levels: Sequence[int]) -> Terms:
     """Terms of a draft: of its passes, by their paths, and of its rounds, by their distributions.
 
-    The first pass, which reads what was committed, is the draft's own.
+    The first pass, which reads what was committed, is the draft's own. A single row's passes may be
+    one function each where every distribution is behind the most probable path, and are not where
+    some are `wide` (models/row_pass.py).
 
     >>> draft_terms(2, paths=[1, 4], levels=[1, 2, 4])  # doctest: +NORMALIZE_WHITESPACE
-    {'draft': 1, 'several': 2, 'rows': 2, 'passes': 1, 'row passes': 2, 'paths': 8,
+    {'draft': 1, 'several': 2, 'wide': 0, 'rows': 2, 'passes': 1, 'row passes': 2, 'paths': 8,
      'levels': 3, 'nodes': 14}
     """
     later = len(paths) - 1
     return {
         "draft": 1,
         "several": len(paths) * (rows > 1),
+        "wide": len(paths) * (rows == 1 and max(levels) > 1),
         "rows": rows,
         "passes": later,
         "row passes": rows * later,
