@@ -101,9 +101,8 @@ def pages(recipe: Recipe, card: Card) -> dict[str, bytes]:
     """Return the card of the drafter of `output.dir`, and the picture in it."""
     run = Path(recipe.output.dir)
     folder, own = _folder(recipe, card), _own_tree(recipe, card)
-    picture = (
-        None if card.kind == "table" else curve(log_in(folder, run))
-    )  # which nothing but the loop writes
+    log = log_in(folder, run)  # which nothing but the loop writes
+    picture = None if card.kind == "table" else curve(log)
     reports = measured(run, folder)
     text = model_card(
         with_names(recipe, reports[0] if reports else None),

@@ -74,7 +74,7 @@ class Recurrent(nn.Module):
     def hears(self, hidden: Tensor, before: Tensor, heard: Tensor) -> Tensor:
         slots = self.gate_up.weight[:, : 2 * hidden.shape[-1]]
         gates = torch.addmm(heard, torch.cat((hidden, before), -1), slots.T)
-        return torch.addmm(hidden, _gated(gates), self.down.weight.T)
+        return hidden + self.down(_gated(gates))
 
 
 def _gated(gates: Tensor) -> Tensor:
