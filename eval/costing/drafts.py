@@ -2,7 +2,8 @@
 
 A head's trees are chains side by side, which part at some depth: behind the pass, so that later
 passes read as many blocks, or at the root, so that rounds have as many distributions, too. What a
-pass, a path, a round and a distribution cost is what these trees differ by.
+pass, a path, a round and a distribution cost is what these trees differ by. Chains that are chosen
+best first are timed, too: what they take beyond static ones is the host's, which chooses.
 
 Before every draft that is timed, its rows have read their prompts and drafted once. Timed is that
 they are shown the tokens of a step, and drafts: what is read again, and what is read anew, is what
@@ -10,7 +11,7 @@ running rows read. Prompts and tokens differ in number as those of decoding do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from specdraft.eval.costing.bench import (
     nothing,
 )
 from specdraft.eval.costing.grid import Grid, apart
+from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.branching import Branching
+from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.setup import Way
@@ -36,6 +39,7 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import KINDS, Trained
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.timing import Stopwatch
+from specdraft.eval.pricing.cost import CostModel, Curve
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.medusa import MedusaHeads
@@ -46,11 +50,17 @@ from specdraft.recipes.schema import Recipe
 
 SEVERAL = (4, 16)  # rows, beside one
 GAMMAS = (1, 2, 4)  # levels of a student's draft
+PASSES = (1, 2, 3, 4)  # of a head's chains
 
 DRAFTERS = ("head", "medusa", "student")  # in `Trained`
 
 PLAIN = Way()  # of a head's passes, unless a recipe says more
 Make = Callable[[int], Drafter]  # of rows
+Draft = tuple[list[int], list[int], Make]  # with its paths by pass and distributions by round
+
+_NOTHING = Curve({}, points=0, median_error=0.0, worst_error=0.0, median_held_out=0.0)
+# Where drafts and nodes cost nothing, the host goes on to the end.
+FREE = CostModel(replace(_NOTHING, weights={"rows": 1.0}), (1,), loop=_NOTHING, draft=_NOTHING)
 
 
 def shape_of(tree: StaticTree) -> tuple[list[int], list[int]]:
@@ -100,10 +110,12 @@ class DraftBench:
     def cells(self) -> Iterator[Cell]:
         """Drafts of one row, and some of several; none where nothing is trained."""
         rows = [count for count in SEVERAL if count <= max(self.grid.rows)]
-        for number, (paths, levels, make) in enumerate(self._drafts()):
+        for number, one in enumerate(self._drafts()):
             for count in (1, *(rows if number % 3 == 0 else ())):
-                at = {"rows": count, "paths": paths, "levels": levels}
-                yield Cell("draft", at, partial(self._open, make, count, self.between))
+                yield self._cell(one, count)
+        for one in self._chosen():
+            for count in (1, *rows):
+                yield self._cell(one, count, best_first=True)
 
     def draft(self, rows: int) -> Callable[[], object]:
         """A draft of some rows: what comes between two forwards; nothing where nothing is
@@ -111,7 +123,12 @@ class DraftBench:
         first = next(self._drafts(), None)
         return self._open(first[-1], rows, always_nothing) if first else nothing
 
-    def _drafts(self) -> Iterator[tuple[list[int], list[int], Make]]:
+    def _cell(self, draft: Draft, rows: int, **more: bool) -> Cell:
+        paths, levels, make = draft
+        at = {"rows": rows, "paths": paths, "levels": levels, **more}
+        return Cell("draft", at, partial(self._open, make, rows, self.between))
+
+    def _drafts(self) -> Iterator[Draft]:
         if head := self.trained.head:
             yield from self._of_head(head)
         elif heads := self.trained.medusa:
@@ -119,9 +136,24 @@ class DraftBench:
         elif student := self.trained.student:
             yield from self._of_student(student)
 
-    def _of_head(
-        self, head: FalconHead | Eagle3Head
-    ) -> Iterator[tuple[list[int], list[int], Make]]:
+    def _chosen(self) -> Iterator[Draft]:
+        """Chains of a head or a student, chosen best first."""
+        if head := self.trained.head:
+            size = head.config.block_size
+            for passes in PASSES:
+                yield [1] * passes, [1] * passes * size, partial(self._dynamic, head, passes)
+        elif (student := self.trained.student) and not self.trained.medusa:
+            for depth in GAMMAS:
+                most = {"depth": depth, "nodes": depth, "paths": 1}
+                make = partial(BestFirst, student, capacity=self.capacity, costs=FREE, **most)
+                yield [1] * depth, [1] * depth, make
+
+    def _dynamic(self, head: FalconHead | Eagle3Head, passes: int, rows: int) -> DynamicFalcon:
+        most = {"paths": 1, "nodes": 1, "passes": passes}
+        sizes = rows, self.capacity
+        return DynamicFalcon(head, self.target, FREE, *sizes, **most, **self.way._asdict())
+
+    def _of_head(self, head: FalconHead | Eagle3Head) -> Iterator[Draft]:
         config, seen = head.config, []
         most = config.draft_vocab or self.target.vocab_size
         for paths in _trees(
@@ -135,12 +167,12 @@ class DraftBench:
     def _falcon(self, head: FalconHead | Eagle3Head, tree: StaticTree, rows: int) -> FalconDrafter:
         return FalconDrafter(head, self.target, tree, rows, self.capacity, *self.way)
 
-    def _of_medusa(self, heads: MedusaHeads) -> Iterator[tuple[list[int], list[int], Make]]:
+    def _of_medusa(self, heads: MedusaHeads) -> Iterator[Draft]:
         for depth in range(1, heads.config.heads + 1):
             tree = StaticTree.chain(depth, depth)
             yield [1], [depth], partial(MedusaDrafter, heads, self.target, tree)
 
-    def _of_student(self, student: Target) -> Iterator[tuple[list[int], list[int], Make]]:
+    def _of_student(self, student: Target) -> Iterator[Draft]:
         def make(branching: Sequence[int], rows: int) -> Branching:
             # Beside the prompt, what its context holds of what it drafts.
             return Branching(student, rows, self.capacity, branching)
@@ -190,7 +222,7 @@ class DraftBench:
 
 def _trees(k: int, widths: Sequence[int]) -> Iterator[list[Ranks]]:
     """Trees for blocks of k tokens: one chain, of up to four passes, then some side by side."""
-    for passes in range(1, 5):
+    for passes in PASSES:
         yield _chains(1, 1, passes * k)
     for width in widths[1:]:
         yield _chains(width, 1, k)

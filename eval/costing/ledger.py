@@ -154,7 +154,9 @@ def fitted(
         verify_terms(p["rows"], p["nodes"], p["cached"], places, p.get("widest")) for p in verify
     ]
     of_loop = [loop_terms(point["rows"], point["nodes"]) for point in loop]
-    of_draft = [draft_terms(point["rows"], point["paths"], point["levels"]) for point in draft]
+    of_draft = [
+        draft_terms(p["rows"], p["paths"], p["levels"], p.get("best_first", False)) for p in draft
+    ]
     return CostModel(
         verify=fit(of_verify, _ms(verify)),
         knots=places,

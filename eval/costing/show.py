@@ -75,8 +75,10 @@ def _of_drafts(points: Sequence[dict], costs: CostModel) -> Table:
     own = [point for point in points if point["what"] == "draft" and point["rows"] == 1]
     for point in sorted(own, key=lambda p: (len(p["paths"]), len(p["levels"]), p["levels"])):
         paths, levels = point["paths"], point["levels"]
-        name = f"{_joined(paths)}; {_joined(levels)}"
-        table.add_row(name, _pair(point["ms"], costs.draft_ms(paths, levels)))
+        best_first = point.get("best_first", False)
+        name = f"{_joined(paths)}; {_joined(levels)}" + "; best first" * best_first
+        said = costs.draft_ms(paths, levels, best_first=best_first)
+        table.add_row(name, _pair(point["ms"], said))
     return table
 
 

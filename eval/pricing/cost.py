@@ -73,18 +73,21 @@ def verify_terms(
     return terms
 
 
-def draft_terms(rows: int, paths: Sequence[int], levels: Sequence[int]) -> Terms:
+def draft_terms(
+    rows: int, paths: Sequence[int], levels: Sequence[int], best_first: bool = False
+) -> Terms:
     """Terms of a draft: of its passes, by their paths, and of its rounds, by their distributions.
 
     The first pass, which reads what was committed, is the draft's own. A single row's passes may be
     one function each where every distribution is behind the most probable path, and are not where
-    some are `wide` (models/row_pass.py).
+    some are `wide` (models/row_pass.py). best_first: behind each pass the host chooses for every
+    row what is read on and what is verified, which a static tree knows before.
 
     >>> draft_terms(2, paths=[1, 4], levels=[1, 2, 4])  # doctest: +NORMALIZE_WHITESPACE
     {'draft': 1, 'several': 2, 'wide': 0, 'rows': 2, 'passes': 1, 'row passes': 2, 'paths': 8,
-     'levels': 3, 'nodes': 14}
+     'levels': 3, 'nodes': 14, 'choices': 0, 'row choices': 0}
     """
-    later = len(paths) - 1
+    later, choices = len(paths) - 1, len(paths) * best_first
     return {
         "draft": 1,
         "several": len(paths) * (rows > 1),
@@ -95,6 +98,8 @@ def draft_terms(rows: int, paths: Sequence[int], levels: Sequence[int]) -> Terms
         "paths": rows * sum(paths[1:]),
         "levels": len(levels),
         "nodes": rows * sum(levels),
+        "choices": choices,
+        "row choices": rows * choices,
     }
 
 
@@ -123,19 +128,26 @@ class CostModel:
         """What a row adds to a verifying forward by each node that the widest one has more."""
         return self.verify.weights.get("pads", 0.0)
 
-    def draft_ms(self, paths: Sequence[int], levels: Sequence[int], rows: int = 1) -> float:
+    def draft_ms(
+        self,
+        paths: Sequence[int],
+        levels: Sequence[int],
+        rows: int = 1,
+        best_first: bool = False,
+    ) -> float:
         """A draft of `rows` rows.
 
         paths: of every pass of a head, how many blocks it reads, the first of which is what was
         committed (1); of every forward of a student, how many nodes; of Medusa heads [1]. levels:
         of every round of choices, in all passes, how many distributions it ranks, e.g. those of
         all depths in Medusa's one (`shape_of` in eval/costing/drafts.py counts both in a tree).
+        best_first: whether the host chooses, instead of a static tree.
 
         Raises DataError where no drafter was measured.
         """
         if self.draft is None:
             raise DataError("these costs are of no drafter; train one, then run eval/costs.py")
-        return self.draft.ms(draft_terms(rows, paths, levels))
+        return self.draft.ms(draft_terms(rows, paths, levels, best_first))
 
     def loop_ms(self, rows: int, nodes: int = 1) -> float:
         """The decoder's own part of a step: packing, accepting, moving the cache."""

@@ -24,6 +24,7 @@ Shapes: R rows, E paths of a row, K depths of a pass.
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import chain, zip_longest
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -137,10 +138,12 @@ class Worth:
             self._later += self._pass_ms(1, 1) if worth > 0 else 0.0
             return ([0], 1) if worth > 0 else ([], 0)
         best, chosen = 0.0, ([], 0)
-        weighed = [[w * end for end in own] for w, own in zip(weights, ends, strict=True)]
-        for paths in range(1, 1 + max(map(len, ends), default=0)):
-            gains = [sum(map(self._added, own[:paths])) for own in weighed]
-            ranked, gained = sorted(range(len(ends)), key=lambda n: -gains[n]), 0.0
+        gains = [0.0] * len(ends)
+        for paths, column in enumerate(zip_longest(*ends, fillvalue=0.0), start=1):
+            added = (self._added(w * end) for w, end in zip(weights, column, strict=True))
+            gains = [*map(add, gains, added)]
+            ranked = sorted(range(len(ends)), key=gains.__getitem__, reverse=True)
+            gained = 0.0
             for count, number in enumerate(ranked, start=1):
                 gained += gains[number]
                 worth = gained - self.rate * self._pass_ms(count, paths)
@@ -266,9 +269,10 @@ class Worth:
         """One pass more over some paths of each of some rows; 0 paths: the first of a draft."""
         if (ms := self._passes.get((rows, paths))) is None:
             levels = [1] * self.k
-            ms = self.costs.draft_ms([1], levels, rows)
+            ms = self.costs.draft_ms([1], levels, rows, best_first=True)
             if paths:
-                both = self.costs.draft_ms([1, paths], levels + [paths] * self.k, rows)
+                levels += [paths] * self.k
+                both = self.costs.draft_ms([1, paths], levels, rows, best_first=True)
                 ms = both - ms
             self._passes[rows, paths] = ms
         return ms

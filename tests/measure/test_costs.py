@@ -2,6 +2,7 @@
 
 import json
 import platform
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,12 +14,14 @@ from commands import run_here
 from random_models import random_head, random_target
 from random_seq2seq import random_seq2seq
 
-from specdraft.eval.costing import room, shapes
+from specdraft.eval.costing import drafts, room, shapes
 from specdraft.eval.costing.bench import FRESH, STEPS, Cell, TargetBench, turns, visit
 from specdraft.eval.costing.curves import fit, knots, nonnegative
 from specdraft.eval.costing.drafts import DraftBench, shape_of
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, fitted, unrest
+from specdraft.eval.drafters.best_first import BestFirst
+from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import processor
@@ -278,6 +281,64 @@ def test_everything_that_drafts_can_be_timed(target):
         assert all(visit(cell) > 0 for cell in (few[0], few[-1]))
         assert len(trees_of(bench)) > 1
     assert list(DraftBench(target, Trained(), SMALL).cells()) == []
+
+
+def keep(made: list, maker: type, *sizes, **settings):
+    """Make a drafter, and note it."""
+    made.append(maker(*sizes, **settings))
+    return made[-1]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["coupled", "eagle", "student"])
+@torch.inference_mode()
+def test_what_is_chosen_best_first_is_timed_as_deep_as_it_says(monkeypatch, kind, rows):
+    target = random_target(vocab=40)
+    coupled = {"coupling": "recurrent", "reads": "both", "fusion": "linear"}
+    trained = {
+        "coupled": lambda: Trained(head=random_head(target, 3, **coupled)),
+        "eagle": lambda: Trained(head=random_head(target, 1, fusion="linear")),
+        "student": lambda: Trained(student=Target(pruned(target, (1,), False), None, "pruned")),
+    }[kind]()
+    made = []
+    for maker in (DynamicFalcon, BestFirst):
+        opened = partial(keep, made, maker)
+        monkeypatch.setattr(drafts, maker.__name__, opened)
+    bench = DraftBench(target, trained, replace(SMALL, rows=(1, rows)))
+    monkeypatch.setattr(drafts, "SEVERAL", (3,))
+    cells = [cell for cell in bench.cells() if cell.at.get("best_first")]
+    cells = [cell for cell in cells if cell.at["rows"] == rows]
+    assert len(cells) > 2
+    for cell in cells:
+        go = cell.open()
+        for _ in range(3):
+            before = made[-1].forwards
+            go()
+            done = made[-1].forwards - before
+            # The prompts are drafted behind, too. A student reads what is committed in a forward.
+            assert done == 2 * rows * len(cell.at["paths"])
+
+
+def test_what_the_host_chooses_has_a_price_of_its_own():
+    def ms(rows: int, passes: int, best_first: bool) -> float:
+        return (
+            0.5
+            + 0.3 * passes
+            + 0.02 * rows * passes * (1 + best_first)
+            + 0.05 * passes * best_first
+        )
+
+    draft = []
+    for rows, passes, best_first in product((1, 4, 16), (1, 2, 3), (False, True)):
+        at = {"rows": rows, "paths": [1] * passes, "levels": [1] * 3 * passes}
+        at |= {"best_first": True} if best_first else {}
+        draft.append(at | {"ms": ms(rows, passes, best_first)})
+    costs = fitted(verified(), loop(), draft)
+    for rows, passes in product((1, 8, 24), (1, 2, 3)):
+        paths, levels = [1] * passes, [1] * 3 * passes
+        more = costs.draft_ms(paths, levels, rows, best_first=True)
+        more -= costs.draft_ms(paths, levels, rows)
+        assert more == pytest.approx(passes * (0.05 + 0.02 * rows), rel=0.02)
 
 
 @torch.inference_mode()
