@@ -13,9 +13,11 @@ from specdraft.recipes.load import load_recipe
 from specdraft.recipes.sections.training import OptimSection
 from specdraft.train.fit.accelerator import check_launch, processes_here
 from specdraft.train.fit.checkpoint import SHARDING
+from specdraft.train.fit.muon import Float32Muon, orthogonal
 from specdraft.train.fit.optimizer import Together, make_optimizer
 
 VOCABULARY = 64
+COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of a Newton-Schulz step, torch's
 
 
 CPU = torch.device("cpu")
@@ -71,6 +73,46 @@ def test_parts_step_as_each_would_alone():
     for name, value in together.items():
         assert torch.equal(value, apart[name])
         assert not torch.equal(value, start[name])
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (64, 24), (32, 32)])
+def test_an_orthogonal_update_keeps_the_singular_vectors(shape):
+    """Against the singular value decomposition."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    update = orthogonal(matrix, COEFFICIENTS, 5)
+    found = left.T @ update @ right.T
+    a, b, c = COEFFICIENTS
+    expected = values / values.square().sum().sqrt()
+    for _ in range(5):
+        expected = a * expected + b * expected**3 + c * expected**5
+    assert torch.allclose(found, expected.diag(), atol=1e-4)
+    assert 0.3 < expected.min() < expected.max() < 1.3
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_in_float32_steps_as_torchs_does_but_for_rounding(nesterov):
+    settings = {"lr": 1.0e-2, "weight_decay": 0.1, "nesterov": nesterov}
+    settings["adjust_lr_fn"] = "match_rms_adamw"
+    moved = []
+    for maker in (torch.optim.Muon, Float32Muon):
+        module = nn.Linear(24, 64, bias=False)
+        nn.init.ones_(module.weight)
+        optimizer = maker(module.parameters(), **settings)
+        after = step(module, optimizer)["weight"]
+        moved.append(after - 1)
+        state = optimizer.state_dict()["state"][0]
+        assert state.keys() == {"momentum_buffer"}  # the other goes on with it
+    assert torch.nn.functional.cosine_similarity(*(one.flatten() for one in moved), 0) > 0.999
+    assert moved[1].norm() == pytest.approx(float(moved[0].norm()), rel=0.01)
+
+
+def test_what_has_no_gradient_stays_as_it_is():
+    one, other = (nn.Parameter(torch.ones(4, 8)) for _ in range(2))
+    one.grad = torch.randn(4, 8)
+    Float32Muon([one, other], lr=0.1, adjust_lr_fn="match_rms_adamw").step()
+    assert torch.equal(other, torch.ones(4, 8))
+    assert not torch.equal(one, torch.ones(4, 8))
 
 
 def test_a_rate_that_is_set_reaches_every_part_also_after_loading():

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from specdraft.recipes.sections.training import OptimSection
+from specdraft.train.fit.muon import Float32Muon
 
 
 def make_optimizer(
@@ -39,7 +40,8 @@ def make_optimizer(
     others = [one for one in trained if id(one) not in chosen]
     parts = [adamw(others)] if others else []
     if matrices:
-        parts.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **common))
+        muon = Float32Muon if device.type == "cpu" else torch.optim.Muon
+        parts.append(muon(matrices, adjust_lr_fn="match_rms_adamw", **common))
     return Together(parts)
 
 
