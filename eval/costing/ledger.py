@@ -124,10 +124,14 @@ def unrest(points: Sequence[Mapping[str, Any]]) -> float:
     )
 
 
+def at_of(point: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a point was measured: what its cell's terms, and its milliseconds, are asked with."""
+    return {name: value for name, value in point.items() if name not in ("what", "ms", "tries")}
+
+
 def key_of(point: Mapping[str, Any]) -> Key:
     """The key of the cell that a point is of."""
-    at = {name: value for name, value in point.items() if name not in ("what", "ms", "tries")}
-    return Cell(point["what"], at, open=lambda: float).key
+    return Cell(point["what"], at_of(point), open=lambda: float).key
 
 
 def differing(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:
@@ -154,9 +158,7 @@ def fitted(
         verify_terms(p["rows"], p["nodes"], p["cached"], places, p.get("widest")) for p in verify
     ]
     of_loop = [loop_terms(point["rows"], point["nodes"]) for point in loop]
-    of_draft = [
-        draft_terms(p["rows"], p["paths"], p["levels"], p.get("best_first", False)) for p in draft
-    ]
+    of_draft = [draft_terms(**at_of(point)) for point in draft]
     return CostModel(
         verify=fit(of_verify, _ms(verify)),
         knots=places,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdraft.data.atomic import write_atomic
+from specdraft.eval.costing.ledger import at_of
 from specdraft.eval.costing.show import error_of
 from specdraft.eval.page.colours import SERIES
 from specdraft.eval.pricing.cost import CostModel, Curve
@@ -91,10 +92,7 @@ def _of_drafts(axes: Axes, draft: Sequence[dict], costs: CostModel) -> None:
     ordered = sorted(draft, key=lambda point: point["rows"])
     for (rows, part), colour in zip(groupby(ordered, lambda p: p["rows"]), SERIES, strict=False):
         there = list(part)
-        said = [
-            costs.draft_ms(p["paths"], p["levels"], p["rows"], p.get("best_first", False))
-            for p in there
-        ]
+        said = [costs.draft_ms(**at_of(point)) for point in there]
         _dots(axes, said, there, colour, f"{rows} row{'s' * (rows > 1)}")
     ends = [f(point["ms"] for point in draft) for f in (min, max)]
     axes.plot(ends, ends, color="#66727f", linewidth=1)

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specdraft.eval.costing.ledger import at_of
 from specdraft.eval.costing.settings import PricedSetting
 from specdraft.eval.measure.tuning import overrides, recipe_part
 from specdraft.eval.pricing.cost import CostModel, Curve
@@ -74,11 +75,9 @@ def _of_drafts(points: Sequence[dict], costs: CostModel) -> Table:
     table = _table("ms of drafting, one row", "paths of each pass; nodes of each level", ["draft"])
     own = [point for point in points if point["what"] == "draft" and point["rows"] == 1]
     for point in sorted(own, key=lambda p: (len(p["paths"]), len(p["levels"]), p["levels"])):
-        paths, levels = point["paths"], point["levels"]
-        best_first = point.get("best_first", False)
-        name = f"{_joined(paths)}; {_joined(levels)}" + "; best first" * best_first
-        said = costs.draft_ms(paths, levels, best_first=best_first)
-        table.add_row(name, _pair(point["ms"], said))
+        name = f"{_joined(point['paths'])}; {_joined(point['levels'])}"
+        name += "; best first" * ("best_first" in point)
+        table.add_row(name, _pair(point["ms"], costs.draft_ms(**at_of(point))))
     return table
 
 

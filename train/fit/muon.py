@@ -28,12 +28,15 @@ class Float32Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         ahead = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
-        update = orthogonal(ahead.float(), group["ns_coefficients"], group["ns_steps"])
+        how = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        update = orthogonal(ahead.float(), *how)
         weight.mul_(1 - lr * group["weight_decay"])
         weight.add_(update, alpha=-0.2 * lr * sqrt(max(weight.shape)))
 
 
-def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+def orthogonal(
+    matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float = 1e-7
+) -> Tensor:
     """Return a matrix [A, B] with the singular vectors of another and singular values near 1.
 
     A step of the Newton-Schulz iteration turns each singular value s into a s + b s^3 + c s^5,
@@ -43,7 +46,7 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: 
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=1e-7)  # of Frobenius: no singular value is above 1
+    x = x / x.norm().clamp(min=eps)  # of Frobenius: no singular value is above 1
     for _ in range(steps):
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
