@@ -7,7 +7,7 @@ inputs, and torch.compile can make one call of it (`eval.compile`). Everything e
 several rows draft, goes through the packed passes of eval/drafters/head.py.
 
 Shapes: M inputs, Q queries of a block, K block size, S siblings, H hidden, n layers of the target,
-C capacity, D head dimension, V tokens drafted among.
+C slots, D head dimension, V tokens drafted among.
 """
 
 import warnings
@@ -27,6 +27,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import in_a_line
 
 Cache = tuple[Tensor, Tensor]  # keys and values of a layer, [1, kv_heads, C, D] each
+Start = int | Tensor  # position and slot of the first input; [1], as data: `Anywhere`
 FIRST = 2  # place from which on a graph serves all
 FEWEST = 4  # siblings, if there are as many: a number of one's own would be a graph of its own
 # Tokens among which probabilities are shared out: at that temperature hardly any is left for
@@ -104,7 +105,7 @@ class RowPass:
         if compiles:
             # The graphs of each head count apart: of all together no more than eight are made.
             options = {"fullgraph": True, "dynamic": True, "isolate_recompiles": True}
-            self._graphs = {part: torch.compile(part, **options) for part in (_read, _go_on)}
+            self._graphs = {part: torch.compile(part, **options) for part in (read, go_on)}
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's embeddings of tokens [..], as precise as the head: [.., H]."""
@@ -158,13 +159,13 @@ class RowPass:
         """Read what was committed, tokens one ahead [M] and features [M, (1 + n) * H], at the
         positions and slots from `start` on."""
         if not self._graphs or len(tokens) == 1 or start < FIRST:  # each its own graph
-            return _read(self, tokens, features, caches, start)
+            return read(self, tokens, features, caches, start)
         # Whole tensors, since parts of others would have a graph of their own, too.
-        return self._call(_read, tokens.clone(), features.clone(), caches, start)
+        return self._call(read, tokens.clone(), features.clone(), caches, start)
 
     def go_on(self, block: Block, caches: Sequence[Cache], start: int) -> Block:
         """Read the best tokens of a block in turn."""
-        return self._call(_go_on, block.tokens, block.hidden, caches, start)
+        return self._call(go_on, block.tokens, block.hidden, caches, start)
 
     def _call(self, part: Callable, *inputs) -> Block:
         """Run a part, compiled where it can be; else a warning says once why it cannot."""
@@ -179,16 +180,16 @@ class RowPass:
             return part(self, *inputs)
 
 
-def _read(own: RowPass, tokens: Tensor, features: Tensor, caches: Sequence[Cache], start: int):
+def read(own: RowPass, tokens: Tensor, features: Tensor, caches: Sequence[Cache], start: Start):
     features = own.head.join(features.to(own.dtype)) / own.scale
     return _draft(own, own.fuse(tokens, features), caches, start)
 
 
-def _go_on(own: RowPass, tokens: Tensor, hidden: Tensor, caches: Sequence[Cache], start: int):
+def go_on(own: RowPass, tokens: Tensor, hidden: Tensor, caches: Sequence[Cache], start: Start):
     return _draft(own, own.fuse(tokens[:, 0], hidden), caches, start)
 
 
-def _draft(own: RowPass, fused: Tensor, caches: Sequence[Cache], start: int) -> Block:
+def _draft(own: RowPass, fused: Tensor, caches: Sequence[Cache], start: Start) -> Block:
     """Read fused inputs [M, H]; draft the block that they end with."""
     slots = _decode(own.head, own.rope, fused, caches, start)
     # Scores of features at unit scale, not finished: logits but for what changes no order.
@@ -218,20 +219,67 @@ def _tokens(own: RowPass, places: Tensor) -> Tensor:
 
 
 def _decode(
-    head: FalconHead, rope: Rope, fused: Tensor, caches: Sequence[Cache], start: int
+    head: FalconHead, rope: Rope, fused: Tensor, caches: Sequence[Cache], start: Start
 ) -> Tensor:
     """Put fused inputs [M, H] into the cache and give the slots [K, H] of the block at their end,
     from which nothing is hidden."""
     count, reach = len(fused), head.reading.reach
-    at = tuple(table.narrow(2, start, count) for table in rope)
-    newest = tuple(table.narrow(2, start + count - reach, reach) for table in rope)
+    place = Anywhere.of(start, count) if isinstance(start, Tensor) else Place(start, count)
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         for cached, fresh in zip(caches[layer], (key, value), strict=True):
-            cached.narrow(2, start, count).copy_(fresh)
-        keys, values = (cached.narrow(2, 0, start + count) for cached in caches[layer])
-        grouped = query.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=grouped)
+            place.write(cached, fresh)
+        keys, values = map(place.before, caches[layer])
+        mask, grouped = place.mask(keys), query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=grouped)
 
     queries = head.reading.queries(fused[None, -reach:])
+    at, newest = (tuple(place.last(table, n) for table in rope) for n in (count, reach))
     return head.reading.slots(head.decode(queries, newest, attend, (fused[None], at)))[0]
+
+
+class Place(NamedTuple):
+    """Slots of a cache, and as many positions, which follow each other."""
+
+    start: int
+    count: int
+
+    def last(self, table: Tensor, count: int) -> Tensor:
+        """The last rows of a table [1, 1, C, D] in these positions, [1, 1, count, D]."""
+        return table.narrow(2, self.start + self.count - count, count)
+
+    def write(self, cached: Tensor, fresh: Tensor) -> None:
+        """Put [1, kv_heads, M, D] into the slots."""
+        cached.narrow(2, self.start, self.count).copy_(fresh)
+
+    def before(self, cached: Tensor) -> Tensor:
+        """All slots up to the last of these."""
+        return cached.narrow(2, 0, self.start + self.count)
+
+    def mask(self, keys: Tensor) -> Tensor | None:
+        """What hides slots behind these from a query."""
+        return None
+
+
+class Anywhere(NamedTuple):
+    """The same wherever they begin, as data: what reads it has fixed shapes."""
+
+    places: Tensor  # [M]
+
+    @classmethod
+    def of(cls, start: Tensor, count: int) -> "Anywhere":
+        return cls(start + torch.arange(count, device=start.device))
+
+    def last(self, table: Tensor, count: int) -> Tensor:
+        return table.index_select(2, self.places[-count:])
+
+    def write(self, cached: Tensor, fresh: Tensor) -> None:
+        cached.index_copy_(2, self.places, fresh)
+
+    def before(self, cached: Tensor) -> Tensor:
+        return cached
+
+    def mask(self, keys: Tensor) -> Tensor:
+        slots = torch.arange(keys.shape[2], device=keys.device)
+        hidden = (slots > self.places[-1:])[None]
+        return torch.zeros_like(hidden, dtype=keys.dtype).masked_fill_(hidden, -torch.inf)

@@ -214,6 +214,7 @@ def load_student(
         reason = in_a_line(error).removeprefix("target.model: ")
         raise TargetError(f"{key}: cannot load {name}: {reason}") from error
     student = Target(model.to(target.device), tokenizer, str(name))
+    student.cuda_graphs = target.cuda_graphs
     check_tokens(student, target)
     return student
 

@@ -86,6 +86,7 @@ class Target:
         self.embedding = model.get_input_embeddings()
         self.prepacked = prepacked or PrepackedWeights()
         self.lm_head = prepacked_layer(model.get_output_embeddings(), self.prepacked)
+        self.cuda_graphs = True  # whether short forwards are replayed, where they can be
         self.finish = finish_of(model)  # what comes after lm_head
         self.base = base_of(model)  # what makes features
         self.start_ids = start_ids(model.config, model.generation_config)  # of an encoder-decoder
@@ -174,6 +175,7 @@ class Target:
         prepacked = PrepackedWeights(section.prepack_gib * 2**30)
         trusted, placing = section.trust_remote_code, loading_options(section)
         target = cls.load(*source, trusted, prepacked, **placing)
+        target.cuda_graphs = section.cuda_graphs
         target._use_template(section)
         return target
 
@@ -219,6 +221,11 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype
+
+    @property
+    def replays(self) -> bool:
+        """Whether forwards of fixed shapes are replayed (models/replay.py)."""
+        return self.cuda_graphs and self.device.type == "cuda"
 
     @property
     def embedding_weight(self) -> Tensor:

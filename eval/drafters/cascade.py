@@ -31,7 +31,7 @@ from torch import Tensor
 from specdraft.eval.drafters.drawing import draw
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
 from specdraft.eval.engine.accept import review
-from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.engine.grid import packed_target
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import download, upload
@@ -48,7 +48,7 @@ class Reviewer:
         self.student = student
         # Beyond its own context a student has learned nothing, and some cannot run at all.
         slots = capacity + max_nodes
-        self.packed = PackedTarget(student, rows, min(slots, student.context or slots))
+        self.packed = packed_target(student, rows, min(slots, student.context or slots))
         self.max_committed = self.packed.pool.capacity - max_nodes
         self.forwards, self.tokens_read, self.seconds = 0, 0, 0.0
         self.cached: list[list[int]] = [[] for _ in range(rows)]  # token ids

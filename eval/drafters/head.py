@@ -24,6 +24,7 @@ from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree, TreeBias
 from specdraft.models.eagle3 import Eagle3Head, vocabulary_of
 from specdraft.models.falcon import FalconHead, block_index
+from specdraft.models.replayed_pass import ReplayedPass
 from specdraft.models.row_pass import Block, RowPass, reads_alone
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
@@ -105,7 +106,8 @@ class HeadDrafter:
         self.row_pass: RowPass | None = None
         if reads_alone(self.head, target):
             parts = self.head, target, self.vocabulary, self._rope
-            self.row_pass = RowPass(*parts, siblings, sharpness, compiles)
+            kind = ReplayedPass if target.replays else RowPass
+            self.row_pass = kind(*parts, siblings, sharpness, compiles)
             if compiles:
                 self.row_pass.make(self._caches(0))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, ranking, wants_samples
-from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.engine.grid import packed_target
 from specdraft.eval.engine.plan import CAUSAL, Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.sampling import most_probable
@@ -48,7 +48,7 @@ class LMDrafter:
         check_can_be_cut(student, "a draft model")
         self.student, self.depth = student, depth
         slots = capacity + max_nodes
-        self.packed = PackedTarget(student, rows, min(slots, position_limit(student) or slots))
+        self.packed = packed_target(student, rows, min(slots, position_limit(student) or slots))
         self.pool = self.packed.pool
         # Beyond its own context a student has learned nothing.
         context = student.context or slots

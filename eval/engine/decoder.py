@@ -19,6 +19,7 @@ from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.batch import RowInput, pack, row_inputs, schedule
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.fallback import Fallback
+from specdraft.eval.engine.grid import packed_target
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.request import Completion, Request, Step, Update, check_request
 from specdraft.eval.engine.row import Row
@@ -45,7 +46,7 @@ class Decoder:
     """
 
     # Of rows, capacity and the layers that the drafter reads.
-    packing: Callable[[Target, int, int, Layers], PackedTarget] = PackedTarget
+    packing: Callable[[Target, int, int, Layers], PackedTarget] = staticmethod(packed_target)
 
     def __init__(
         self,

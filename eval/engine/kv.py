@@ -26,7 +26,8 @@ class KVPool:
     many tokens each layer sees, the newest included; None: all. leaning: what is added to scores
     of each head at each distance (ALiBi, T5), [heads, capacity]. Where there is either, positions
     of slots are kept, too. value_dim: of values, where it is not that of keys (latent attention).
-    numbers: of the layers in their model, where some have no attention.
+    numbers: of the layers in their model, where some have no attention. spare: slots of a row
+    behind its capacity.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class KVPool:
         leaning: Tensor | None = None,
         value_dim: int | None = None,
         numbers: Sequence[int] = (),
+        spare: int = 0,
     ):
         self.value_dim = value_dim or head_dim
         self.numbers = {number: n for n, number in enumerate(numbers or range(len(devices)))}
-        shape = (2, rows, kv_heads, capacity, max(head_dim, self.value_dim))
+        width = max(head_dim, self.value_dim)
+        shape = (2, rows, kv_heads, capacity + spare, width)
         # Zeros, not empty: a masked slot still multiplies its value, and 0 * NaN is NaN.
         tensors = {
             device: torch.zeros((devices.count(device), *shape), dtype=dtype, device=device)

@@ -67,6 +67,8 @@ class PackedTarget:
     layers: of the target, that features have behind them: models/feature_layers.py.
     """
 
+    spare = 0  # slots of a row behind its capacity
+
     def __init__(self, target: Target, rows: int, capacity: int, layers: Layers = ()):
         target.check_runs()
         check_supported(target)
@@ -84,7 +86,7 @@ class PackedTarget:
             view.config._attn_implementation = BESIDE_SOURCE if of_sources else ATTENTION
         self.target, self.layers = target, layers
         sizes = {"rows": rows, "dtype": target.dtype}
-        self.pool = KVPool(**vars(geometry), **sizes, capacity=capacity)
+        self.pool = KVPool(**vars(geometry), **sizes, capacity=capacity, spare=self.spare)
         self.sources = None
         if of_sources:
             self.sources = Sources(target, partial(KVPool, **vars(of_sources), **sizes))

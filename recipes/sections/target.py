@@ -24,6 +24,9 @@ class TargetSection(Section):
     # to spread it, or the devices of its modules (a GPU's number, cpu, disk). null: one device.
     device_map: Literal["auto", "balanced", "sequential"] | dict[str, Device | str] | None = None
     max_memory: dict[str, str] | None = None  # of a device at most, e.g. {0: 40GiB, cpu: 100GiB}
+    # On a GPU: whether forwards of a few tokens are captured, once each, and replayed as a whole;
+    # what cannot be is launched one operation after the other, as without.
+    cuda_graphs: bool = True
     # On a CPU: GiB, of each model that takes part, for copies of weights by which a few tokens are
     # multiplied faster; 0: none.
     prepack_gib: Annotated[float, Interval(0, 10_000)] = 2.0

@@ -1,0 +1,151 @@
+"""Forwards of fixed shapes say what packed ones say; on a GPU they are what is replayed."""
+
+import pytest
+import torch
+from decoding import PATHS, completions, decode, plain_tokens, prompts
+from random_models import random_head, random_target
+
+from specdraft.eval.drafters.dynamic import DynamicFalcon
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.level import TSD
+from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.grid import KNOWN, Grid, GridTarget
+from specdraft.eval.engine.plan import LONG, Segment
+from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.tree import Topology, chain
+from specdraft.models.replay import Replays, slots_in_sight
+from specdraft.models.replayed_pass import ReplayedPass
+from specdraft.models.target import Target
+
+NARROW = [path for path in PATHS if not any(path[:-1])]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+@pytest.fixture
+def fixed(monkeypatch):
+    """Everything takes fixed shapes, as on a GPU; counts what goes through them."""
+    counts = {"steps": 0, "packed": 0, "passes": 0}
+
+    def counting(kind: type, method: str, name: str) -> None:
+        whole = getattr(kind, method)
+
+        def counted(self, *inputs):
+            result = whole(self, *inputs)
+            counts["packed" if result is None else name] += 1
+            return result
+
+        monkeypatch.setattr(kind, method, counted)
+
+    monkeypatch.setattr(Target, "replays", property(lambda self: self.cuda_graphs))
+    counting(GridTarget, "_grid_of", "steps")
+    counting(ReplayedPass, "_replay", "passes")
+    return counts
+
+
+def drafter_of(target: Target, name: str, rows: int):
+    head = random_head(target, 2, fusion="linear", reads="newest", coupling="recurrent")
+    return {
+        "plain": lambda: None,
+        "tree": lambda: FalconDrafter(head, target, StaticTree(PATHS, 2), rows, 128),
+        "narrow": lambda: FalconDrafter(head, target, StaticTree(NARROW, 2), rows, 128),
+        "dynamic": lambda: DynamicFalcon(head, target, None, rows, 128),
+        "ssd": lambda: SSD(target, rows, 128, 4, 0.2),
+        "tsd": lambda: TSD(target, rows, 128, 3, nodes=32),
+    }[name]()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("name", ["plain", "tree", "narrow", "dynamic", "ssd", "tsd"])
+def test_tokens_are_the_targets_own(target, fixed, name, rows):
+    requests = [Request(prompt, 17) for prompt in prompts()]
+    expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
+    decoder = Decoder(target, drafter_of(target, name, rows), rows, 128)
+    assert decode(decoder, requests, accepts=False) == expected
+    assert fixed["steps"] > 10
+    settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
+    requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
+    expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
+    assert decode(decoder, requests, accepts=False) == expected
+
+
+@pytest.mark.parametrize("layers", [(), (1,)])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_row_drafts_what_it_did(target, fixed, size, layers, dynamic):
+    coupled = {"reads": "both", "coupling": "recurrent"} if size > 1 else {}
+    head = random_head(target, size, fusion="linear", feature_layers=layers, **coupled)
+    tree, requests = StaticTree(NARROW, size), [Request(prompt, 17) for prompt in prompts()]
+    steps = []
+    for target.cuda_graphs in (False, True):
+        before = fixed["passes"]
+        drafter = (
+            DynamicFalcon(head, target, None, 1, 128)
+            if dynamic
+            else FalconDrafter(head, target, tree, 1, 128)
+        )
+        done = completions(Decoder(target, drafter, 1, 128), requests, accepts=False)
+        steps.append([one.steps for one in done])
+        assert (fixed["passes"] > before) == target.cuda_graphs
+    assert steps[0] == steps[1]
+
+
+def test_long_prompts_and_masks_of_their_own_stay_packed(target, fixed):
+    prompt = torch.arange(LONG + 1) % target.vocab_size
+    request = Request(prompt.tolist(), 5)
+    assert decode(Decoder(target, None, 1, 128), [request]) == [plain_tokens(target, prompt, 5)]
+    assert fixed["packed"] == 1  # the prompt
+    packed = GridTarget(target, 1, 16)
+    bias = torch.zeros(2, 2)
+    assert packed._grid_of([Segment(0, 0, 2, bias)]) is None
+
+
+def test_a_grid_forgets_the_shape_that_was_not_asked_for_longest(target):
+    packed = GridTarget(target, 1, 16)
+    grid = packed._grid_of([packed.segment(0, chain(2))])
+    first, second = Topology([-1, 0, 0]), Topology([-1, 0, 1])
+    for shape in (first, second):
+        grid._number(Segment(0, 0, 3, None, 0, shape))
+    for _ in range(KNOWN - 3):
+        grid._number(Segment(0, 0, 3, None, 0, Topology([-1, 0, 0])))
+    numbers = {grid._number(Segment(0, 0, 3, None, 0, first))}  # asked for again
+    last = Topology([-1, 0, 1])
+    numbers.add(grid._number(Segment(0, 0, 3, None, 0, last)))
+    assert first in grid._numbers and second not in grid._numbers and len(numbers) == 2
+    assert torch.equal(grid._known[grid._numbers[last]], grid._view(last))
+
+
+def test_pads_are_written_where_nobody_looks(target):
+    packed = GridTarget(target, 3, 16)
+    grid = packed._grid_of([packed.segment(1, chain(2))])
+    assert isinstance(grid, Grid) and len(grid.ids) == 3 * grid.tokens
+    keys = packed.pool.layers[0].zero_()  # of what it was tried with
+    ids = torch.tensor([4, 5, 6])
+    with torch.inference_mode():
+        packed.forward(ids, torch.arange(3), [packed.segment(1, chain(2))])
+    assert keys[:, 1, :, :3].any(-1).all()
+    assert not keys[:, [0, 2], :, :16].any() and not keys[:, 1, :, 3:16].any()
+
+
+def test_slots_in_sight_are_few_numbers():
+    seen = {slots_in_sight(stop, 1000) for stop in range(1, 1001)}
+    assert seen == {128, 256, 512, 1000}
+    assert all(slots_in_sight(stop, 1000) >= stop for stop in range(1, 1001))
+
+
+def test_what_cannot_be_captured_runs_as_it_is():
+    replays = Replays(torch.device("cpu"))
+    replays.is_replaying = True  # and there is no such device
+
+    def fails(function):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    replays._capture = fails
+    with pytest.warns(UserWarning, match=r"target\.cuda_graphs: goes on without: operation not"):
+        assert replays.run("key", lambda: 3) == 3
+    assert replays.run("key", lambda: 4) == 4
