@@ -26,6 +26,7 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.row import Row
 from specdraft.eval.engine.timing import Stopwatch, Timing
+from specdraft.eval.engine.transfer import wait
 from specdraft.eval.engine.tree import Topology, Tree
 from specdraft.eval.engine.verdict import verdicts
 from specdraft.models.feature_layers import Layers
@@ -215,6 +216,7 @@ class TargetBench:
                 drafted()
                 packed.pool.lengths[:rows] = lengths
                 batch, waited = pack(inputs, packed), Timing()
+                wait(self.target.device)
                 with Stopwatch() as forward:
                     features = packed.forward(batch.ids, batch.positions, batch.segments)
                     logits = self.target.logits(features[:, :width].contiguous())

@@ -39,6 +39,7 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import KINDS, Trained
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.timing import Stopwatch
+from specdraft.eval.engine.transfer import wait
 from specdraft.eval.pricing.cost import CostModel, Curve
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
@@ -202,10 +203,10 @@ class DraftBench:
             with Stopwatch() as shown:
                 show(fresh)
             forward()
-            _wait(self.target.device)
+            wait(self.target.device)
             with Stopwatch() as watch:
                 drafter.draft(numbers)
-                _wait(self.target.device)
+                wait(self.target.device)
             return shown.seconds + watch.seconds
 
         return go
@@ -240,9 +241,3 @@ def _chains(width: int, fork: int, depth: int) -> list[Ranks]:
     """
     ends = [(*[0] * (fork - 1), rank, *[0] * (depth - fork)) for rank in range(width)]
     return sorted({end[:length] for end in ends for length in range(1, depth + 1)})
-
-
-def _wait(device: torch.device) -> None:
-    """Until the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

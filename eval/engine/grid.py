@@ -1,8 +1,8 @@
 """The packed forward with fixed shapes, so that a GPU can replay it (models/replay.py).
 
-Rows lie in a grid of R rows by T tokens, L slots of each in sight, and what differs from step to
-step is data: which tokens, where they are written, and who sees whom. Row 0 with 5 cached tokens
-reads a root and two nodes behind it, row 2 with 3 cached its root alone, and T is 4:
+The first R rows lie in a grid with T tokens of each, L of its slots in sight, and what differs from
+step to step is data: which tokens, where they are written, and who sees whom. Row 0 with 5 cached
+tokens reads a root and two nodes behind it, row 2 with 3 cached its root alone, and T is 4:
 
     row 0    r d d .    slots  5 6 7 p    start  5    p: a spare slot behind the row's capacity,
     row 1    . . . .           p p p p           0       which pads are written to
@@ -43,7 +43,7 @@ class GridTarget(PackedTarget):
     def __init__(self, target: Target, rows: int, capacity: int, layers: Layers = ()):
         super().__init__(target, rows, capacity, layers)
         self.replays = Replays(target.device)
-        self._grids: dict[tuple[int, int], Grid] = {}
+        self._grids: dict[tuple[int, int, int], Grid] = {}
         pool = self.pool
         self._is_plain = (
             not (self.states or self.sources or is_kept_elsewhere(target.model))
@@ -57,8 +57,7 @@ class GridTarget(PackedTarget):
             return super().forward(ids, positions, segments)
         self.inputs = len(grid.ids)
         places = grid.fill(ids, positions, segments)
-        key = grid.tokens, grid.slots
-        return self.replays.run(key, lambda: self._read(grid)).index_select(0, places)
+        return self.replays.run(grid, lambda: self._read(grid)).index_select(0, places)
 
     def _read(self, grid: "Grid") -> Tensor:
         grid.look()
@@ -67,24 +66,24 @@ class GridTarget(PackedTarget):
     def _grid_of(self, segments: Sequence[Segment]) -> "Grid | None":
         """The grid that suits a step, where one does."""
         longest = max(segment.count for segment in segments)
-        tokens = _rounded(longest)
-        size, real = tokens * len(self.pool.lengths), sum(segment.count for segment in segments)
-        fits = longest <= LONG and size <= max(FREE, 2 * real)
+        last = max(segment.row for segment in segments)  # those before it lie in the grid, too
+        rows, tokens = min(1 << last.bit_length(), len(self.pool.lengths)), _rounded(longest)
+        real = sum(segment.count for segment in segments)
+        fits = longest <= LONG and rows * tokens <= max(FREE, 2 * real)
         if not fits or not all(map(_has_shape, segments)):
             return None
-        stop = max(segment.stop for segment in segments)
-        slots = slots_in_sight(stop, self.pool.capacity)
-        if (tokens, slots) not in self._grids:
-            self._grids[tokens, slots] = Grid(self.pool, tokens, slots, self.target.device)
-        return self._grids[tokens, slots]
+        slots = slots_in_sight(max(segment.stop for segment in segments), self.pool.capacity)
+        size = rows, tokens, slots
+        if size not in self._grids:
+            self._grids[size] = Grid(self.pool, *size, self.target.device)
+        return self._grids[size]
 
 
 class Grid:
     """The tensors of one fixed shape; a `Plan` to the layers that attend."""
 
-    def __init__(self, pool: KVPool, tokens: int, slots: int, device: torch.device):
-        self.pool, self.tokens, self.slots = pool, tokens, slots
-        self.rows = rows = len(pool.lengths)
+    def __init__(self, pool: KVPool, rows: int, tokens: int, slots: int, device: torch.device):
+        self.pool, self.rows, self.tokens, self.slots = pool, rows, tokens, slots
         self.ids = torch.zeros(rows * tokens, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.ids)
         # Where each token is written; of each row what it has cached and the number of its shape.
@@ -161,7 +160,8 @@ class Grid:
         for cached, fresh in zip(self.pool.kv[layer], (key, value), strict=True):
             # Indices with a slice between them come first: [R * T, kv_heads, D] is written.
             cached[self._row_of, :, self._written] = fresh[0].transpose(0, 1)
-        keys, values = (cached[:, :, : self.slots] for cached in self.pool.kv[layer])
+        rows, slots = slice(self.rows), slice(self.slots)
+        keys, values = self.pool.read_rows(layer, rows, slots)
         queries = query[0].unflatten(1, (self.rows, self.tokens)).transpose(0, 1)
         attended = attention(queries, keys, values, self._mask, False, scores)
         return attended.transpose(0, 1).flatten(1, 2)[None]

@@ -67,3 +67,9 @@ def download(*tensors: Tensor) -> list[Tensor]:
         copy.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensors[0].device).synchronize()
     return copies
+
+
+def wait(device: torch.device) -> None:
+    """Until a device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
