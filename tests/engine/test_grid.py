@@ -116,20 +116,24 @@ def test_a_grid_forgets_the_shape_that_was_not_asked_for_longest(target):
     numbers = {grid._number(Segment(0, 0, 3, None, 0, first))}  # asked for again
     last = Topology([-1, 0, 1])
     numbers.add(grid._number(Segment(0, 0, 3, None, 0, last)))
-    assert first in grid._numbers and second not in grid._numbers and len(numbers) == 2
+    assert first in grid._numbers
+    assert second not in grid._numbers
+    assert len(numbers) == 2
     assert torch.equal(grid._known[grid._numbers[last]], grid._view(last))
 
 
 def test_pads_are_written_where_nobody_looks(target):
     packed = GridTarget(target, 3, 16)
     grid = packed._grid_of([packed.segment(1, chain(2))])
-    assert isinstance(grid, Grid) and len(grid.ids) == 3 * grid.tokens
+    assert isinstance(grid, Grid)
+    assert len(grid.ids) == 2 * grid.tokens  # of the rows up to it
     keys = packed.pool.layers[0].zero_()  # of what it was tried with
     ids = torch.tensor([4, 5, 6])
     with torch.inference_mode():
         packed.forward(ids, torch.arange(3), [packed.segment(1, chain(2))])
     assert keys[:, 1, :, :3].any(-1).all()
-    assert not keys[:, [0, 2], :, :16].any() and not keys[:, 1, :, 3:16].any()
+    assert not keys[:, [0, 2], :, :16].any()
+    assert not keys[:, 1, :, 3:16].any()
 
 
 def test_slots_in_sight_are_few_numbers():
