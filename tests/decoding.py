@@ -26,7 +26,8 @@ def plain_tokens(target, prompt: list[int], length: int) -> list[int]:
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(length):
-            logits = target.model(torch.tensor([ids]), use_cache=False).logits
+            given = torch.tensor([ids], device=target.device)
+            logits = target.model(given, use_cache=False).logits
             ids.append(int(logits[0, -1].argmax()))
     return ids[len(prompt) :]
 

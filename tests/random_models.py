@@ -39,6 +39,11 @@ def random_target(
     return Target(model, None, f"random-{seed}")
 
 
+def moved(target: Target, device: torch.device | str) -> Target:
+    """A target on another device; its model goes there."""
+    return Target(target.model.to(device), None, target.name)
+
+
 def random_head(target: Target, block_size: int = 2, seed: int = 1, **changes) -> FalconHead:
     """A head with random weights for a random target."""
     torch.manual_seed(seed)

@@ -71,7 +71,7 @@ def random_seq2seq(name: str = "flan-t5", seed: int = 2, **changes) -> Target:
 
 def generated(target: Target, source: list[int], length: int) -> list[int]:
     """New tokens that the family's own `generate` gives for a source."""
-    ids = torch.tensor([source])
+    ids = torch.tensor([source], device=target.device)
     options = {"max_new_tokens": length + len(target.start_ids) - 1, "do_sample": False}
     # Its own cache would have as many layers as the encoder.
     options["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())

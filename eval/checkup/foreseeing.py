@@ -17,9 +17,11 @@ class Foreseeing:
     from_tokens = False
     topology = Topology([-1, 0, 0, 2, 2, 4, 4])
 
-    def __init__(self, answers: dict[tuple[int, ...], list[int]]):
+    def __init__(
+        self, answers: dict[tuple[int, ...], list[int]], device: torch.device | str = "cpu"
+    ):
         """answers: the tokens that follow each prompt, or each source."""
-        self.answers, self.coming = answers, {}
+        self.answers, self.device, self.coming = answers, torch.device(device), {}
 
     def start(self, row: int, request: Request) -> None:
         unheard = () if self.from_tokens else request.prompt[1:]
@@ -35,4 +37,4 @@ class Foreseeing:
 
     def _tree(self, right: list[int]) -> Tree:
         tokens = [token for good in right for token in (abs(good - 1), good)]
-        return Tree(self.topology, torch.tensor(tokens))
+        return Tree(self.topology, torch.tensor(tokens, device=self.device))

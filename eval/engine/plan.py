@@ -12,6 +12,7 @@ from itertools import accumulate, groupby, pairwise, repeat
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdraft.eval.engine.kv import KVPool
@@ -22,6 +23,7 @@ from specdraft.models.families.scores import PLAIN, Scores, attention, fold_mask
 CAUSAL = None  # a segment without a bias is a chain that starts an empty row
 LONG = 64  # tokens; a longer segment is a prompt: it attends alone and its mask is not kept
 FEW = 16  # tokens; so few of a row and pads beside them cost a CPU less than a call
+ALIGNED = 8  # numbers; where CUDA's kernels want the rows of a mask to begin
 
 
 class Segment(NamedTuple):
@@ -71,6 +73,11 @@ class Plan:
         rows = [s.row for s in self.segments for _ in range(s.count)]
         slots = [slot for s in self.segments for slot in range(s.start, s.stop)]
         return upload(rows, self.device), upload(slots, self.device)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """What a row that is alone adds to scores."""
+        return _aligned(self.placed[0][1].bias)
 
     @cached_property
     def groups(self) -> list["Group"]:
@@ -161,7 +168,7 @@ class Plan:
         if self.alone:  # attended as it lies
             segment = self.placed[0][1]
             keys, values = self.pool.read(layer, segment.row, segment.first, segment.stop)
-            return attention(query, keys, values, segment.bias, segment.is_causal, scores)
+            return attention(query, keys, values, self.mask, segment.is_causal, scores)
         count, heads = query.shape[2], query.shape[1]  # laid out as the model reads it
         output = query.new_empty(1, count, heads, self.pool.value_dim).transpose(1, 2)
         for group in self.groups:
@@ -186,11 +193,12 @@ class Group:
         self.first = min(segment.first for segment in segments)  # slots that are read
         self.stop = max(segment.stop for segment in segments)
         self.total = sum(segment.count for segment in segments)
-        self.mask, self.cells = segments[0].bias, None
+        mask, self.cells = segments[0].bias, None
         self.folded: Tensor | None = None  # the mask, once a layer asks
         self.is_causal = len(segments) == 1 and segments[0].is_causal
         if len(segments) > 1:
-            self.mask = self._mask(segments, device)
+            mask = self._mask(segments, device)
+        self.mask = _aligned(mask)
         if self.size * self.count != self.total:
             cells = [(s.row - self.row) * self.count + n for s in segments for n in range(s.count)]
             self.cells = upload(cells, device)
@@ -244,6 +252,16 @@ class Group:
 def hide_later(bias: Tensor) -> None:
     """Hide from each token of a chain [T, T] those behind it."""
     bias.masked_fill_(torch.ones_like(bias, dtype=torch.bool).triu_(1), -torch.inf)
+
+
+def _aligned(mask: Tensor | None) -> Tensor | None:
+    """The mask [.., T, C] as CUDA's kernels can read it: a view of a `TreeBias`, which begins
+    anywhere, they refuse where its strides look right, and copy in every layer where they do not.
+    """
+    if mask is None or not mask.is_cuda:
+        return mask
+    width = mask.shape[-1]
+    return F.pad(mask, (0, -width % ALIGNED))[..., :width]
 
 
 def _attention_groups(

@@ -40,8 +40,8 @@ def students(target):
     return near(target, 0.02), near(target, 0.05)
 
 
-def maxgram(rows: int = 1, count: int = 5) -> MaxGramDrafter:
-    return MaxGramDrafter(FirstSuffixes, count, next_id=NEXT, rows=rows)
+def maxgram(rows: int = 1, count: int = 5, device="cpu") -> MaxGramDrafter:
+    return MaxGramDrafter(FirstSuffixes, count, next_id=NEXT, rows=rows, device=device)
 
 
 def cascade(students, k, leniency=1.0, rows=1, copy_match=None) -> CascadeDrafter:
