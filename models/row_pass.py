@@ -21,6 +21,7 @@ from torch import Tensor
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import DraftVocabulary
 from specdraft.models.falcon import FalconHead
+from specdraft.models.families.scores import aligned
 from specdraft.models.sar.fusion import LinearFusion
 from specdraft.models.sar.layer import Rope
 from specdraft.models.target import Target
@@ -280,6 +281,7 @@ class Anywhere(NamedTuple):
         return cached
 
     def mask(self, keys: Tensor) -> Tensor:
-        slots = torch.arange(keys.shape[2], device=keys.device)
-        hidden = (slots > self.places[-1:])[None]
-        return torch.zeros_like(hidden, dtype=keys.dtype).masked_fill_(hidden, -torch.inf)
+        count = keys.shape[2]
+        hidden = (torch.arange(aligned(count), device=keys.device) > self.places[-1:])[None]
+        mask = torch.zeros_like(hidden, dtype=keys.dtype).masked_fill_(hidden, -torch.inf)
+        return mask[:, :count]

@@ -25,7 +25,7 @@ from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.plan import LONG, Segment
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology, chain
-from specdraft.models.families.scores import PLAIN, Scores, attention
+from specdraft.models.families.scores import ALIGNED, PLAIN, Scores, aligned, attention
 from specdraft.models.feature_layers import Layers
 from specdraft.models.replay import Replays, slots_in_sight
 from specdraft.models.target import Target
@@ -38,7 +38,7 @@ KNOWN = 256  # shapes of trees that are kept
 class GridTarget(PackedTarget):
     """A packed target that replays its short forwards where its device and its layers allow it."""
 
-    spare = 1
+    spare = ALIGNED
 
     def __init__(self, target: Target, rows: int, capacity: int, layers: Layers = ()):
         super().__init__(target, rows, capacity, layers)
@@ -72,7 +72,8 @@ class GridTarget(PackedTarget):
         fits = longest <= LONG and rows * tokens <= max(FREE, 2 * real)
         if not fits or not all(map(_has_shape, segments)):
             return None
-        slots = slots_in_sight(max(segment.stop for segment in segments), self.pool.capacity)
+        stop = max(segment.stop for segment in segments)
+        slots = aligned(slots_in_sight(stop, self.pool.capacity))
         size = rows, tokens, slots
         if size not in self._grids:
             self._grids[size] = Grid(self.pool, *size, self.target.device)

@@ -18,12 +18,11 @@ from torch import Tensor
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology
-from specdraft.models.families.scores import PLAIN, Scores, attention, fold_mask, folds
+from specdraft.models.families.scores import PLAIN, Scores, aligned, attention, fold_mask, folds
 
 CAUSAL = None  # a segment without a bias is a chain that starts an empty row
 LONG = 64  # tokens; a longer segment is a prompt: it attends alone and its mask is not kept
 FEW = 16  # tokens; so few of a row and pads beside them cost a CPU less than a call
-ALIGNED = 8  # numbers; where CUDA's kernels want the rows of a mask to begin
 
 
 class Segment(NamedTuple):
@@ -261,7 +260,7 @@ def _aligned(mask: Tensor | None) -> Tensor | None:
     if mask is None or not mask.is_cuda:
         return mask
     width = mask.shape[-1]
-    return F.pad(mask, (0, -width % ALIGNED))[..., :width]
+    return F.pad(mask, (0, aligned(width) - width))[..., :width]
 
 
 def _attention_groups(

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ALIGNED = 8  # numbers; where CUDA's kernels want the rows of a mask to begin
+
 
 class Scores(NamedTuple):
     """How a layer makes scores of products."""
@@ -90,3 +92,8 @@ def _folded(
         mask = fold_mask(mask, heads, kv_heads)
     attended = F.scaled_dot_product_attention(shared, keys, values, mask, scale=scale)
     return attended.reshape(query.shape)
+
+
+def aligned(width: int) -> int:
+    """The least width, from this one on, of rows that all begin where CUDA's kernels want it."""
+    return -(-width // ALIGNED) * ALIGNED
