@@ -224,7 +224,7 @@ class Target:
 
     @property
     def replays(self) -> bool:
-        """Whether forwards of fixed shapes are replayed (models/replay.py)."""
+        """Whether forwards of fixed shapes are replayed (models/passes/graphs.py)."""
         return self.cuda_graphs and self.device.type == "cuda"
 
     @property

@@ -29,7 +29,7 @@ from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Topology, Tree, shape
 from specdraft.eval.pricing.cost import CostModel
 from specdraft.eval.pricing.worth import Cut, Worth
-from specdraft.models.row_pass import WEIGHED
+from specdraft.models.passes.row import WEIGHED
 from specdraft.models.target import Target
 
 SHARPNESS = 2.0  # inverse temperature of a drafter's probabilities

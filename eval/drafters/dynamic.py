@@ -27,7 +27,7 @@ from specdraft.eval.pricing.cost import CostModel
 from specdraft.eval.pricing.worth import Cut, Worth
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
-from specdraft.models.row_pass import Block, weighed
+from specdraft.models.passes.row import Block, weighed
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
 

@@ -21,7 +21,7 @@ from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.tree import Tree
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
-from specdraft.models.row_pass import FEWEST
+from specdraft.models.passes.row import FEWEST
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
 

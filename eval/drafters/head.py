@@ -24,8 +24,8 @@ from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree, TreeBias
 from specdraft.models.eagle3 import Eagle3Head, vocabulary_of
 from specdraft.models.falcon import FalconHead, block_index
-from specdraft.models.replayed_pass import ReplayedPass
-from specdraft.models.row_pass import Block, RowPass, reads_alone
+from specdraft.models.passes.replayed import ReplayedPass
+from specdraft.models.passes.row import Block, RowPass, reads_alone
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
 from specdraft.models.weights.prepacked import frozen_view

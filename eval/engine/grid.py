@@ -1,4 +1,4 @@
-"""The packed forward with fixed shapes, so that a GPU can replay it (models/replay.py).
+"""The packed forward with fixed shapes, so that a GPU can replay it (models/passes/graphs.py).
 
 The first R rows lie in a grid with T tokens of each, L of its slots in sight, and what differs from
 step to step is data: which tokens, where they are written, and who sees whom. Row 0 with 5 cached
@@ -27,7 +27,7 @@ from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology, chain
 from specdraft.models.families.scores import ALIGNED, PLAIN, Scores, aligned, attention
 from specdraft.models.feature_layers import Layers
-from specdraft.models.replay import Replays, slots_in_sight
+from specdraft.models.passes.graphs import Replays, slots_in_sight
 from specdraft.models.target import Target
 from specdraft.models.weights.placement import is_kept_elsewhere
 

@@ -80,7 +80,7 @@ def draft_terms(
 
     The first pass, which reads what was committed, is the draft's own. A single row's passes may be
     one function each where every distribution is behind the most probable path, and are not where
-    some are `wide` (models/row_pass.py). best_first: behind each pass the host chooses for every
+    some are `wide` (models/passes/row.py). best_first: behind each pass the host chooses for every
     row what is read on and what is verified, which a static tree knows before.
 
     >>> draft_terms(2, paths=[1, 4], levels=[1, 2, 4])  # doctest: +NORMALIZE_WHITESPACE

@@ -25,7 +25,7 @@ from specdraft.eval.engine.tree import Tree
 from specdraft.eval.pricing.cost import CostModel
 from specdraft.eval.pricing.evidence import LEAST, MOST, Evidence
 from specdraft.eval.pricing.worth import CACHED, NEVER, USUAL, Worth, _ratios
-from specdraft.models.row_pass import WEIGHED, weighed
+from specdraft.models.passes.row import WEIGHED, weighed
 
 # Nodes and passes that cost next to nothing: everything is drafted. And such as cost a lot.
 FREE = CostModel(

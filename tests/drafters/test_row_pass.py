@@ -15,8 +15,8 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.models import row_pass
-from specdraft.models.row_pass import WEIGHED, reads_alone, weighed
+from specdraft.models.passes import row as row_pass
+from specdraft.models.passes.row import WEIGHED, reads_alone, weighed
 
 COUPLED = {"fusion": "linear", "coupling": "recurrent"}
 HEADS = {

@@ -15,8 +15,8 @@ from specdraft.eval.engine.grid import KNOWN, Grid, GridTarget
 from specdraft.eval.engine.plan import LONG, Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.tree import Topology, chain
-from specdraft.models.replay import Replays, slots_in_sight
-from specdraft.models.replayed_pass import ReplayedPass
+from specdraft.models.passes.graphs import Replays, slots_in_sight
+from specdraft.models.passes.replayed import ReplayedPass
 from specdraft.models.target import Target
 
 NARROW = [path for path in PATHS if not any(path[:-1])]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specdraft.models.replay import Replays, slots_in_sight
-from specdraft.models.row_pass import Block, Cache, RowPass, go_on, read
+from specdraft.models.passes.graphs import Replays, slots_in_sight
+from specdraft.models.passes.row import Block, Cache, RowPass, go_on, read
 
 MOST = 32  # inputs; more are a prompt, which is read once
 
