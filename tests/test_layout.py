@@ -22,7 +22,7 @@ FLOORS = {
         "sections",
         ".",
     ],
-    "models": ["families weights", "sar", "hub portable", "cards", "."],
+    "models": ["families weights", "sar", "hub portable", "cards", ".", "enlarged"],
     "data": ["world .", "store"],
     "eval": [
         "families",
