@@ -1,6 +1,7 @@
 """A small model in a large one: what it says, and what drafts for it, stays as it was."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from decoding import PATHS, completions, prompts
 from random_models import random_head, random_target
 from test_medusa import random_heads
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
@@ -18,6 +20,9 @@ from specdraft.eval.engine.request import Request
 from specdraft.models.enlarged.heads import enlarged_head, enlarged_medusa
 from specdraft.models.enlarged.target import enlarged_target
 from specdraft.models.falcon import FalconHead
+from specdraft.models.sar.coupling import COUPLINGS
+from specdraft.models.sar.fusion import FUSIONS
+from specdraft.models.sar.reading import READINGS
 from specdraft.models.shapes import TargetShape
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
@@ -28,20 +33,26 @@ SHAPES = {
     "each query head its keys": TargetShape(128, 5, 8, 8, 96, 61),
     "groups as they were": TargetShape(48, 3, 6, 3, 40, 29),
     "groups that are larger": TargetShape(192, 2, 12, 2, 32, 23),
-    "tied": TargetShape(128, 5, 8, 8, 96, 61, tied=True),
 }
 SHAPE = SHAPES["each query head its keys"]
-CHOICES = [*product(("lstm", "linear", "biased"), ("own", "both", "newest"))]
+BLOCKS = [(1, "own", "none"), *product((2, 3), READINGS, COUPLINGS)]
+
+
+EPS = 0.2  # of norms: large enough to be missed
 
 
 def small_target(**changes) -> Target:
     """Of which the first token never comes, whatever else does."""
     target = random_target(**changes)
+    target.config.rms_norm_eps = EPS
     with torch.no_grad():
+        for part in target.model.modules():
+            if isinstance(part, LlamaRMSNorm):
+                part.variance_epsilon = EPS
+                part.weight.uniform_(0.5, 1.5)
         # All features have something in common.
         common = torch.randn(target.hidden_size, generator=torch.Generator().manual_seed(5))
         target.embedding.weight.add_(4 * common)
-        target.model.model.norm.weight.uniform_(0.5, 1.5)
         feature = target.features(torch.arange(target.vocab_size)[None])[0].mean(0)
         target.lm_head.weight[0] = -40 * feature / feature.norm()
     return target
@@ -83,47 +94,48 @@ def steps(target: Target, drafter) -> list:
 
 @pytest.mark.parametrize("which", SHAPES)
 def test_features_are_those_of_the_small_target_and_zeros(small, which):
-    large, ids = enlarged(small, SHAPES[which]), torch.tensor(prompts()[-2:][0])[None]
-    layers = (1,)
-    expected = small.features(ids, layers=layers).unflatten(-1, (2, -1))
-    found = large.features(ids, layers=layers).unflatten(-1, (2, -1))
-    assert found.shape[-1] == SHAPES[which].hidden_size
-    torch.testing.assert_close(found[..., : small.hidden_size], expected, atol=1e-4, rtol=1e-4)
-    assert not found[..., small.hidden_size :].any()
-    logits = large.logits(found[..., 0, :])
-    torch.testing.assert_close(
-        logits[..., : small.vocab_size], small.logits(expected[..., 0, :]), atol=1e-3, rtol=1e-4
-    )
-    # A token that the small target lacks is as probable as its first.
-    torch.testing.assert_close(
-        logits[..., small.vocab_size :], logits[..., :1].expand_as(logits[..., small.vocab_size :])
-    )
+    check_features(small, enlarged(small, SHAPES[which]), SHAPES[which].hidden_size)
+
+
+def test_so_they_are_where_embedding_and_lm_head_are_one():
+    tiny = Target.load("tiny")
+    tied = enlarged(tiny, TargetShape(256, 13, 8, 4, 400, 2100, tied=True))
+    assert tied.lm_head.weight is tied.embedding.weight
+    check_features(tiny, tied, 256)
+
+
+def check_features(small: Target, large: Target, width: int) -> None:
+    ids = torch.tensor(prompts()[-1:])
+    close = partial(torch.testing.assert_close, atol=1e-3, rtol=1e-4)
+    # Of the last layer and of the first.
+    expected, *lower = small.features(ids, layers=(1,)).split(small.hidden_size, -1)
+    found, *states = large.features(ids, layers=(1,)).split(width, -1)
+    for ours, theirs in zip((found, *states), (expected, *lower), strict=True):
+        close(ours[..., : small.hidden_size], theirs)
+        assert not ours[..., small.hidden_size :].any()
+    known, more = large.logits(found).tensor_split([small.vocab_size], -1)
+    close(known, small.logits(expected))
+    # A token that the small target lacks is as probable as its padding, or its first.
+    close(more, known[..., :1].expand_as(more))
 
 
 def test_an_enlarged_target_has_the_weights_that_its_shape_says(large):
     assert sum(weight.numel() for weight in large.model.parameters()) == SHAPE.parameters
-    # Layers that were added are no zeros, which a machine may multiply faster.
-    assert all(
-        part.weight.any()
-        for part in (
-            large.model.model.layers[-1].self_attn.q_proj,
-            large.model.model.layers[-1].mlp.up_proj,
-        )
-    )
+    # Those of layers that were added are no zeros, which a machine may multiply faster.
+    last = large.model.model.layers[-1]
+    assert last.self_attn.q_proj.weight.all()
+    assert last.mlp.up_proj.weight.all()
 
 
 def test_it_writes_what_the_small_target_writes(small, large):
     assert steps(large, None) == steps(small, None)
 
 
-@pytest.mark.parametrize(("fusion", "reads"), CHOICES)
-@pytest.mark.parametrize("coupling", ["none", "markov", "recurrent"])
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize(("k", "reads", "coupling"), BLOCKS)
 def test_a_head_drafts_what_it_drafted(small, of_no_more_tokens, fusion, reads, coupling, k):
-    if k == 1 and (reads, coupling) != ("own", "none"):
-        pytest.skip("a block of one slot has neither")
     parts = {"fusion": fusion, "reads": reads, "coupling": coupling, "feature_scale": 1.7}
-    check_head(small, of_no_more_tokens, random_head(small, k, **parts))
+    check_head(small, of_no_more_tokens, k, **parts)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +150,15 @@ def test_a_head_drafts_what_it_drafted(small, of_no_more_tokens, fusion, reads, 
     ids=str,
 )
 def test_so_does_a_head_of_any_settings(small, of_no_more_tokens, changes):
-    check_head(small, of_no_more_tokens, random_head(small, 2, **changes))
+    check_head(small, of_no_more_tokens, 2, **changes)
 
 
-def check_head(small: Target, large: Target, head: FalconHead) -> None:
+def check_head(small: Target, large: Target, block_size: int, **settings) -> None:
+    head = random_head(small, block_size, norm_eps=EPS, **settings)
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
     bigger = enlarged_head(head, large)
     assert (bigger.config.heads, bigger.config.intermediate_size) == (8, 96)
 
