@@ -1,7 +1,8 @@
 """Measure a finished run: every method beside its baselines, on the same prompts.
 
     python eval/bench.py recipes/tiny.yaml [--methods plain,falcon_tree] [--batch-sizes 1,8]
-        [--temperatures 0,1] [--prompts NAME,NAME] [--out DIR] [section.key=value ..]
+        [--temperatures 0,1] [--prompts NAME,NAME] [--shape llama7b] [--out DIR]
+        [section.key=value ..]
 
 Reads what was trained from `output.dir` and writes DIR/report.json; by default beside that of the
 training, into output.dir/bench/SETTINGS. With several batch sizes it ends with their curves: each
@@ -10,6 +11,10 @@ Methods that draft what is worth it are priced for these rows first: what costs.
 measured. A method may be decoded the vanilla padded way (METHOD:padded, METHOD:pad_kv,
 METHOD:pad_inputs; EMS-SD, Table 2) or from one queue instead of batches that end together
 (METHOD:dynamic).
+
+With --shape, target and drafters write and draft what they do at the cost of a larger model
+(models/enlarged/), a Llama of a name or a config.json as in eval/costs.py: how a large one decodes
+here is measured before it is downloaded.
 
 Cut off, the same command goes on where it stopped (DIR/measured.jsonl,
 eval/measure/logbook.py). A method that fails on a prompt is shown as failed there, the others go
@@ -28,7 +33,10 @@ from pathlib import Path
 from specdraft.data.fingerprint import of_settings
 from specdraft.data.lock import output_lock
 from specdraft.data.prompts import Prompt, load_prompts
+from specdraft.eval.costing.drafts import trained_drafter
+from specdraft.eval.costing.enlarged import enlarge
 from specdraft.eval.costing.measuring import cover_rows
+from specdraft.eval.costing.shapes import Shape, find_shape
 from specdraft.eval.drafters.registry import (
     describe,
     drafted_tree,
@@ -59,17 +67,19 @@ def main() -> None:
     parser.add_argument("--batch-sizes", help="comma-separated; default: eval.batch_size")
     parser.add_argument("--temperatures", help="comma-separated; default: eval.temperature")
     parser.add_argument("--prompts", help="comma-separated; default: eval.prompts")
+    parser.add_argument("--shape", help="enlarged to llama7b, .., or to a config.json's sizes")
     parser.add_argument(
         "--out", type=Path, help="where report.json goes; default: output.dir/bench/SETTINGS"
     )
     options = parser.parse_intermixed_args()
+    shape = find_shape(options.shape) if options.shape else None
     recipes = [
         load_recipe(options.recipe, [*options.overrides, *overrides], check=problems)
         for overrides in variants(options)
     ]
-    out = options.out or place_of(options.recipe, recipes)
+    out = options.out or place_of(options.recipe, recipes, shape)
     with output_lock(out), keeping(lambda: f"{out / NAME} has what was measured"):
-        report = measure(recipes, out)
+        report = measure(recipes, out, shape)
     if any(run["failures"] for run in report["runs"]):
         sys.exit("not all methods decoded all prompts: see the tables, or failures in report.json")
 
@@ -90,13 +100,13 @@ def variants(options: argparse.Namespace) -> list[list[str]]:
     return [[*common, *chosen] for chosen in product(*given)]
 
 
-def place_of(name: str, recipes: list[Recipe]) -> Path:
+def place_of(name: str, recipes: list[Recipe], shape: Shape | None = None) -> Path:
     """Where the report of a recipe, of this name, goes by itself: where a run has drafters of
     several kinds, a place for each."""
     run, settings, last = Path(recipes[0].output.dir), settings_of(recipes), Path(name).name
     if len(kinds_of(run)) > 1:
         settings = f"{last if last in KINDS else recipes[0].kind}-{settings}"
-    return run / BENCH / settings
+    return run / BENCH / (f"{settings}-{_plain(shape.name)}" if shape else settings)
 
 
 def settings_of(recipes: list[Recipe]) -> str:
@@ -105,18 +115,27 @@ def settings_of(recipes: list[Recipe]) -> str:
     rows = dict.fromkeys(str(recipe.eval.batch_size) for recipe in recipes)
     temperatures = dict.fromkeys(f"{recipe.eval.temperature:g}" for recipe in recipes)
     name = f"{'+'.join(prompts)}-b{'+'.join(rows)}-t{'+'.join(temperatures)}"
+    return _plain(name)
+
+
+def _plain(name: str) -> str:
     return re.sub(r"[^\w.+-]", "_", name)[:200]
 
 
-def measure(recipes: list[Recipe], out: Path) -> dict:
-    """Evaluate each recipe on the same target and drafters; write and return one report of all."""
+def measure(recipes: list[Recipe], out: Path, shape: Shape | None = None) -> dict:
+    """Evaluate each recipe on the same target and drafters; write and return one report of all.
+
+    shape: what both are enlarged to."""
     first = recipes[0]
     target = Target.of_recipe(first.target)
     sets = {recipe.eval.prompts: recipe for recipe in recipes}
     prompts = {name: load_prompts(recipe, target.tokenizer) for name, recipe in sets.items()}
     trained = load_trained(first, target)
+    if shape:
+        target, trained = enlarge(shape, first, target, trained)
     if any(find(name)[0].is_priced for name in first.eval.methods):
-        cover_rows(first, target, max(recipe.eval.batch_size for recipe in recipes))
+        drafting = trained if shape else trained_drafter(first, target)
+        cover_rows(first, target, drafting, max(recipe.eval.batch_size for recipe in recipes))
     reports = []
     with Logbook(out, depends_on(recipes, target, trained, prompts)) as logbook:
         if logbook.note:

@@ -22,6 +22,7 @@ from torch import nn
 
 from specdraft.models.hub import PAGE, SUMS, fetch, push
 from specdraft.models.portable import portable_json
+from specdraft.models.target_files import hash_weights
 from specdraft.recipes.errors import HeadError, TargetError, in_a_line
 from specdraft.recipes.fields import Interval, coerce_fields, shown
 
@@ -94,10 +95,15 @@ class SavedHead(Saved, tags=["draft-head"]):
     """A trained head, which belongs to a target."""
 
     folder: Path | None = None  # that it was loaded from
+    enlarges: str | None = None  # hash of the smaller head's weights whose drafts it makes
 
     def __init__(self, config: SavedConfig):
         super().__init__()
         self.config = config
+
+    def hash(self) -> str:
+        """Which weights draft: where a head was enlarged, those that were trained."""
+        return self.enlarges or hash_weights(self)
 
     def check_target(self, identity: dict) -> None:
         """Raise TargetError when this head was trained for another target, naming both.

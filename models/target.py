@@ -91,6 +91,7 @@ class Target:
         self.base = base_of(model)  # what makes features
         self.start_ids = start_ids(model.config, model.generation_config)  # of an encoder-decoder
         self._identity: dict | None = None
+        self.is_enlarged = False  # whether it says what a smaller one says (models/enlarged/)
         # Weights come and go with a module's forward: two threads must not be in the same module.
         self._lock = threading.Lock() if is_kept_elsewhere(model) else nullcontext()
         if not no_layers:

@@ -22,7 +22,7 @@ FLOORS = {
         "sections",
         ".",
     ],
-    "models": ["families weights", "sar", "hub portable", "cards", ".", "passes"],
+    "models": ["families weights", "sar", "hub portable", "cards", ".", "enlarged passes"],
     "data": ["world .", "store"],
     "eval": [
         "families",

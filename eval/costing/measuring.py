@@ -8,14 +8,14 @@ from typing import Any
 from tqdm import tqdm
 
 from specdraft.eval.costing.bench import Cell, TargetBench, turns, visit
-from specdraft.eval.costing.drafts import DraftBench, drafter_identity, trained_drafter
+from specdraft.eval.costing.drafts import DraftBench, drafter_identity
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, unrest
 from specdraft.eval.costing.room import most_rows, row_bytes
 from specdraft.eval.drafters.setup import Way
 from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment
-from specdraft.eval.pricing.cost import COSTS
+from specdraft.eval.pricing.cost import costs_file
 from specdraft.models.shapes import TargetShape
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
@@ -32,12 +32,12 @@ def measure_costs(
 ) -> Ledger:
     """Return a ledger in which all of a grid that has room is measured, and curves are fitted.
 
-    out: default output.dir/costs.json. What it holds of this machine, target and drafter stands,
-    what it lacks is measured; what it holds of others is named, and measured again. quiet: where
-    nothing is lacking, nothing is said and nothing written. Raises DataError where it holds no
-    costs.
+    out: default output.dir/costs.json, or what an enlarged target has in its place. What it holds
+    of this machine, target and drafter stands, what it lacks is measured; what it holds of others
+    is named, and measured again. quiet: where nothing is lacking, nothing is said and nothing
+    written. Raises DataError where it holds no costs.
     """
-    out = out or Path(recipe.output.dir) / COSTS
+    out = out or costs_file(recipe, target)
     way = Way.of(recipe.eval, target)
     ledger = Ledger(out, recipe.name, subject(target, trained, way))
     left = _left(ledger, target, trained, _with_room(grid, recipe, target), way)
@@ -51,10 +51,9 @@ def measure_costs(
     return ledger
 
 
-def cover_rows(recipe: Recipe, target: Target, most: int) -> None:
+def cover_rows(recipe: Recipe, target: Target, trained: Trained, most: int) -> None:
     """Measure what the costs of a run lack for drafts of up to so many rows: from those of a single
-    row nobody knows what a row more costs. Raises as `measure_costs` and `trained_drafter` do."""
-    trained = trained_drafter(recipe, target)
+    row nobody knows what a row more costs. Raises as `measure_costs` does."""
     with cpu_threads(recipe.eval.threads):
         measure_costs(recipe, target, trained, Grid.for_rows(most), quiet=True)
 

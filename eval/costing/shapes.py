@@ -35,6 +35,8 @@ SHAPES = {
     "llama13b": KNOWN["meta-llama/Llama-2-13b-chat-hf"],
     "llama70b": KNOWN["meta-llama/Llama-2-70b-chat-hf"],
 }
+# A student beside any of them, as in recipes/vicuna7b_distill.yaml: JackFram/llama-68m.
+STUDENT = TargetShape(768, 2, 12, 12, 3072, 32000)
 CONTEXTS = {"llama1b": 131072}  # tokens; of the others
 CONTEXT = 4096
 

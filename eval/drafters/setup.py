@@ -4,7 +4,6 @@ A row of eval/drafters/registry.py says in a line how its drafter is made; what 
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
@@ -15,12 +14,11 @@ from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.pricing.cost import COSTS, CostModel, load_costs
+from specdraft.eval.pricing.cost import CostModel, costs_file, load_costs
 from specdraft.models.eagle3 import Eagle3Config
 from specdraft.models.embeddings import DTYPES
 from specdraft.models.falcon import FalconConfig
 from specdraft.models.target import Target
-from specdraft.models.target_files import hash_weights
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fitted_tree import fitted_tree
 from specdraft.recipes.schema import DraftingSection, EvalSection, Recipe
@@ -106,7 +104,7 @@ def make_dynamic(setup: Setup, only: str | None = None) -> DynamicFalcon:
 
 def measured_costs(setup: Setup) -> CostModel | None:
     """What eval/costs.py has measured for the run, if it has."""
-    path = Path(setup.recipe.output.dir) / COSTS
+    path = costs_file(setup.recipe, setup.target)
     return load_costs(path, setup.target) if path.is_file() else None
 
 
@@ -132,7 +130,7 @@ def tree_file(recipe: Recipe, trained: Trained) -> str | None:
     part = trained.head or trained.medusa
     if recipe.eval.tree != AUTO or part is None:
         return None if recipe.eval.tree == AUTO else recipe.eval.tree
-    return str(fitted_tree(part.folder, hash_weights(part)))
+    return str(fitted_tree(part.folder, part.hash()))
 
 
 def make_maxgram(setup: Setup) -> MaxGramDrafter:

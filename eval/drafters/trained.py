@@ -45,10 +45,10 @@ class Trained:
 
     def weights(self) -> list[str]:
         """Hashes of all that there is to draft with."""
-        networks = [one for one in (self.head, self.table, self.medusa) if one is not None]
+        own = (self.head and self.head.hash(), self.table and hash_weights(self.table))
+        hashes = (*own, self.medusa and self.medusa.hash())
         students = [*self.cascade, *([self.student] if self.student else [])]
-        hashes = [hash_weights(one) for one in networks]
-        return [*hashes, *(student.identity()["weights"] for student in students)]
+        return [*filter(None, hashes), *(student.identity()["weights"] for student in students)]
 
 
 @dataclass(frozen=True)

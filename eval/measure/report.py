@@ -26,7 +26,7 @@ from specdraft.eval.measure.show import sample
 from specdraft.eval.page.page import write_page
 from specdraft.eval.page.plots import Plot
 from specdraft.eval.page.training import training_curve
-from specdraft.eval.pricing.cost import COSTS, load_costs
+from specdraft.eval.pricing.cost import costs_file, load_costs
 from specdraft.models.cards.log import log_in
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
@@ -55,7 +55,9 @@ def evaluate(
     a prompt goes on with the next, and its row says so. `samples` are the first answers of our last
     method that drafts, cut into what was accepted.
     """
-    fit = fit_shown(recipe, trained, methods)  # a missing tree fails here, not at every prompt
+    fit = fit_shown(
+        recipe, target, trained, methods
+    )  # a missing tree fails here, not at every prompt
     with cpu_threads(recipe.eval.threads):
         prompts = expand_turns(recipe, target, prompts)
         done = measure(recipe, target, trained, prompts, methods, progress, remember, tolerant=True)
@@ -65,6 +67,7 @@ def evaluate(
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "recipe": recipe.to_dict(),
+        "target": target.name,
         "environment": where,
         "training": training_shown(recipe, ours),
         "fit": fit,
@@ -87,7 +90,9 @@ def _protocol(recipe: Recipe, prompts: Sequence[Prompt], row: dict) -> dict:
     return {"protocol": str(chosen.protocol), "departures": [*departures]}
 
 
-def fit_shown(recipe: Recipe, trained: Trained, methods: Sequence[str]) -> dict | None:
+def fit_shown(
+    recipe: Recipe, target: Target, trained: Trained, methods: Sequence[str]
+) -> dict | None:
     """The fit of the tree that methods draft, and the costs it was fitted by, as JSON; None where
     it was made by hand. Raises RecipeError where they draft the tree beside weights without one."""
     if not any(find(name)[0].drafts_tree for name in methods):
@@ -96,7 +101,7 @@ def fit_shown(recipe: Recipe, trained: Trained, methods: Sequence[str]) -> dict 
     fit = read_fit(Path(file)) if file and recipe.eval.tree == AUTO else None
     if fit is None:
         return None
-    return plain(asdict(fit)) | {"verify_ms": _curve(Path(recipe.output.dir) / COSTS)}
+    return plain(asdict(fit)) | {"verify_ms": _curve(costs_file(recipe, target))}
 
 
 def training_shown(recipe: Recipe, method: str) -> list[dict]:

@@ -77,7 +77,7 @@ def render(report: dict, sections: list[dict], across: list[Plot]) -> str:
     return environment.from_string(template).render(
         name=_run_name(recipe),
         date=report.get("date", "")[:10],
-        target=recipe.get("target", {}).get("model", ""),
+        target=report.get("target") or recipe.get("target", {}).get("model", ""),
         environment={k: v for k, v in report.get("environment", {}).items() if v is not None},
         advice=report.get("advice"),
         headline=_headline(report),

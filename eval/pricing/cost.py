@@ -21,6 +21,7 @@ cached tokens of a row, N tokens of all.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -30,6 +31,7 @@ from typing import Any, Self
 
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
+from specdraft.recipes.schema import Recipe
 
 COSTS = "costs.json"  # in the folder of a run
 Terms = dict[str, float]  # of a cost, by name: what a weight is multiplied by
@@ -163,6 +165,12 @@ class CostModel:
         parts = {name: values[name] for name in ("verify", "loop", "draft")}
         curves = {name: part and Curve(**part) for name, part in parts.items()}
         return cls(knots=tuple(values["knots"]), **curves)
+
+
+def costs_file(recipe: Recipe, target: Target) -> Path:
+    """Where the costs of a run are: those of its target enlarged have a file of their own."""
+    own = re.sub(r"\W+", "_", target.name)
+    return Path(recipe.output.dir) / (f"costs_{own}.json" if target.is_enlarged else COSTS)
 
 
 def load_costs(path: Path, target: Target | None = None) -> CostModel:
