@@ -51,6 +51,7 @@ def rank_traces(
     At [p, d - 1] that of the token at p + d, where p is the last committed one and what is drafted
     between them is true; WIDTH for one beyond the ranks that are told apart, or never drafted.
     """
+    head = head.to(target.device)
     k, vocabulary = head.config.block_size, vocabulary_of(head, target)
     passes, traces = -(-depth // k), []
     for text in texts:

@@ -231,9 +231,9 @@ class CascadeDrafter:
     def _opinion(self, memory: Memory, start: int, logits: Tensor) -> tuple[Tensor, ...]:
         """The student's choices [P + 1] from `start` on and, where anybody is lenient, the
         probabilities of these [P + 1] and of what was proposed [P]; else none."""
-        request, positions = memory.request, torch.arange(start, start + len(logits))
-        scores = logits.float()
-        choices = draw(scores, request, positions.to(logits.device), (), width=1)[0][:, 0]
+        request, scores = memory.request, logits.float()
+        positions = torch.arange(start, start + len(logits), device=logits.device)
+        choices = draw(scores, request, positions, (), width=1)[0][:, 0]
         if self.leniency == 1:
             return choices, scores.new_empty(0), scores.new_empty(0)
         law = (scores / (request.temperature or 1.0)).softmax(-1)

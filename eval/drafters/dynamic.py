@@ -240,7 +240,7 @@ class DynamicFalcon(Rewarded, HeadDrafter):
             drawn, scores, opened = self._chains(rows, blocks, depth)
         else:
             starts = [[growth.chances[end] for end in growth.ends] for growth in growths]
-            reach = torch.tensor(starts, device=slots.device)
+            reach = upload(starts, slots.device, torch.float32)
             drawn, scores, opened = self._beams(rows, blocks, depth, reach)
         chances, places = weighed(torch.cat(scores, 1), self.siblings, SHARPNESS)
         tokens = self.vocabulary.tokens(places)

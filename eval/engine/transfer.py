@@ -45,16 +45,16 @@ class _Slabs(threading.local):
 _slabs = _Slabs()
 
 
-def upload(values: Sequence[int], device: torch.device) -> Tensor:
-    """Integers as a long tensor [N] on a device; the host does not wait."""
-    if device.type == "cpu":
+def upload(values: Sequence, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers as a tensor on a device, [N] of integers; the host does not wait."""
+    if device.type == "cpu" and dtype == torch.long:
         packed = array("q", values)
         while (held := _slabs.current.hold(packed)) is None:
             _slabs.current = _Slab(max(SLAB, len(packed)))
         return held
     if device.type != "cuda":
-        return torch.tensor(values, dtype=torch.long, device=device)
-    pinned = torch.tensor(values, dtype=torch.long).pin_memory()
+        return torch.tensor(values, dtype=dtype, device=device)
+    pinned = torch.tensor(values, dtype=dtype).pin_memory()
     return pinned.to(device, non_blocking=True)
 
 

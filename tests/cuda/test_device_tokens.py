@@ -142,7 +142,7 @@ def test_a_dynamic_draft_changes_no_token(plain, name, width, paths):
 
 @pytest.mark.parametrize("lm_heads", ["own", "shared"])
 def test_medusa_heads_change_no_token(plain, lm_heads):
-    heads = random_heads(moved(random_target(), "cpu"), DEPTH, 2, lm_heads)
+    heads = random_heads(random_target(), DEPTH, 2, lm_heads)
     check(plain, partial(MedusaDrafter, heads, plain.target, StaticTree(PATHS, DEPTH)))
 
 

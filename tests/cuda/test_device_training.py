@@ -70,7 +70,7 @@ CASES: dict[str, Callable[[torch.device], Case]] = {
 def losses(case: Case, device: torch.device, steps: int = 2) -> list[float]:
     """The mean loss at each of some optimiser steps."""
     drafter, objective, rows = case
-    optimizer, found = torch.optim.AdamW(drafter.parameters(), lr=1e-2), []
+    optimizer, found = torch.optim.SGD(drafter.parameters(), lr=0.05), []
     for step in range(steps):
         batch = objective.collate(rows, [(0, step, n) for n in range(len(rows))]).to(device)
         plan = objective.plan(drafter, batch, 0.0)
@@ -100,4 +100,4 @@ def test_products_in_bfloat16_stay_near(device, name):
     drafter.forward = torch.autocast(device.type, torch.bfloat16)(drafter.forward)
     found = losses(case, device)
     assert all(map(torch.isfinite, torch.tensor(found)))
-    assert found[0] == pytest.approx(exact[0], rel=0.05)
+    assert found[0] == pytest.approx(exact[0], rel=0.1)
