@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp
 
-import torch
 from torch import Tensor
 
 from specdraft.eval.drafters.level import Growth, LevelDrafter
@@ -107,9 +106,10 @@ class Rewarded:
         self.worth.earn(row, len(tokens))
 
 
-def usual_width(device: torch.device) -> int:
-    """Nodes of a level that get children: where it takes its launches, more take no longer."""
-    return 1 if device.type == "cpu" else 4
+def usual_width(target: Target) -> int:
+    """Nodes of a level that get children: where a level takes its launches, more take no longer,
+    and a single path can be replayed."""
+    return 1 if target.device.type == "cpu" or target.replays else 4
 
 
 class BestFirst(Rewarded, LevelDrafter):
@@ -131,7 +131,7 @@ class BestFirst(Rewarded, LevelDrafter):
         paths: int | None = None,
     ):
         if paths is None:
-            paths = usual_width(student.device)
+            paths = usual_width(student)
         # What is read is placed behind the cache, whether it is verified or not.
         super().__init__(student, rows, capacity, depth, max(nodes, paths * depth))
         self.nodes, self.paths = nodes, paths

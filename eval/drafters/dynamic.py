@@ -119,7 +119,7 @@ class DynamicFalcon(Rewarded, HeadDrafter):
         dtype: torch.dtype = torch.float32,
     ):
         if width is None:
-            width = usual_width(target.device)
+            width = usual_width(target)
         depth = passes * head.config.block_size
         siblings = min(siblings, head.config.draft_vocab or target.vocab_size)
         reads = depth, paths * depth

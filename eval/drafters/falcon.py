@@ -17,6 +17,7 @@ from specdraft.eval.drafters.best_first import SHARPNESS
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, wants_best
 from specdraft.eval.drafters.head import HeadDrafter
 from specdraft.eval.drafters.static import Pass, Round, StaticTree
+from specdraft.eval.drafters.whole_draft import WholeDraft
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.tree import Tree
 from specdraft.models.eagle3 import Eagle3Head
@@ -61,8 +62,11 @@ class FalconDrafter(HeadDrafter):
         # Of every node, its place among the best tokens of all levels, where there is one at each.
         places = [(len(path) - 1) * widest + path[-1] for path in tree.paths]
         self._of_levels = torch.tensor(places, device=target.device)
+        self.whole = WholeDraft(self) if target.replays and self.row_pass else None
 
     def grow(self, rows: list[int]) -> list[Tree]:
+        if trees := self._grow_whole(rows):
+            return trees
         if self.tree.is_narrow and self.goes_alone(rows):
             return [self._grow_alone(rows[0])]
         requests = enumerate(self.memory[row].request for row in rows)
@@ -75,7 +79,7 @@ class FalconDrafter(HeadDrafter):
                     slots, state = self._read(rows)
                 else:
                     slots, state = self._extend(rows, plan, ranked[-1], drawn, state)
-                drawn, tokens = self._choose(rows, plan, slots, probs)
+                drawn, tokens = self.choose(rows, plan, slots, probs)
             self.seconds += watch.seconds
             ranked.append(tokens)
         self.forwards += len(self.passes) * len(rows)
@@ -83,6 +87,19 @@ class FalconDrafter(HeadDrafter):
         requests = (self.memory[row].request for row in rows)
         drawn = (draws_of(r, probs.get(n, ()), self.tree.sources) for n, r in enumerate(requests))
         return [Tree(self.tree.topology, *both) for both in zip(nodes, drawn, strict=True)]
+
+    def _grow_whole(self, rows: list[int]) -> list[Tree] | None:
+        """The same of rows that are greedy, replayed; None where it cannot be."""
+        greedy = all(self.memory[row].request.temperature == 0 for row in rows)
+        if not (self.whole and greedy):
+            return None
+        with Stopwatch() as watch:
+            nodes = self.whole.grow(rows)
+        if nodes is None:
+            return None
+        self.seconds += watch.seconds
+        self.forwards += len(self.passes) * len(rows)
+        return [Tree(self.tree.topology, own) for own in nodes.unbind()]
 
     def _grow_alone(self, row: int) -> Tree:
         """The same of a tree that follows the most probable path, for one row that is greedy."""
@@ -95,7 +112,7 @@ class FalconDrafter(HeadDrafter):
         levels = torch.cat([block.tokens for block in blocks]).flatten()
         return Tree(self.tree.topology, levels.index_select(0, self._of_levels))
 
-    def _choose(
+    def choose(
         self, rows: list[int], plan: Pass, slots: Tensor, probs: dict[int, list[Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """Choose the tokens of a pass, given its slots [R, E * K, H].

@@ -24,6 +24,7 @@ from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree, TreeBias
 from specdraft.models.eagle3 import Eagle3Head, vocabulary_of
 from specdraft.models.falcon import FalconHead, block_index
+from specdraft.models.families.scores import ALIGNED
 from specdraft.models.passes.replayed import ReplayedPass
 from specdraft.models.passes.row import Block, RowPass, reads_alone
 from specdraft.models.sar.fusion import State
@@ -85,7 +86,7 @@ class HeadDrafter:
         self.target, self.k, self.depth = target, config.block_size, depth
         self.reach = head.reading.reach
         self.vocabulary = vocabulary_of(self.head, target)
-        self.capacity = capacity
+        self.capacity, self.scratch = capacity, scratch
         self.pool = KVPool(
             [target.device] * config.layers,
             rows,
@@ -94,6 +95,7 @@ class HeadDrafter:
             config.head_dim,
             self.dtype,
             windows=[config.window] * config.layers,
+            spare=ALIGNED if target.replays else 0,
         )
         self.memory: list[Memory | None] = [None] * rows
         self.forwards, self.seconds = 0, 0.0
@@ -102,10 +104,10 @@ class HeadDrafter:
         self._no_draft = Tree.empty(target.device)
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
         # cos and sin, [1, 1, capacity, D] each
-        self._rope = tuple(table.to(self.dtype) for table in self.head.rope(everywhere))
+        self.rope_tables = tuple(table.to(self.dtype) for table in self.head.rope(everywhere))
         self.row_pass: RowPass | None = None
         if reads_alone(self.head, target):
-            parts = self.head, target, self.vocabulary, self._rope
+            parts = self.head, target, self.vocabulary, self.rope_tables
             kind = ReplayedPass if target.replays else RowPass
             self.row_pass = kind(*parts, siblings, sharpness, compiles)
             if compiles:
@@ -149,10 +151,10 @@ class HeadDrafter:
 
     def read_alone(self, row: int) -> Block:
         """Read the new inputs of a row, and draft the block behind them."""
-        ahead, features, again = inputs = self._inputs(row)
+        ahead, features, again = inputs = self.unread(row)
         start, tokens = self.pool.lengths[row] - again, upload(ahead, self.target.device)
         block = self.row_pass.read(tokens, features, self._caches(row), start)
-        self._remember(row, inputs, (), ())
+        self.remember(row, inputs, (), ())
         return block
 
     def go_on_alone(self, row: int, block: Block, depth: int) -> Block:
@@ -209,7 +211,7 @@ class HeadDrafter:
 
     # -- reading what was committed --------------------------------------------------------------
 
-    def _inputs(self, row: int) -> tuple[list[int], Tensor, int]:
+    def unread(self, row: int) -> tuple[list[int], Tensor, int]:
         """Tokens ahead [M] and features [M, H] to read now, and how many were read before."""
         memory = self.memory[row]
         if len(memory.features) > 1:
@@ -220,7 +222,7 @@ class HeadDrafter:
 
     def _read(self, rows: list[int]) -> tuple[Tensor, State]:
         """Read the new inputs of all rows; return their slots [R, K, H] and end states."""
-        read = [self._inputs(row) for row in rows]
+        read = [self.unread(row) for row in rows]
         befores = []  # the fusion's states before the first input to read
         for row, (_, _, again) in zip(rows, read, strict=True):
             place = self.memory[row].old - again
@@ -240,11 +242,11 @@ class HeadDrafter:
         blocks = _newest(fused, counts, self.reach)
         slots = self._decode(blocks, fused, counts, _in_a_row(positions), segments, asks)
         for row, inputs, before, after in zip(rows, read, befores, states, strict=True):
-            self._remember(row, inputs, before, after)
+            self.remember(row, inputs, before, after)
         last_states = zip(*([s[:, :, -1] for s in state] for state in states), strict=True)
         return slots, tuple(torch.cat(parts, 1) for parts in last_states)
 
-    def _remember(self, row: int, inputs: tuple, before: State, after: State) -> None:
+    def remember(self, row: int, inputs: tuple, before: State, after: State) -> None:
         ahead, features, again = inputs
         memory, old = self.memory[row], min(self.reach - 1, len(ahead))
         self.pool.lengths[row] += len(ahead) - again
@@ -336,9 +338,11 @@ class HeadDrafter:
 
     def _rope_at(self, positions: Sequence[int]) -> tuple[Tensor, ...]:
         if isinstance(positions, range):
-            return tuple(table.narrow(2, positions[0], len(positions)) for table in self._rope)
+            return tuple(
+                table.narrow(2, positions[0], len(positions)) for table in self.rope_tables
+            )
         places = upload(positions, self.target.device)
-        return tuple(table.index_select(2, places) for table in self._rope)
+        return tuple(table.index_select(2, places) for table in self.rope_tables)
 
     def _bias(self, visible: Tensor) -> TreeBias:
         return TreeBias(visible, self.capacity, self.dtype, self.target.device)

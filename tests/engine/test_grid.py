@@ -10,6 +10,7 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.level import TSD
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.whole_draft import DraftGrid
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.grid import KNOWN, Grid, GridTarget
 from specdraft.eval.engine.plan import LONG, Segment
@@ -30,7 +31,7 @@ def target():
 @pytest.fixture
 def fixed(monkeypatch):
     """Everything takes fixed shapes, as on a GPU; counts what goes through them."""
-    counts = {"steps": 0, "packed": 0, "passes": 0}
+    counts = {"steps": 0, "packed": 0, "passes": 0, "drafts": 0}
 
     def counting(kind: type, method: str, name: str) -> None:
         whole = getattr(kind, method)
@@ -45,6 +46,7 @@ def fixed(monkeypatch):
     monkeypatch.setattr(Target, "replays", property(lambda self: self.cuda_graphs))
     counting(GridTarget, "_grid_of", "steps")
     counting(ReplayedPass, "_replay", "passes")
+    counting(DraftGrid, "draft", "drafts")
     return counts
 
 
@@ -74,24 +76,34 @@ def test_tokens_are_the_targets_own(target, fixed, name, rows):
     assert decode(decoder, requests, accepts=False) == expected
 
 
-@pytest.mark.parametrize("layers", [(), (1,)])
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_row_drafts_what_it_did(target, fixed, size, layers, dynamic):
-    coupled = {"reads": "both", "coupling": "recurrent"} if size > 1 else {}
-    head = random_head(target, size, fusion="linear", feature_layers=layers, **coupled)
-    tree, requests = StaticTree(NARROW, size), [Request(prompt, 17) for prompt in prompts()]
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, {}),
+        (2, {"reads": "own"}),
+        (2, {"reads": "both", "coupling": "markov", "feature_layers": (1,)}),
+        (2, {"reads": "newest", "coupling": "recurrent", "layers": 2, "draft_vocab": 12}),
+        (3, {"reads": "both", "coupling": "recurrent", "kv_heads": 4}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["narrow", "tree", "dynamic"])
+def test_what_is_drafted_is_what_it_was(target, fixed, kind, size, options, rows):
+    head = random_head(target, size, fusion="linear", **options)
+    tree = StaticTree(NARROW if kind == "narrow" else PATHS, size)
+    requests = [Request(prompt, 9 + 3 * n) for n, prompt in enumerate(prompts())]
     steps = []
     for target.cuda_graphs in (False, True):
-        before = fixed["passes"]
+        before = fixed["passes"] + fixed["drafts"]
         drafter = (
-            DynamicFalcon(head, target, None, 1, 128)
-            if dynamic
-            else FalconDrafter(head, target, tree, 1, 128)
+            DynamicFalcon(head, target, None, rows, 128)
+            if kind == "dynamic"
+            else FalconDrafter(head, target, tree, rows, 128)
         )
-        done = completions(Decoder(target, drafter, 1, 128), requests, accepts=False)
+        done = completions(Decoder(target, drafter, rows, 128), requests, accepts=False)
         steps.append([one.steps for one in done])
-        assert (fixed["passes"] > before) == target.cuda_graphs
+        went = fixed["passes"] + fixed["drafts"] > before
+        assert went == (target.cuda_graphs and (kind != "dynamic" or rows == 1))
     assert steps[0] == steps[1]
 
 
