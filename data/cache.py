@@ -17,8 +17,8 @@ from rich.table import Table
 from specdraft.data.store.feature_cache import FeatureCache, Features
 from specdraft.data.store.tokens import TokenCache
 from specdraft.data.template import LEGEND, preview
-from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_caches
+from specdraft.eval.methods.registry import problems
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.load import load_recipe

@@ -37,18 +37,18 @@ from specdraft.eval.costing.drafts import trained_drafter
 from specdraft.eval.costing.enlarged import enlarge
 from specdraft.eval.costing.measuring import cover_rows
 from specdraft.eval.costing.shapes import Shape, find_shape
-from specdraft.eval.drafters.registry import (
+from specdraft.eval.measure.environment import environment
+from specdraft.eval.measure.logbook import NAME, Logbook
+from specdraft.eval.measure.report import evaluate, write_report
+from specdraft.eval.measure.table import print_curves, print_report
+from specdraft.eval.methods.registry import (
     describe,
     drafted_tree,
     find,
     load_trained,
     problems,
 )
-from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.measure.environment import environment
-from specdraft.eval.measure.logbook import NAME, Logbook
-from specdraft.eval.measure.report import evaluate, write_report
-from specdraft.eval.measure.table import print_curves, print_report
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.publish import BENCH
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import comma_separated, recipe_parser

@@ -27,9 +27,9 @@ from specdraft.eval.costing.measuring import measure_costs
 from specdraft.eval.costing.plot import can_plot, write_plot
 from specdraft.eval.costing.shapes import Shape, build, find_shape, sketch
 from specdraft.eval.costing.show import print_costs, summary
-from specdraft.eval.drafters.registry import problems
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
+from specdraft.eval.methods.registry import problems
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import COSTS
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole, whole_numbers

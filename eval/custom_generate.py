@@ -31,12 +31,12 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.streamers import BaseStreamer
 
-from specdraft.eval.drafters.registry import Setup, make_drafter
-from specdraft.eval.drafters.trained import KINDS, Source, Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.families.support import position_limit
 from specdraft.eval.generation.generate_call import GenerateCall, read_call, read_sources
+from specdraft.eval.methods.registry import Setup, make_drafter
+from specdraft.eval.methods.trained import KINDS, Source, Trained
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.families.encoder_decoder import is_encoder_decoder
@@ -61,7 +61,7 @@ def method(
     """Draft by any method of ours (`python eval/bench.py --help` names them).
 
     settings: sections of a recipe that differ from their defaults. trained: what it needs, by its
-    kind (eval/drafters/trained.py), or the folder or Hub id of it.
+    kind (eval/methods/trained.py), or the folder or Hub id of it.
 
         method("gsd", {"drafting": {"tau": 1}}, student="you/draft-lm")
     """

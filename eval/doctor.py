@@ -17,7 +17,7 @@ from specdraft.eval.checkup.caches import Caches, check_caches
 from specdraft.eval.checkup.drafters import check_drafters, check_methods
 from specdraft.eval.checkup.finding import FAIL, print_findings
 from specdraft.eval.checkup.served import check_served
-from specdraft.eval.drafters.registry import problems
+from specdraft.eval.methods.registry import problems
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.load import load_recipe

@@ -12,7 +12,7 @@ from specdraft.recipes.entry import entry
 
 from pathlib import Path
 
-from specdraft.eval.drafters.registry import problems
+from specdraft.eval.methods.registry import problems
 from specdraft.eval.serve.layouts import served_head
 from specdraft.models.serving import ENGINES
 from specdraft.recipes.arguments import recipe_parser

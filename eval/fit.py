@@ -22,8 +22,8 @@ from specdraft.eval.costing.race import FINALISTS
 from specdraft.eval.costing.settings import fit_settings, write_setting
 from specdraft.eval.costing.shares import TreeDrafter
 from specdraft.eval.costing.show import print_fit, print_settings
-from specdraft.eval.drafters.registry import METHODS, find, fitted, problems
 from specdraft.eval.measure.measurement import REFERENCE
+from specdraft.eval.methods.registry import METHODS, find, fitted, problems
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import RecipeError

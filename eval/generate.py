@@ -16,10 +16,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
-from specdraft.eval.drafters.registry import describe, featured, problems
 from specdraft.eval.generation.chat import Chat
 from specdraft.eval.generation.live import Answer, show
 from specdraft.eval.measure.environment import cpu_threads
+from specdraft.eval.methods.registry import describe, featured, problems
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import UserError

@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.drafters.registry import problems
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.report import write_json
+from specdraft.eval.methods.registry import problems
 from specdraft.eval.serve.engine import TRIED, VLLM
 from specdraft.eval.serve.parity import check
 from specdraft.eval.serve.routes import methods_of

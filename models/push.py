@@ -8,7 +8,7 @@ What training does by itself with hub.repo_id=you/falcon-tiny; after a failure, 
 
 from specdraft.recipes.entry import entry
 
-from specdraft.eval.drafters.trained import CARDS
+from specdraft.eval.methods.trained import CARDS
 from specdraft.models.hub import check_login
 from specdraft.models.publish import contents, kind_named, manifest, publish
 from specdraft.recipes.arguments import Parser

@@ -41,7 +41,7 @@ def load_recipe(
     the YAML file of a part of a recipe; later ones win.
 
     path: of its file, or whatever else `find_recipe` understands.
-    check: of what other floors know, e.g. the methods (eval/drafters/registry.py).
+    check: of what other floors know, e.g. the methods (eval/methods/registry.py).
     Raises: RecipeError that lists every problem.
     """
     path, named = find_recipe(path)

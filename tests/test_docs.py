@@ -20,7 +20,7 @@ from accelerate.commands.launch import launch_command_parser
 from commands import run_here
 
 from specdraft.eval import custom_generate
-from specdraft.eval.drafters.registry import METHODS
+from specdraft.eval.methods.registry import METHODS
 from specdraft.eval.serve.routes import ROUTES
 from specdraft.recipes.load import load_recipe
 from specdraft.train.plan import known_sizes, make_plan, plan_lines

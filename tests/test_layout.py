@@ -29,6 +29,7 @@ FLOORS = {
         "engine",
         "pricing",
         "drafters page",
+        "methods",
         "measure",
         "costing publishing",
         "generation papers checkup comparing serve",

@@ -35,9 +35,9 @@ from specdraft.data.store.feature_cache import FeatureCache, Features, build_fea
 from specdraft.data.store.features import BATCH_TOKENS, batches, pad
 from specdraft.data.store.storage import SHARD_BYTES, Storage, plan_shards
 from specdraft.data.store.tokens import TokenCache
-from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.environment import environment
+from specdraft.eval.methods.registry import problems
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import RecipeError

@@ -13,7 +13,7 @@ from rich.table import Table
 from specdraft.data.atomic import stating_shortfall
 from specdraft.data.lock import output_lock
 from specdraft.data.ranks import Ranks
-from specdraft.eval.drafters.registry import problems
+from specdraft.eval.methods.registry import problems
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.load import load_recipe

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from specdraft.data.chat import split_holdout
 from specdraft.data.lock import output_lock
-from specdraft.eval.drafters.registry import problems
+from specdraft.eval.methods.registry import problems
 from specdraft.eval.papers.jobs import run_all
 from specdraft.eval.publishing.result import write_result
 from specdraft.recipes.arguments import comma_separated, recipe_parser, whole, whole_numbers

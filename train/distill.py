@@ -18,8 +18,8 @@ from transformers.utils import logging as transformers_logging
 from specdraft.data.prompts import load_prompts
 from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.sourced import Sourced
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.generation.answers import build_caches, build_token_cache
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.embeddings import check_no_bias
 from specdraft.models.hub import check_login
 from specdraft.models.student import finished_student, make_student

@@ -17,10 +17,10 @@ from specdraft.eval.costing.fitting import fit_tree, is_fitted
 from specdraft.eval.costing.race import fitting_prompts
 from specdraft.eval.costing.shares import TreeDrafter
 from specdraft.eval.costing.show import print_fit
-from specdraft.eval.drafters.registry import needs
-from specdraft.eval.drafters.trained import CARDS, KINDS, Trained
 from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.report import evaluate, tokens_per_step
+from specdraft.eval.methods.registry import needs
+from specdraft.eval.methods.trained import CARDS, KINDS, Trained
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.embeddings import TargetEmbeddings, check_no_bias
 from specdraft.models.falcon import FalconConfig, FalconHead

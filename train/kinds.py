@@ -1,6 +1,6 @@
 """Which scripts train what a recipe drafts with, or, by `--kind KIND`, another kind of drafter."""
 
-from specdraft.eval.drafters.registry import find, problems
+from specdraft.eval.methods.registry import find, problems
 from specdraft.models.kinds import overrides_of
 from specdraft.recipes.arguments import Parser
 from specdraft.recipes.errors import RecipeError

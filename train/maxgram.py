@@ -19,10 +19,10 @@ from specdraft.data import fingerprint
 from specdraft.data.lock import output_lock
 from specdraft.data.prompts import load_prompts
 from specdraft.data.ranks import Ranks
-from specdraft.eval.drafters.registry import problems
-from specdraft.eval.drafters.trained import CARDS, Trained
 from specdraft.eval.generation.answers import build_token_cache
 from specdraft.eval.measure.report import evaluate
+from specdraft.eval.methods.registry import problems
+from specdraft.eval.methods.trained import CARDS, Trained
 from specdraft.models.hub import check_login
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.shapes import target_shape

@@ -7,11 +7,11 @@ from typing import Any
 
 from specdraft.data.prompts import Prompt
 from specdraft.eval.checkup.finding import Finding, failed, judged, passed, skipped
-from specdraft.eval.drafters.registry import load_trained, needs
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.identity import differences
 from specdraft.eval.measure.measurement import REFERENCE, Measurement, measure
+from specdraft.eval.methods.registry import load_trained, needs
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.feature_layers import cache_command

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specdraft.eval.checkup.finding import Finding, failed, judged, skipped
-from specdraft.eval.drafters.registry import needs
-from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.methods.registry import needs
+from specdraft.eval.methods.trained import Trained
 from specdraft.recipes.schema import Recipe
 
 LINE, RUN = "in an engine", "python eval/parity.py RECIPE --engine vllm --python V/bin/python"

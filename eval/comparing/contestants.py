@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch import nn
 
-from specdraft.eval.drafters.registry import drafted_tree, featured, load_trained, needs, problems
-from specdraft.eval.drafters.setup import tree_method
-from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.methods.registry import drafted_tree, featured, load_trained, needs, problems
+from specdraft.eval.methods.setup import tree_method
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.cards.log import log_in, records
 from specdraft.models.hub import is_hub_id
 from specdraft.models.saved import CONFIG

@@ -33,13 +33,13 @@ from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
-from specdraft.eval.drafters.setup import Way
 from specdraft.eval.drafters.static import Path as Ranks
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.trained import KINDS, Trained
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import wait
+from specdraft.eval.methods.setup import Way
+from specdraft.eval.methods.trained import KINDS, Trained
 from specdraft.eval.pricing.cost import CostModel, Curve
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead

@@ -10,7 +10,7 @@ import torch
 
 from specdraft.eval.costing.room import bytes_of, check_room, row_bytes
 from specdraft.eval.costing.shapes import STUDENT, Shape
-from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import DTYPES
 from specdraft.models.enlarged.heads import (

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.eval.measure.methods import make_method
 from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.rounds import capacity_for, take_turns
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe

@@ -16,10 +16,10 @@ from specdraft.eval.costing.measuring import measure_costs
 from specdraft.eval.costing.race import FINALISTS, fitting_prompts, speedups
 from specdraft.eval.costing.rehearsal import rehearse
 from specdraft.eval.costing.replay import Load, answers
-from specdraft.eval.drafters.registry import Setup, load_trained, make_drafter
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.tuning import Setting, apply_setting, recipe_part, sample_settings
+from specdraft.eval.methods.registry import Setup, load_trained, make_drafter
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specdraft.eval.costing.replay import Ranks
 from specdraft.eval.costing.tree_growth import Texts, medusa_rank_traces, rank_traces, shares_of
-from specdraft.eval.drafters.setup import tree_method
-from specdraft.eval.drafters.trained import KINDS, Trained
+from specdraft.eval.methods.setup import tree_method
+from specdraft.eval.methods.trained import KINDS, Trained
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.medusa import MedusaHeads

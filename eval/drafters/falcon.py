@@ -17,7 +17,7 @@ from specdraft.eval.drafters.best_first import SHARPNESS
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, wants_best
 from specdraft.eval.drafters.head import HeadDrafter
 from specdraft.eval.drafters.static import Pass, Round, StaticTree
-from specdraft.eval.drafters.whole_draft import WholeDraft
+from specdraft.eval.drafters.whole_draft import Planned, WholeDraft
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.tree import Tree
 from specdraft.models.eagle3 import Eagle3Head
@@ -62,7 +62,9 @@ class FalconDrafter(HeadDrafter):
         # Of every node, its place among the best tokens of all levels, where there is one at each.
         places = [(len(path) - 1) * widest + path[-1] for path in tree.paths]
         self._of_levels = torch.tensor(places, device=target.device)
-        self.whole = WholeDraft(self) if target.replays and self.row_pass else None
+        self.whole = None
+        if target.replays and self.row_pass:
+            self.whole = WholeDraft(self, Planned(self.passes, self.choices, self.choose))
 
     def grow(self, rows: list[int]) -> list[Tree]:
         if trees := self._grow_whole(rows):

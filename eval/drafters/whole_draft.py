@@ -11,30 +11,37 @@ Shapes: R rows, M inputs, L slots, E paths of a pass, K block size, Q queries of
 W width of the target's features, D head dimension, N nodes.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdraft.eval.drafters.head import HeadDrafter
+from specdraft.eval.drafters.static import Pass
 from specdraft.eval.engine.transfer import upload
 from specdraft.models.families.scores import aligned
 from specdraft.models.passes.graphs import Replays, slots_in_sight
-
-if TYPE_CHECKING:
-    from specdraft.eval.drafters.falcon import FalconDrafter
 
 MOST = 32  # inputs; more are a prompt, which is read once
 STEP = 4  # numbers of inputs are multiples of it, so that there are few graphs
 
 
-class WholeDraft:
-    """The tree of a drafter whose head carries no state, for rows that are greedy."""
+class Planned(NamedTuple):
+    """A static tree, on the device."""
 
-    def __init__(self, drafter: FalconDrafter):
-        self.drafter = drafter
+    passes: list[Pass]
+    choices: Tensor  # [N - 1], of each node among the ranked tokens of all passes
+    # Given rows, a pass and its slots: what its distributions are made of, and their ranked tokens.
+    choose: Callable[..., tuple[Tensor, Tensor]]
+
+
+class WholeDraft:
+    """The drafts of a tree with a head that carries no state, for rows that are greedy."""
+
+    def __init__(self, drafter: HeadDrafter, tree: Planned):
+        self.drafter, self.tree = drafter, tree
         self.replays = Replays(drafter.target.device)
         self._grids: dict[tuple[int, int, int], DraftGrid] = {}
 
@@ -47,7 +54,7 @@ class WholeDraft:
             return None
         size = self._size(rows, longest)
         if size not in self._grids:
-            self._grids[size] = DraftGrid(own, *size, like=read[0][1])
+            self._grids[size] = DraftGrid(own, self.tree, *size, like=read[0][1])
         grid = self._grids[size]
         grid.fill(rows, read)
         nodes = self.replays.run(grid, grid.draft)
@@ -67,9 +74,17 @@ class WholeDraft:
 class DraftGrid:
     """The tensors of one fixed shape."""
 
-    def __init__(self, drafter: FalconDrafter, rows: int, inputs: int, slots: int, like: Tensor):
-        """like: features, [.., W]."""
-        self.own, self.rows, self.inputs, self.slots = drafter, rows, inputs, slots
+    def __init__(
+        self,
+        drafter: HeadDrafter,
+        tree: Planned,
+        rows: int,
+        inputs: int,
+        slots: int,
+        like: Tensor,  # features, [.., W]
+    ):
+        self.own, self.tree = drafter, tree
+        self.rows, self.inputs, self.slots = rows, inputs, slots
         device = like.device
         self.tokens = torch.zeros(rows, inputs, dtype=torch.long, device=device)
         self.features = like.new_zeros(rows, inputs, like.shape[-1])
@@ -77,9 +92,9 @@ class DraftGrid:
         self.starts, self.counts = self._data  # where a row's inputs begin, and how many there are
         self._row_of = torch.arange(rows, device=device)[:, None]
         self._slots = torch.arange(aligned(slots), device=device)
-        self._views = [self._view(plan) for plan in drafter.passes[1:]]
+        self._views = [self._view(plan) for plan in tree.passes[1:]]
 
-    def _view(self, plan) -> Tensor:
+    def _view(self, plan: Pass) -> Tensor:
         """What each query of a later pass sees of what is cached, of what is drafted, and of what
         is behind it, [E * Q, 2 + drafted], additive."""
         own = self.own
@@ -110,12 +125,12 @@ class DraftGrid:
 
     def draft(self) -> Tensor:
         """All passes: the tokens of the nodes [R, N - 1]."""
-        own, ranked, drawn = self.own, [], None
-        for plan in own.passes:
+        ranked, drawn = [], None
+        for plan in self.tree.passes:
             slots = self._extend(plan, ranked[-1], drawn) if ranked else self._read()
-            drawn, tokens = own.choose([], plan, slots, {})
+            drawn, tokens = self.tree.choose([], plan, slots, {})
             ranked.append(tokens)
-        return torch.cat(ranked, 1).index_select(1, own.choices)
+        return torch.cat(ranked, 1).index_select(1, self.tree.choices)
 
     def _read(self) -> Tensor:
         """The first pass, over what is new: its slots [R, K, H]."""
@@ -135,7 +150,7 @@ class DraftGrid:
         places = positions, written, self.starts[:, None] + newest
         return self._decode(fused, blocks[:, None], places, mask)
 
-    def _extend(self, plan, ranked: Tensor, drawn: Tensor) -> Tensor:
+    def _extend(self, plan: Pass, ranked: Tensor, drawn: Tensor) -> Tensor:
         """A later pass, over drafted blocks: its slots [R, E * K, H]."""
         own, head, size = self.own, self.own.head, self.own.k
         tokens, hidden = ranked.index_select(1, plan.blocks), drawn.index_select(1, plan.features)
@@ -147,7 +162,7 @@ class DraftGrid:
         written = base + plan.scratch + numbers
         blocks = fused.unflatten(1, (-1, size))[:, :, size - own.reach :]
         asked = positions.unflatten(1, (-1, size))[:, :, size - own.reach :].flatten(1)
-        view = self._views[own.passes.index(plan) - 1]
+        view = self._views[self.tree.passes.index(plan) - 1]
         place = (self._slots - base).clamp_(-1, view.shape[1] - 2) + 1  # [R, L]
         mask = view.index_select(1, place.flatten()).unflatten(1, place.shape)
         return self._decode(

@@ -13,11 +13,11 @@ from specdraft.data.server import Server
 from specdraft.data.store.feature_cache import Announce, Features, build_features
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.tokens import TokenCache, build_tokens
-from specdraft.eval.drafters.registry import Setup, load_trained, make_drafter
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.request import Request
+from specdraft.eval.methods.registry import Setup, load_trained, make_drafter
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import say

@@ -11,11 +11,11 @@ from functools import cache, partial
 
 from specdraft.data.prompts import Prompt, chat_prompt
 from specdraft.data.template import Messages
-from specdraft.eval.drafters.registry import METHODS, find, load_trained
 from specdraft.eval.engine.request import Request, Update
 from specdraft.eval.measure.methods import Engine, make_method
 from specdraft.eval.measure.outcome import DecodingMethod
 from specdraft.eval.measure.questions import make_request
+from specdraft.eval.methods.registry import METHODS, find, load_trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError, UserError
 from specdraft.recipes.fields import shown

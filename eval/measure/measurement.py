@@ -10,8 +10,6 @@ from functools import partial
 from torch import nn
 
 from specdraft.data.prompts import Prompt
-from specdraft.eval.drafters.registry import needs, rule_of, tree_of
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.request import GUMBEL, Request
 from specdraft.eval.measure.categories import add_speedups, by_category, macro
 from specdraft.eval.measure.failure import FaultTolerant, failures_of
@@ -28,6 +26,8 @@ from specdraft.eval.measure.rounds import (
     forget,
     take_turns,
 )
+from specdraft.eval.methods.registry import needs, rule_of, tree_of
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 

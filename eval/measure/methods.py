@@ -10,8 +10,6 @@ from dataclasses import replace
 import torch
 
 from specdraft.eval.drafters.cascade import CascadeDrafter
-from specdraft.eval.drafters.registry import Setup, find, make_drafter, rule_of
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
@@ -20,6 +18,8 @@ from specdraft.eval.engine.request import GUMBEL, Request, Update, accepting
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.hf_generate import Generate
 from specdraft.eval.measure.outcome import DecodingMethod, Outcome
+from specdraft.eval.methods.registry import Setup, find, make_drafter, rule_of
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe

@@ -14,15 +14,15 @@ from pathlib import Path
 from specdraft.data.atomic import write_atomic
 from specdraft.data.prompt_sets import set_of
 from specdraft.data.prompts import Prompt
-from specdraft.eval.drafters.registry import featured, find, needs
-from specdraft.eval.drafters.setup import tree_file
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import Measurement, measure
 from specdraft.eval.measure.metrics import Costs, counts
 from specdraft.eval.measure.questions import expand_turns
 from specdraft.eval.measure.rounds import Remember, forget
 from specdraft.eval.measure.show import sample
+from specdraft.eval.methods.registry import featured, find, needs
+from specdraft.eval.methods.setup import tree_file
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.page.page import write_page
 from specdraft.eval.page.plots import Plot
 from specdraft.eval.page.training import training_curve

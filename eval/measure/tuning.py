@@ -2,7 +2,7 @@
 
 CS Drafting (arXiv 2312.11462) tunes its cascades by a halving grid search. Every candidate is
 measured on a few prompts, the better half on twice as many, until one is left. What is tuned of a
-method stands in its row (eval/drafters/registry.py). K's entries are addressed by their place: the
+method stands in its row (eval/methods/registry.py). K's entries are addressed by their place: the
 paper's k11, k12 and k21, the entries of a row from its diagonal on, are k.0.0, k.0.1 and k.1.1 of a
 K for one student; more students have more of them.
 """
@@ -15,11 +15,11 @@ from math import prod
 from typing import Any, TypeVar
 
 from specdraft.data.prompts import Prompt
-from specdraft.eval.drafters.registry import Space, space_of
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.measurement import REFERENCE, measure, measured_cost
 from specdraft.eval.measure.metrics import Costs, counts
+from specdraft.eval.methods.registry import Space, space_of
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.schema import Recipe

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specdraft.data.prompts import Prompt, load_prompts
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.measurement import REFERENCE, Measurement
 from specdraft.eval.measure.methods import make_method
@@ -24,6 +23,7 @@ from specdraft.eval.measure.tuning import (
     sample_settings,
     successive_halving,
 )
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.schema import CascadeSection, Recipe
 

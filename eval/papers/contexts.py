@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdraft.data.world.contexts import NEW_TOKENS, context_prompts, write_windowed
-from specdraft.eval.drafters.registry import load_trained, problems
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import environment
 from specdraft.eval.measure.measurement import REFERENCE
+from specdraft.eval.methods.registry import load_trained, problems
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.papers.contenders import Contender, asked, measured
 from specdraft.eval.papers.table import Found, Plan, Row, Table
 from specdraft.models.target import Target

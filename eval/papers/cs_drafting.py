@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from specdraft.data.prompts import tuning_prompts
-from specdraft.eval.drafters.registry import load_trained
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.tuning import overrides, recipe_part
+from specdraft.eval.methods.registry import load_trained
 from specdraft.eval.papers.contenders import Contender, asked, contenders, measured, tuned
 from specdraft.eval.papers.jobs import Job
 from specdraft.eval.papers.students import OverStudents

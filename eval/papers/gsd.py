@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.drafters.registry import Setup
 from specdraft.eval.drafters.token_graph import GSD, GraphGrowth
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.tree import Tree
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.methods import Engine
 from specdraft.eval.measure.metrics import Costs, counts
 from specdraft.eval.measure.questions import make_requests
+from specdraft.eval.methods.registry import Setup
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.papers.jobs import Job
 from specdraft.eval.papers.students import OverStudents
 from specdraft.eval.papers.table import Found, Plan, Row, Table

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
-from specdraft.eval.drafters.registry import problems
+from specdraft.eval.methods.registry import problems
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.interrupt import STOPS_WITH, keeping

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import attrgetter
 
-from specdraft.eval.drafters.registry import METHODS, load_trained, problems
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import REFERENCE
+from specdraft.eval.methods.registry import METHODS, load_trained, problems
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.papers.contenders import Contender, asked, measured
 from specdraft.eval.papers.jobs import Job
 from specdraft.eval.papers.table import Found, Plan, Row, Table, over_seeds

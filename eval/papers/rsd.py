@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import Measurement, measure
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.questions import make_requests
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.papers.students import OverStudents
 from specdraft.eval.papers.table import Found, Plan, Row, Table
 from specdraft.models.student import finished_student

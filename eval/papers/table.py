@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from specdraft.eval.drafters.registry import problems
+from specdraft.eval.methods.registry import problems
 from specdraft.eval.papers.jobs import TABLE, Job, run_all
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import InvalidRecipeError, Section

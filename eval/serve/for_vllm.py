@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specdraft.eval.drafters.registry import Setup, make_drafter
-from specdraft.eval.drafters.trained import KINDS, Trained
+from specdraft.eval.methods.registry import Setup, make_drafter
+from specdraft.eval.methods.trained import KINDS, Trained
 from specdraft.eval.serve.rows import RowStep, ServedRows
 from specdraft.models.falcon import FalconHead
 from specdraft.models.families.finish import PLAIN

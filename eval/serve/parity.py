@@ -19,7 +19,11 @@ import torch
 from torch import Tensor
 
 from specdraft.data.prompts import Prompt
-from specdraft.eval.drafters.registry import (
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Completion, Request
+from specdraft.eval.measure.identity import differences
+from specdraft.eval.measure.measurement import measure
+from specdraft.eval.methods.registry import (
     METHODS,
     Method,
     Setup,
@@ -27,11 +31,7 @@ from specdraft.eval.drafters.registry import (
     make_drafter,
     registered,
 )
-from specdraft.eval.drafters.trained import Trained
-from specdraft.eval.engine.decoder import Decoder
-from specdraft.eval.engine.request import Completion, Request
-from specdraft.eval.measure.identity import differences
-from specdraft.eval.measure.measurement import measure
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.serve.causes import first_cause
 from specdraft.eval.serve.engine import VLLM
 from specdraft.eval.serve.routes import fixed_chain, route

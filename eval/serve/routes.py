@@ -10,9 +10,9 @@ from pathlib import Path
 
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
-from specdraft.eval.drafters.registry import METHODS, Method, Setup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.suffix import FirstSuffixes
+from specdraft.eval.methods.registry import METHODS, Method, Setup
 from specdraft.eval.serve.layouts import served_head
 from specdraft.models.target_files import model_folder
 from specdraft.recipes.errors import RecipeError

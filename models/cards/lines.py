@@ -14,7 +14,7 @@ from specdraft.recipes.static_trees import AUTO, known_trees
 
 @dataclass(frozen=True)
 class Card:
-    """What the card of one kind of drafter says of it; eval/drafters/trained.py has them all."""
+    """What the card of one kind of drafter says of it; eval/methods/trained.py has them all."""
 
     kind: str  # as recipes/find.py calls its folder
     noun: str  # with its article

@@ -42,7 +42,7 @@ class EvalSection(Section):
     validation: Count = 16  # prompts, none of the measured ones, that choose the head to keep
     max_new_tokens: Tokens = 128
     limit: Count | None = None  # prompts at most
-    # METHOD or METHOD:WAY, of eval/drafters/registry.py; these need no more than a Falcon head.
+    # METHOD or METHOD:WAY, of eval/methods/registry.py; these need no more than a Falcon head.
     methods: tuple[str, ...] = (
         "plain",
         "generate",

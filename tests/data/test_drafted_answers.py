@@ -14,8 +14,8 @@ from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import LMDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
-from specdraft.eval.drafters.registry import problems
 from specdraft.eval.generation.answers import build_token_cache, within_context
+from specdraft.eval.methods.registry import problems
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError

@@ -10,7 +10,6 @@ from test_tokens import write
 
 from specdraft.data.prompt_sets import MASKED, SETS, read_questions, set_of
 from specdraft.data.prompts import load_prompts, next_turn, validation_prompts
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.timing import Timing
@@ -18,6 +17,7 @@ from specdraft.eval.measure.categories import add_speedups, by_category, macro
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.questions import expand_turns
 from specdraft.eval.measure.report import evaluate
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import load_recipe

@@ -10,15 +10,15 @@ from specdraft.eval.drafters.cascade import CascadeDrafter, Reviewer
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.maxgram import MaxGramDrafter
-from specdraft.eval.drafters.registry import load_trained, needs, problems
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.suffix import FirstSuffixes
 from specdraft.eval.drafters.tail import MaxGramTail, deepest, grafted
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.tree import Topology, Tree
 from specdraft.eval.measure.methods import make_method
+from specdraft.eval.methods.registry import load_trained, needs, problems
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, HeadError, RecipeError, TargetError

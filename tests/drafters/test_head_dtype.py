@@ -9,10 +9,10 @@ from test_row_pass import HEADS, head_of
 
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.setup import Way
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.methods.setup import Way
 from specdraft.recipes.schema import EvalSection
 
 HALF = torch.bfloat16

@@ -14,11 +14,11 @@ from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.drawing import ranking
 from specdraft.eval.drafters.level import TSD
 from specdraft.eval.drafters.lm import SSD
-from specdraft.eval.drafters.registry import METHODS, Setup, make_drafter
 from specdraft.eval.drafters.token_graph import GSD
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import GUMBEL, Request
+from specdraft.eval.methods.registry import METHODS, Setup, make_drafter
+from specdraft.eval.methods.trained import Trained
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import DraftingSection
 

@@ -16,8 +16,8 @@ from specdraft.data.regenerate import Ask
 from specdraft.data.server import Server
 from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.tokens import TokenCache, build_tokens
-from specdraft.eval.drafters.registry import load_trained, problems
 from specdraft.eval.generation.chat import Chat
+from specdraft.eval.methods.registry import load_trained, problems
 from specdraft.models.saved import SUMS
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir

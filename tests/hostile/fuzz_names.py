@@ -21,8 +21,8 @@ from mangle import SCALARS, odd_json, spoilt
 from verdict import refused_or_fine
 
 from specdraft.data.chat import read_conversations
-from specdraft.eval.drafters.registry import problems
-from specdraft.eval.drafters.trained import CARDS
+from specdraft.eval.methods.registry import problems
+from specdraft.eval.methods.trained import CARDS
 from specdraft.models.publish import contents
 from specdraft.models.published import find_drafter
 from specdraft.recipes.find import KINDS

@@ -23,8 +23,8 @@ from specdraft.eval.costing.ledger import BUSY, Ledger, fitted, unrest
 from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.environment import processor
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, Curve, load_costs, verify_terms
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.student import pruned

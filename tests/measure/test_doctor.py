@@ -21,7 +21,7 @@ from specdraft.data.store import storage
 from specdraft.eval.checkup import drafters as drafter_checkup
 from specdraft.eval.checkup.served import check_served
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.saved import write_sums
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.load import load_recipe

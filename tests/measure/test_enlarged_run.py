@@ -13,10 +13,10 @@ from specdraft.eval.bench import place_of
 from specdraft.eval.costing import room
 from specdraft.eval.costing.enlarged import enlarge
 from specdraft.eval.costing.shapes import Shape
-from specdraft.eval.drafters.setup import tree_file
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.report import evaluate
 from specdraft.eval.measure.table import print_report
+from specdraft.eval.methods.setup import tree_file
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import costs_file
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.shapes import TargetShape, llama_config

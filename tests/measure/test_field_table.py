@@ -10,8 +10,8 @@ from commands import run_here
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.comparing.field_table import field_table
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.report import evaluate
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.bench import place_of
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.request import Completion, Step
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.categories import macro
@@ -24,6 +23,7 @@ from specdraft.eval.measure.logbook import NAME, Logbook
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.report import evaluate, tokens_per_step, write_report
 from specdraft.eval.measure.table import print_report
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError, DataError

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.drafters.registry import METHODS
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.report import evaluate, write_report
+from specdraft.eval.methods.registry import METHODS
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.page.colours import COLOURS, method_colours
 from specdraft.eval.page.page import COLUMNS, TIMES, draft_lines, write_page
 from specdraft.eval.page.plots import Plot, node_tree, write_png

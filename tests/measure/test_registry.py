@@ -9,7 +9,9 @@ from test_decoder import plain_tokens, prompts
 from specdraft.data.prompts import tuning_prompts
 from specdraft.eval.bench import measure
 from specdraft.eval.custom_generate import Speculative, method
-from specdraft.eval.drafters.registry import (
+from specdraft.eval.engine.tree import Tree, chain
+from specdraft.eval.measure.tuning import Scorer, sample_settings
+from specdraft.eval.methods.registry import (
     METHODS,
     WAYS,
     Method,
@@ -20,9 +22,7 @@ from specdraft.eval.drafters.registry import (
     registered,
     space_of,
 )
-from specdraft.eval.drafters.trained import KINDS, Trained
-from specdraft.eval.engine.tree import Tree, chain
-from specdraft.eval.measure.tuning import Scorer, sample_settings
+from specdraft.eval.methods.trained import KINDS, Trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError
 from specdraft.recipes.load import from_dict, load_recipe

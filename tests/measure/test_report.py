@@ -15,8 +15,6 @@ from rich.console import Console
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.costing.tree_growth import best_paths, probability
 from specdraft.eval.drafters.maxgram import PromptLookup
-from specdraft.eval.drafters.registry import METHODS
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.sampling import perturbed
@@ -36,6 +34,8 @@ from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.measure.show import ACCEPTED, kinds, pieces, replay
 from specdraft.eval.measure.table import identical_outputs, print_report
+from specdraft.eval.methods.registry import METHODS
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.student import make_student

@@ -7,8 +7,6 @@ import torch
 import yaml
 
 from specdraft.data.prompts import load_prompts, tuning_prompts, validation_prompts
-from specdraft.eval.drafters.registry import space_of
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.tuning import (
     Scorer,
     apply_setting,
@@ -18,6 +16,8 @@ from specdraft.eval.measure.tuning import (
     sample_settings,
     successive_halving,
 )
+from specdraft.eval.methods.registry import space_of
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError

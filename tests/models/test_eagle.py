@@ -8,9 +8,9 @@ from decoding import check_as_plain
 from random_models import random_head, random_target
 from test_loop import ToyRows, log_lines, make_ends, make_head, make_recipe
 
-from specdraft.eval.drafters.registry import Setup, load_trained, make_drafter, needs
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.methods import make_method
+from specdraft.eval.methods.registry import Setup, load_trained, make_drafter, needs
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.falcon import FalconHead, load_falcon
 from specdraft.models.shapes import TargetShape, head_config
 from specdraft.recipes.errors import RecipeError

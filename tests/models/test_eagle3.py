@@ -26,11 +26,11 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from specdraft.eval.costing.tree_growth import Text, rank_traces, shares_of
-from specdraft.eval.drafters.registry import Setup, make_drafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.methods.registry import Setup, make_drafter
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.eagle3 import Eagle3Head, load_eagle3, vocabulary_of
 from specdraft.models.falcon import block_index
 from specdraft.models.published import load_head

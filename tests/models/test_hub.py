@@ -21,7 +21,7 @@ from forks import Fork, Nursery
 from local_hub import DROP, Handler, LocalHub
 from random_models import random_eagle3
 
-from specdraft.eval.drafters.trained import CARDS
+from specdraft.eval.methods.trained import CARDS
 from specdraft.models.cards.card import PICTURE, head_facts, model_card, results
 from specdraft.models.cards.curve import curve
 from specdraft.models.cards.log import LOG, records

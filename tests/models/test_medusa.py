@@ -17,13 +17,13 @@ from test_rules_in_decoder import CHAIN, check_law
 from specdraft.eval.costing.tree_growth import WIDTH, Text, medusa_rank_traces, shares_of
 from specdraft.eval.custom_generate import Speculative, medusa
 from specdraft.eval.drafters.medusa import MedusaDrafter
-from specdraft.eval.drafters.registry import problems
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.measure.methods import make_method
+from specdraft.eval.methods.registry import problems
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe

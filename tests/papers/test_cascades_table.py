@@ -15,11 +15,11 @@ from random_models import VOCAB, random_target
 from test_lm_drafter import near
 
 from specdraft.data.prompts import Prompt, load_prompts, tuning_prompts
-from specdraft.eval.drafters.registry import space_of
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.rounds import balanced, take_turns
 from specdraft.eval.measure.tuning import Scorer, apply_setting, sample_settings
+from specdraft.eval.methods.registry import space_of
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.papers import contenders as module
 from specdraft.eval.papers.contenders import Contender, alone, contenders, measured, tuned
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable

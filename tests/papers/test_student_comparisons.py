@@ -11,12 +11,12 @@ import torch
 from decoding import decode, plain_tokens, prompts
 from random_models import random_target
 
-from specdraft.eval.drafters.registry import Setup, make_drafter
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.outcome import Outcome
+from specdraft.eval.methods.registry import Setup, make_drafter
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.papers.gsd import ComparingGSD, merges, sweep
 from specdraft.eval.papers.rsd import (
     Shape,

@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import pytest
 
-from specdraft.eval.drafters.registry import problems
+from specdraft.eval.methods.registry import problems
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.recipes.schema import Recipe

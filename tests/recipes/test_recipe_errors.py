@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specdraft.eval.drafters.registry import problems
+from specdraft.eval.methods.registry import problems
 from specdraft.recipes import schema
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import dump, from_dict, load_recipe

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdraft.eval.drafters.registry import problems
+from specdraft.eval.methods.registry import problems
 from specdraft.recipes.load import dump, from_dict, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from vllm_here import PYTHON, needs_vllm
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.drafters.registry import load_trained
+from specdraft.eval.methods.registry import load_trained
 from specdraft.eval.serve.causes import first_cause
 from specdraft.eval.serve.engine import VLLM, EngineError
 from specdraft.eval.serve.parity import job, side_of, traced

@@ -16,7 +16,7 @@ from random_models import VOCAB, random_target
 from test_loop import assert_close, log_lines
 from transformers import AutoModelForCausalLM
 
-from specdraft.eval.drafters.registry import problems
+from specdraft.eval.methods.registry import problems
 from specdraft.models.student import make_student
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict, load_recipe

@@ -3,7 +3,7 @@
 import pytest
 from commands import ROOT, run_here
 
-from specdraft.eval.drafters.registry import problems
+from specdraft.eval.methods.registry import problems
 from specdraft.models.kinds import low_middle_high
 from specdraft.models.shapes import target_shape
 from specdraft.recipes.find import BUNDLED, KINDS

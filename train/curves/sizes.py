@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdraft.eval.drafters.registry import find
+from specdraft.eval.methods.registry import find
 from specdraft.eval.papers.jobs import Job
 from specdraft.models.kinds import overrides_of
 from specdraft.recipes.schema import Recipe

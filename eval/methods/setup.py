@@ -1,6 +1,6 @@
 """What drafters are made from: a recipe's settings, and what was trained.
 
-A row of eval/drafters/registry.py says in a line how its drafter is made; what takes more is here.
+A row of eval/methods/registry.py says in a line how its drafter is made; what takes more is here.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.trained import Trained
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, costs_file, load_costs
 from specdraft.models.eagle3 import Eagle3Config
 from specdraft.models.embeddings import DTYPES

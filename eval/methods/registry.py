@@ -24,7 +24,11 @@ from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.level import TSD
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.maxgram import PromptLookup
-from specdraft.eval.drafters.setup import (
+from specdraft.eval.drafters.tail import MaxGramTail
+from specdraft.eval.drafters.token_graph import GSD
+from specdraft.eval.engine.drafter import Drafter
+from specdraft.eval.engine.padded import PADDINGS
+from specdraft.eval.methods.setup import (
     Setup,
     make_dynamic,
     make_head,
@@ -33,11 +37,7 @@ from specdraft.eval.drafters.setup import (
     measured_costs,
     tree_file,
 )
-from specdraft.eval.drafters.tail import MaxGramTail
-from specdraft.eval.drafters.token_graph import GSD
-from specdraft.eval.drafters.trained import KINDS, Sections, Trained
-from specdraft.eval.engine.drafter import Drafter
-from specdraft.eval.engine.padded import PADDINGS
+from specdraft.eval.methods.trained import KINDS, Sections, Trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import MOST_LINES, nearest, shown
@@ -57,7 +57,7 @@ class Method:
     description: str
     make: Callable[[Setup], Drafter | None] | None = None  # None made: plain decoding
     generate: Callable[[Setup], dict] | None = None  # arguments of measure/hf_generate.py
-    needs: tuple[str, ...] = ()  # kinds of what is trained: eval/drafters/trained.py
+    needs: tuple[str, ...] = ()  # kinds of what is trained: eval/methods/trained.py
     trainer: str | None = None  # the script that trains them
     rule: str | None = None  # its paper's acceptance when sampling; None: eval.acceptance
     tuned: Space | Callable[[Recipe], Space] | None = None  # what eval/fit.py searches
