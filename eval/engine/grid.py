@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.packed import PackedTarget
-from specdraft.eval.engine.plan import LONG, Segment
+from specdraft.eval.engine.plan import Segment
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology, chain
 from specdraft.models.families.scores import ALIGNED, PLAIN, Scores, aligned, attention
@@ -31,7 +31,8 @@ from specdraft.models.passes.graphs import Replays, slots_in_sight
 from specdraft.models.target import Target
 from specdraft.models.weights.placement import is_kept_elsewhere
 
-FREE = 256  # tokens, pads among them, that a GPU reads in the time of one
+MOST = 128  # tokens of a row
+FREE = 256  # tokens, pads among them, that a GPU reads in about the time of one
 KNOWN = 256  # shapes of trees that are kept
 
 
@@ -69,7 +70,7 @@ class GridTarget(PackedTarget):
         last = max(segment.row for segment in segments)  # those before it lie in the grid, too
         rows, tokens = min(1 << last.bit_length(), len(self.pool.lengths)), _rounded(longest)
         real = sum(segment.count for segment in segments)
-        fits = longest <= LONG and rows * tokens <= max(FREE, 2 * real)
+        fits = longest <= MOST and rows * tokens <= max(FREE, 2 * real)
         if not fits or not all(map(_has_shape, segments)):
             return None
         stop = max(segment.stop for segment in segments)
@@ -175,8 +176,11 @@ def packed_target(target: Target, rows: int, capacity: int, layers: Layers = ())
 
 
 def _has_shape(segment: Segment) -> bool:
-    """Whether who sees whom in a segment is told by its topology alone."""
-    return segment.topology is not None or (segment.count == 1 and segment.bias is None)
+    """Whether who sees whom in a segment is told by its topology alone. Prompts are not asked for:
+    each has a length of its own, and would be captured to be read once."""
+    if segment.count == 1:
+        return segment.bias is None or segment.topology is not None
+    return segment.topology is not None and segment.start > 0
 
 
 def _rounded(count: int) -> int:

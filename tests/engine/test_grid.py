@@ -12,8 +12,8 @@ from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.whole_draft import DraftGrid
 from specdraft.eval.engine.decoder import Decoder
-from specdraft.eval.engine.grid import KNOWN, Grid, GridTarget
-from specdraft.eval.engine.plan import LONG, Segment
+from specdraft.eval.engine.grid import KNOWN, MOST, Grid, GridTarget
+from specdraft.eval.engine.plan import Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.tree import Topology, chain
 from specdraft.models.passes.graphs import Replays, slots_in_sight
@@ -107,18 +107,21 @@ def test_what_is_drafted_is_what_it_was(target, fixed, kind, size, options, rows
     assert steps[0] == steps[1]
 
 
-def test_long_prompts_and_masks_of_their_own_stay_packed(target, fixed):
-    prompt = torch.arange(LONG + 1) % target.vocab_size
-    request = Request(prompt.tolist(), 5)
+def test_prompts_and_masks_of_their_own_stay_packed(target, fixed):
+    prompt = prompts()[1]
+    request = Request(prompt, 5)
     assert decode(Decoder(target, None, 1, 128), [request]) == [plain_tokens(target, prompt, 5)]
     assert fixed["packed"] == 1  # the prompt
-    packed = GridTarget(target, 1, 16)
-    bias = torch.zeros(2, 2)
-    assert packed._grid_of([Segment(0, 0, 2, bias)]) is None
+    packed = GridTarget(target, 1, 256)
+    bias = torch.zeros(2, 5)
+    assert packed._grid_of([Segment(0, 3, 2, bias)]) is None
+    assert packed._grid_of([Segment(0, 3, MOST, bias, 0, chain(MOST - 1))])
+    assert packed._grid_of([Segment(0, 3, MOST + 1, bias, 0, chain(MOST))]) is None
 
 
 def test_a_grid_forgets_the_shape_that_was_not_asked_for_longest(target):
     packed = GridTarget(target, 1, 16)
+    packed.pool.lengths[0] = 3
     grid = packed._grid_of([packed.segment(0, chain(2))])
     first, second = Topology([-1, 0, 0]), Topology([-1, 0, 1])
     for shape in (first, second):
@@ -136,16 +139,18 @@ def test_a_grid_forgets_the_shape_that_was_not_asked_for_longest(target):
 
 def test_pads_are_written_where_nobody_looks(target):
     packed = GridTarget(target, 3, 16)
+    packed.pool.lengths[1] = 3
     grid = packed._grid_of([packed.segment(1, chain(2))])
     assert isinstance(grid, Grid)
     assert len(grid.ids) == 2 * grid.tokens  # of the rows up to it
     keys = packed.pool.layers[0].zero_()  # of what it was tried with
     ids = torch.tensor([4, 5, 6])
     with torch.inference_mode():
-        packed.forward(ids, torch.arange(3), [packed.segment(1, chain(2))])
-    assert keys[:, 1, :, :3].any(-1).all()
+        packed.forward(ids, 3 + torch.arange(3), [packed.segment(1, chain(2))])
+    assert keys[:, 1, :, 3:6].any(-1).all()
     assert not keys[:, [0, 2], :, :16].any()
-    assert not keys[:, 1, :, 3:16].any()
+    assert not keys[:, 1, :, 6:16].any()
+    assert not keys[:, 1, :, :3].any()
 
 
 def test_slots_in_sight_are_few_numbers():
