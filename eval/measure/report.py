@@ -55,9 +55,8 @@ def evaluate(
     a prompt goes on with the next, and its row says so. `samples` are the first answers of our last
     method that drafts, cut into what was accepted.
     """
-    fit = fit_shown(
-        recipe, target, trained, methods
-    )  # a missing tree fails here, not at every prompt
+    # A missing tree fails here, not at every prompt.
+    fit = fit_shown(recipe, target, trained, methods)
     with cpu_threads(recipe.eval.threads):
         prompts = expand_turns(recipe, target, prompts)
         done = measure(recipe, target, trained, prompts, methods, progress, remember, tolerant=True)

@@ -14,6 +14,7 @@ from typing import Any
 from specdraft.eval.papers.jobs import PLACES, ROOT
 from specdraft.eval.papers.table import Plan, Row, Table, compact, written
 from specdraft.eval.publishing.plots import acceptance_by_position
+from specdraft.models.enlarged.target import ENLARGED
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import load_recipe
@@ -39,12 +40,10 @@ class ReportTable(Table):
         runs, name = report["runs"], report["recipe"].get("name")
         path = f"recipes/{name}.yaml"
         overrides = changes(report["recipe"], path)
-        sizes = list(dict.fromkeys(str(run["batch_size"]) for run in runs))
-        words = ["python", "eval/bench.py", path, *overrides]
-        words += ["--batch-sizes", ",".join(sizes)] if len(sizes) > 1 else []
+        target = report.get("target") or name
         return {
-            "source": f"{name}: {runs[0]['prompt_set']}, {runs[0]['outputs']} prompts",
-            "command": shlex.join(words),
+            "source": f"{target}: {runs[0]['prompt_set']}, {runs[0]['outputs']} prompts",
+            "command": shlex.join(command(report, path, overrides)),
             "recipe": path,
             "overrides": overrides,
             "seeds": [],
@@ -92,6 +91,24 @@ def chosen(runs: list[dict], methods: Sequence[str]) -> list[dict]:
         if name not in known:
             raise DataError(f"table.methods: no run of {name!r}; there are {', '.join(known)}")
     return [run for run in runs if not methods or run["method"] in methods]
+
+
+def command(report: dict, path: str, overrides: Sequence[str]) -> list[str]:
+    """What made a report: a benchmark of a recipe, or a comparison of runs, which has none."""
+    words = ["python", "eval/bench.py", path, *overrides]
+    if contestants := report.get("contestants"):
+        words = ["python", "eval/compare.py", *(f"runs/{one['name']}" for one in contestants)]
+        words += _common(report["recipe"])
+    sizes = list(dict.fromkeys(str(run["batch_size"]) for run in report["runs"]))
+    words += ["--batch-sizes", ",".join(sizes)] if len(sizes) > 1 else []
+    _, enlarged, shape = (report.get("target") or "").rpartition(ENLARGED)
+    return words + (["--shape", shape] if enlarged else [])
+
+
+def _common(recipe: dict) -> list[str]:
+    """Of a comparison, what its runs may have had otherwise."""
+    told = {"target": ("dtype",), "eval": ("batch_size", "limit", "repeats")}
+    return [f"{name}.{key}={recipe[name][key]}" for name, keys in told.items() for key in keys]
 
 
 def changes(recipe: dict, path: str) -> list[str]:

@@ -25,6 +25,8 @@ from specdraft.recipes.errors import RecipeError
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
+ENLARGED = " at the size of "  # between the names of a target and of a shape
+
 
 def enlarged_target(
     target: Target,
