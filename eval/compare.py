@@ -1,12 +1,15 @@
 """Compare finished drafters of one target: what each gains here, and what it cost to train.
 
-    python eval/compare.py runs/tiny runs/tiny_eagle [you/a-head ..] [--out DIR]
-        [section.key=value ..]
+    python eval/compare.py runs/tiny runs/tiny_eagle [you/a-head ..] [--shape llama7b]
+        [--out DIR] [section.key=value ..]
 
 Any number of them, of any kind, named by a drafter's folder in a run, the run, a recipe, or, of
 heads, a Hub id. All decode the prompts of the first one's recipe in turns, each as its own run
 drafts. What is not finished is told and left out. Writes DIR/report.json, report.html and, with
 matplotlib, PNGs; one of them is the frontier of speed over the minutes of training.
+
+With --shape, the target and all drafters write and draft what they do at the cost of a larger
+model, as in eval/bench.py; the minutes are those that the small ones were trained.
 """
 
 from specdraft.recipes.entry import entry
@@ -16,9 +19,10 @@ from pathlib import Path
 
 from specdraft.data.lock import output_lock
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.comparing.contestants import enter, read_recipes
+from specdraft.eval.comparing.contestants import enlarge_entered, enter, read_recipes
 from specdraft.eval.comparing.race import race
 from specdraft.eval.comparing.show import frontier, print_comparison
+from specdraft.eval.costing.shapes import find_shape
 from specdraft.eval.measure.report import write_report
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import Parser
@@ -31,6 +35,7 @@ def main() -> None:
     """Parse, load target and drafters, decode in turns, show and write."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("drafters", nargs="+", metavar="RUN|HEAD|HUB_ID|section.key=value")
+    parser.add_argument("--shape", help="enlarged to llama7b, .., or to a config.json's sizes")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/compare"), help="default: %(default)s"
     )
@@ -39,11 +44,14 @@ def main() -> None:
     overrides = [given for given in options.drafters if "=" in given]
     if not names:
         raise RecipeError("name at least one drafter: a run, a folder in one, or a recipe")
+    shape = find_shape(options.shape) if options.shape else None
     recipes = read_recipes(names, overrides)
     first = next(iter(recipes.values()))
     target = Target.of_recipe(first.target)
     entered, left_out = enter(recipes, target)
     prompts = load_prompts(first, target.tokenizer)
+    if shape:
+        target, entered = enlarge_entered(shape, entered, target)
     with output_lock(options.out):
         report = race(entered, target, prompts, left_out)
         print_comparison(report)

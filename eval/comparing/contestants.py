@@ -12,6 +12,8 @@ from pathlib import Path
 
 from torch import nn
 
+from specdraft.eval.costing.enlarged import enlarge_all
+from specdraft.eval.costing.shapes import Shape
 from specdraft.eval.methods.registry import drafted_tree, featured, load_trained, needs, problems
 from specdraft.eval.methods.setup import tree_method
 from specdraft.eval.methods.trained import Trained
@@ -132,6 +134,19 @@ def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant],
         told = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise RecipeError(f"none of them is finished: {told}")
     return entered, left_out
+
+
+def enlarge_entered(
+    shape: Shape, entered: Sequence[Contestant], target: Target
+) -> tuple[Target, list[Contestant]]:
+    """Return the target, and each contestant with its drafter, at the sizes of a shape.
+
+    Raises RecipeError as `enlarge_all`.
+    """
+    every = [one.trained for one in entered]
+    large, drafters = enlarge_all(shape, entered[0].recipe, target, every)
+    enlarged = zip(entered, drafters, strict=True)
+    return large, [replace(one, trained=trained) for one, trained in enlarged]
 
 
 def _method(recipe: Recipe, trained: Trained) -> str:

@@ -60,6 +60,7 @@ def race(
     return {
         "schema": SCHEMA,
         "recipe": recipe.to_dict(),
+        "target": target.name,
         "environment": where,
         "fit": None,
         "runs": rows,

@@ -4,7 +4,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from specdraft.eval.measure.table import identical_outputs
+from specdraft.eval.measure.table import identical_outputs, other_target
 from specdraft.eval.page.colours import method_colours
 from specdraft.eval.page.plots import (
     FAINT,
@@ -28,7 +28,7 @@ HEADINGS = (
 def print_comparison(report: dict, console: Screen | None = None) -> None:
     """Show the drafters side by side, those left out, and the advice."""
     console = console or Screen()
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=other_target(report), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("drafter", overflow="fold")
     for heading in HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)

@@ -4,7 +4,9 @@ Target and drafters become those of a shape (models/enlarged/), a student that o
 such targets. What they say and draft stays.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
 
 import torch
 
@@ -20,7 +22,7 @@ from specdraft.models.enlarged.heads import (
     enlarged_medusa_config,
     enlarged_table,
 )
-from specdraft.models.enlarged.target import enlarged_config, enlarged_target
+from specdraft.models.enlarged.target import ENLARGED, enlarged_config, enlarged_target
 from specdraft.models.falcon import FalconHead
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.shapes import BYTES, TargetShape
@@ -36,14 +38,25 @@ def enlarge(
 ) -> tuple[Target, Trained]:
     """Return a recipe's target, and what was trained for it, at the sizes of a shape.
 
-    Raises RecipeError, before anything is allocated, for what cannot be enlarged to it, and where
-    it has no room.
+    Raises RecipeError as `enlarge_all`.
     """
-    sizes, name = sizes_of(shape), f"{target.name} at the size of {shape.name}"
+    large, (drafters,) = enlarge_all(shape, recipe, target, [trained])
+    return large, drafters
+
+
+def enlarge_all(
+    shape: Shape, recipe: Recipe, target: Target, every: Sequence[Trained]
+) -> tuple[Target, list[Trained]]:
+    """Return a recipe's target, and all that was trained for it, at the sizes of a shape.
+
+    Raises RecipeError, before anything is allocated, for what cannot be enlarged to it, and where
+    all of it together has no room.
+    """
+    sizes, name = sizes_of(shape), f"{target.name}{ENLARGED}{shape.name}"
     own = TargetShape.of(enlarged_config(target, sizes, name))
-    student = trained.student and student_sizes(trained.student, own)
+    students = [one.student and student_sizes(one.student, own) for one in every]
     needed = own.parameters * BYTES[recipe.target.dtype]
-    needed += _bytes_of_drafters(trained, own, student)
+    needed += sum(map(_bytes_of_drafters, every, repeat(own), students))
     prepacked = PrepackedWeights(recipe.target.prepack_gib * 2**30)
     copies = min(needed, int(prepacked.most)) if target.device.type == "cpu" else 0
     cache = row_bytes(own, target.context or 2048, recipe.target.dtype)
@@ -51,7 +64,7 @@ def enlarge(
     say(f"{name}: {own.parameters / 1e9:.2f} billion parameters on {target.device}")
     how = DTYPES[recipe.target.dtype], target.device
     large = enlarged_target(target, sizes, name, *how, prepacked)
-    return large, _drafters(trained, large, student)
+    return large, [*map(_drafters, every, repeat(large), students)]
 
 
 def sizes_of(shape: Shape) -> TargetShape:

@@ -35,7 +35,7 @@ def print_report(report: dict, console: Screen | None = None) -> None:
     """Show the runs of a report side by side, and its sample answers."""
     runs, console = report["runs"], console or Screen()
     troubled = [run for run in runs if run["failures"]]
-    console.print(_title(runs[0], _other_target(report)), highlight=False)
+    console.print(_title(runs[0], other_target(report)), highlight=False)
     for count in range(len(SPARED) + 1):
         table = _table(runs, set().union(*SPARED[:count]), bool(troubled))
         needed = console.measure(table, options=console.options.update_width(WIDEST)).maximum
@@ -71,7 +71,7 @@ def _table(runs: Sequence[dict], spared: Collection[str], troubled: bool) -> Tab
     return table
 
 
-def _other_target(report: dict) -> str | None:
+def other_target(report: dict) -> str | None:
     """The name of the target, where it is not the recipe's own."""
     own = report.get("recipe", {}).get("target", {}).get("model")
     return name if (name := report.get("target", own)) != own else None

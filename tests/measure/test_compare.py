@@ -11,17 +11,22 @@ from commands import run_here
 from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.comparing.contestants import enter, read_recipes
+from specdraft.eval.comparing.contestants import enlarge_entered, enter, read_recipes
 from specdraft.eval.comparing.race import advice, race
 from specdraft.eval.comparing.show import frontier, outrun_by_none, print_comparison
+from specdraft.eval.costing import enlarged
+from specdraft.eval.costing.room import bytes_of
+from specdraft.eval.costing.shapes import Shape
 from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
+from specdraft.models.shapes import TargetShape, llama_config
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import dump, load_recipe
 
 SMALL = ["eval.limit=3", "eval.max_new_tokens=12", "eval.threads=1"]
+LARGER = Shape("larger", llama_config(TargetShape(256, 13, 4, 4, 400, 2100), 512))
 
 
 @pytest.fixture(scope="module")
@@ -224,3 +229,29 @@ def test_the_command_compares(runs, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "report.json" in done.stdout
     assert run_here("eval/compare.py", "eval.limit=3").returncode == 2
+
+
+def test_the_command_compares_them_at_the_cost_of_a_larger_target(runs, report, tmp_path):
+    (tmp_path / "larger.json").write_text(LARGER.config.to_json_string(use_diff=False))
+    shape, out = ["--shape", str(tmp_path / "larger.json")], tmp_path / "out"
+    done = run_here("eval/compare.py", *runs, *SMALL, *shape, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "tiny at the size of larger" in " ".join(done.stdout.split())
+    large = json.loads((out / "report.json").read_text())
+    assert (report["target"], large["target"]) == ("tiny", "tiny at the size of larger")
+    for own, run in zip(report["runs"], large["runs"], strict=True):
+        for key in ("method", "tokens", "steps", "tokens_per_step", "tree"):
+            assert run.get(key) == own.get(key)
+    for own, one in zip(report["contestants"], large["contestants"], strict=True):
+        assert one["parameters"] > own["parameters"]
+        assert one["training_minutes"] == own["training_minutes"]
+
+
+def test_room_is_asked_for_all_of_them_before_any_is_enlarged(runs, tiny, monkeypatch):
+    entered, _ = enter(read_recipes(runs, [*SMALL, "target.prepack_gib=0"]), tiny)
+    needed = []
+    monkeypatch.setattr(enlarged, "check_room", lambda what, count, device: needed.append(count))
+    for some in (entered[:1], entered):
+        _, large = enlarge_entered(LARGER, some, tiny)
+    added = sum(bytes_of(network) for one in large[1:] for network in one.networks())
+    assert needed[1] - needed[0] == added
