@@ -1,6 +1,7 @@
 """Time the training loop of a head against its bare computation: what the loop itself costs.
 
     python train/bench_loop.py recipes/tiny.yaml [section.key=value ..] [--steps 20] [--repeats 5]
+        [--shape llama7b]
 
 loop     tokens/s of `fit` over those of bare optimiser steps: the same batches, in memory before,
          through the objective's passes, backward and AdamW
@@ -35,9 +36,12 @@ from specdraft.data.store.feature_cache import FeatureCache, Features, build_fea
 from specdraft.data.store.features import BATCH_TOKENS, batches, pad
 from specdraft.data.store.storage import SHARD_BYTES, Storage, plan_shards
 from specdraft.data.store.tokens import TokenCache
+from specdraft.eval.costing.enlarged import enlarge
+from specdraft.eval.costing.shapes import Shape, find_shape
 from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.environment import environment
 from specdraft.eval.methods.registry import problems
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import RecipeError
@@ -65,12 +69,14 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=whole(1, 1000), default=5, help="turns; their medians are shown"
     )
+    parser.add_argument("--shape", help="enlarged to llama7b, .., or to a config.json's sizes")
     options = parser.parse_intermixed_args()
+    shape = find_shape(options.shape) if options.shape else None
     recipe = load_recipe(options.recipe, ["data.limit=400", *options.overrides], check=problems)
     if recipe.student.given:
         raise RecipeError(f"{recipe.name}: has a student; give a recipe of a head")
     with TemporaryDirectory(prefix="bench-") as folder:
-        bench = Bench.make(recipe, options.steps, Path(folder))
+        bench = Bench.make(recipe, options.steps, Path(folder), shape)
         turns = [bench.turn() for _ in range(options.repeats)]
         show(turns, environment(bench.target))
 
@@ -90,8 +96,8 @@ class Bench:
     folder: Path
 
     @classmethod
-    def make(cls, recipe: Recipe, steps: int, folder: Path) -> "Bench":
-        """Build caches and head of a recipe, all below `folder`."""
+    def make(cls, recipe: Recipe, steps: int, folder: Path, shape: Shape | None = None) -> "Bench":
+        """Build caches and head of a recipe, all below `folder`; shape: of the target."""
         every = recipe.train.log_every
         steps = -(-steps // every) * every  # the log says when it was written: start at a line
         recipe = replace(
@@ -102,6 +108,8 @@ class Bench:
         )
         accelerator = make_accelerator(recipe)
         target = Target.of_recipe(recipe.target, accelerator.device)
+        if shape:
+            target, _ = enlarge(shape, recipe, target, Trained())
         tokens, data = build_caches(recipe, target, accelerator)
         kind = head_kind(recipe)
         head = kind.make(recipe, target, data)
@@ -233,6 +241,10 @@ def show(turns: list[dict[str, float]], machine: dict) -> None:
         table.add_row(name, measured, GOALS[name], note)
     console = Screen(soft_wrap=True)
     console.print(table)
+    if torch.cuda.is_available():
+        console.print(
+            f"memory of the GPU at most: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
+        )
     console.print(", ".join(f"{name} {value}" for name, value in machine.items()), highlight=False)
 
 
