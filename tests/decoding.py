@@ -26,7 +26,7 @@ def plain_tokens(target, prompt: list[int], length: int) -> list[int]:
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(length):
-            given = torch.tensor([ids], device=target.device)
+            given = torch.tensor([ids], device=next(target.model.parameters()).device)
             logits = target.model(given, use_cache=False).logits
             ids.append(int(logits[0, -1].argmax()))
     return ids[len(prompt) :]

@@ -32,7 +32,7 @@ from specdraft.models.target import Target
 from specdraft.models.weights.placement import is_kept_elsewhere
 
 MOST = 128  # tokens of a row
-FREE = 256  # tokens, pads among them, that a GPU reads in about the time of one
+FREE = 512  # tokens, pads among them, that take less than to launch a packed forward
 KNOWN = 256  # shapes of trees that are kept
 
 

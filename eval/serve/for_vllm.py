@@ -56,6 +56,7 @@ class ServedModel:
     """What drafters ask of a target, answered by the model that vLLM serves."""
 
     finish = PLAIN  # vLLM's own part; where only some tokens are drafted, q goes without it
+    replays = False  # inside an engine that captures graphs of its own
 
     def __init__(self, model: nn.Module, config: "VllmConfig"):
         served = config.model_config

@@ -6,8 +6,10 @@ them are one launch. What is captured reads and writes the same memory ever afte
 differs from call to call must be data in tensors that are written before.
 """
 
+import gc
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -56,9 +58,22 @@ class Replays:
             function()
         current.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._memory):
             result = function()
         return graph, result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: another graph among it would be freed, which CUDA does
+    not allow while one is captured."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def slots_in_sight(stop: int, capacity: int) -> int:

@@ -95,11 +95,11 @@ def test_a_block_is_made_of_the_features_of_packed_passes(target, name):
         drawn.append(drafter)
     block = drawn[0].read_alone(0)
     slots, state = drawn[1]._read([0])
-    packed, tokens = drawn[1]._choose([0], drawn[1].passes[0], slots, {})
+    packed, tokens = drawn[1].choose([0], drawn[1].passes[0], slots, {})
     torch.testing.assert_close(block.hidden[None], packed, atol=1e-5, rtol=1e-4)
     second = drawn[0].go_on_alone(0, block, block_size)
     slots, _ = drawn[1]._extend([0], drawn[1].passes[1], tokens, packed, state)
-    packed, _ = drawn[1]._choose([0], drawn[1].passes[1], slots, {})
+    packed, _ = drawn[1].choose([0], drawn[1].passes[1], slots, {})
     torch.testing.assert_close(second.hidden[None], packed, atol=1e-5, rtol=1e-4)
     assert block.chances is None
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from specdraft.eval.custom_generate import Speculative, falcon, no_drafter, prompt_lookup
-from specdraft.eval.drafters import trained
+from specdraft.eval.methods import trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.models.target import Target

@@ -85,7 +85,7 @@ def other_base(drafter: FalconDrafter):
     with patch.object(head, "inverse_frequency", head.inverse_frequency**1.2):
         everywhere = torch.arange(drafter.pool.capacity)[None]
         rope = head.rope(everywhere)
-    return patch.object(drafter, "_rope", rope)
+    return patch.object(drafter, "rope_tables", rope)
 
 
 def later_positions(drafter: FalconDrafter):
