@@ -38,8 +38,11 @@ class ReportTable(Table):
     def kept(self, report: dict) -> dict:
         """A report with overrides instead of the resolved recipe, without replays and nodes."""
         runs, name = report["runs"], report["recipe"].get("name")
-        path = f"recipes/{name}.yaml"
-        overrides = changes(report["recipe"], path)
+        if contestants := report.get("contestants"):
+            path, overrides = f"recipes/{contestants[0]['name']}.yaml", _common(report["recipe"])
+        else:
+            path = f"recipes/{name}.yaml"
+            overrides = changes(report["recipe"], path)
         target = report.get("target") or name
         return {
             "source": f"{target}: {runs[0]['prompt_set']}, {runs[0]['outputs']} prompts",
@@ -97,8 +100,8 @@ def command(report: dict, path: str, overrides: Sequence[str]) -> list[str]:
     """What made a report: a benchmark of a recipe, or a comparison of runs, which has none."""
     words = ["python", "eval/bench.py", path, *overrides]
     if contestants := report.get("contestants"):
-        words = ["python", "eval/compare.py", *(f"runs/{one['name']}" for one in contestants)]
-        words += _common(report["recipe"])
+        runs = (f"runs/{one['name']}" for one in contestants)
+        words = ["python", "eval/compare.py", *runs, *overrides]
     sizes = list(dict.fromkeys(str(run["batch_size"]) for run in report["runs"]))
     words += ["--batch-sizes", ",".join(sizes)] if len(sizes) > 1 else []
     _, enlarged, shape = (report.get("target") or "").rpartition(ENLARGED)

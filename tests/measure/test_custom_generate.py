@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from specdraft.eval.custom_generate import Speculative, falcon, no_drafter, prompt_lookup
-from specdraft.eval.methods import trained
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.methods import trained
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import DataError, RecipeError, TargetError
