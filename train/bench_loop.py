@@ -1,7 +1,7 @@
 """Time the training loop of a head against its bare computation: what the loop itself costs.
 
     python train/bench_loop.py recipes/tiny.yaml [section.key=value ..] [--steps 20] [--repeats 5]
-        [--shape llama7b]
+        [--shape llama7b] [--out FILE.json]
 
 loop     tokens/s of `fit` over those of bare optimiser steps: the same batches, in memory before,
          through the objective's passes, backward and AdamW
@@ -14,6 +14,11 @@ cache    tokens/s of building the feature cache, from reading tokens to opening 
 
 What is timed takes turns, and medians stand. The rows are those of 400 conversations (data.limit);
 nothing is kept of them. Glancing stays at its first share, where it reveals most.
+
+With --shape, the target is enlarged before it makes caches (models/enlarged/): features are as wide
+as a larger one's and cost what they do there, and the head is the recipe's for a target of that
+size. What a step takes is printed, too, and on a GPU the most memory while `fit` runs, the target's
+included.
 """
 
 from specdraft.recipes.entry import entry
@@ -38,10 +43,11 @@ from specdraft.data.store.storage import SHARD_BYTES, Storage, plan_shards
 from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.costing.enlarged import enlarge
 from specdraft.eval.costing.shapes import Shape, find_shape
+from specdraft.eval.drafters.registry import problems
+from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.environment import environment
-from specdraft.eval.methods.registry import problems
-from specdraft.eval.methods.trained import Trained
+from specdraft.eval.measure.report import write_json
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import RecipeError
@@ -56,6 +62,7 @@ from specdraft.train.fit.run import Objective
 from specdraft.train.heads import Kind, head_kind
 
 INTERRUPTIONS = ("epochs", "eval_every", "save_every", "max_minutes")
+STEPPING = ("loop", "step", "two passes", "one pass")  # what takes optimiser steps
 GOALS = {"loop": ">= 0.90", "wait": "< 2%", "cold": "< 2%", "CSGD": "<= 1.45", "cache": ">= 0.90"}
 
 
@@ -70,6 +77,7 @@ def main() -> None:
         "--repeats", type=whole(1, 1000), default=5, help="turns; their medians are shown"
     )
     parser.add_argument("--shape", help="enlarged to llama7b, .., or to a config.json's sizes")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="where figures go, too")
     options = parser.parse_intermixed_args()
     shape = find_shape(options.shape) if options.shape else None
     recipe = load_recipe(options.recipe, ["data.limit=400", *options.overrides], check=problems)
@@ -78,7 +86,10 @@ def main() -> None:
     with TemporaryDirectory(prefix="bench-") as folder:
         bench = Bench.make(recipe, options.steps, Path(folder), shape)
         turns = [bench.turn() for _ in range(options.repeats)]
-        show(turns, environment(bench.target))
+        figures = bench.figures(turns)
+    show(figures)
+    if options.out:
+        write_json(figures, options.out)
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,8 @@ class Bench:
 
     @classmethod
     def make(cls, recipe: Recipe, steps: int, folder: Path, shape: Shape | None = None) -> "Bench":
-        """Build caches and head of a recipe, all below `folder`; shape: of the target."""
+        """Build caches and head of a recipe, all below `folder`; shape: what its target is enlarged
+        to."""
         every = recipe.train.log_every
         steps = -(-steps // every) * every  # the log says when it was written: start at a line
         recipe = replace(
@@ -119,9 +131,14 @@ class Bench:
         return cls(recipe, kind, accelerator, target, tokens, data, head, steps, folder)
 
     def turn(self) -> dict[str, float]:
-        """Time everything once: tokens per second, and the share of waiting."""
+        """Time everything once: tokens per second, the share of waiting, and on a GPU the most
+        bytes of its memory that are taken while `fit` runs."""
+        on_gpu = self.target.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         loop, wait = self.loop()
-        speeds = {"loop": loop, "wait": wait, "step": self.step(self.recipe.glance.enabled)}
+        peak = {"peak": torch.cuda.max_memory_allocated()} if on_gpu else {}
+        speeds = peak | {"loop": loop, "wait": wait, "step": self.step(self.recipe.glance.enabled)}
         if not self.recipe.medusa.given and self.recipe.head.block_size > 1:
             speeds |= {"two passes": self.step(True), "one pass": self.step(False)}
         return speeds | {"cache": self.cache(), "forward": self.forward()}
@@ -144,7 +161,8 @@ class Bench:
         objective, loaded = self._objective(recipe), self._batches()
         head = self.accelerator.prepare_model(copy.deepcopy(self.head).train())
         # Weights that stay as they are: every timing has the same work.
-        optimizer = torch.optim.AdamW(head.parameters(), lr=0.0)
+        fused = self.target.device.type == "cuda"  # as in training
+        optimizer = torch.optim.AdamW(head.parameters(), lr=0.0, fused=fused)
         self._finish()
         began = time.perf_counter()
         for step in loaded:
@@ -185,6 +203,24 @@ class Bench:
         self._finish()
         return sum(lengths) / (time.perf_counter() - began)
 
+    def figures(self, turns: list[dict[str, float]]) -> dict:
+        """What is shown of some turns: their medians, and what they are of."""
+        medians = {name: median(turn[name] for turn in turns) for name in turns[0]}
+        tokens = self._tokens() / self.steps
+        return {
+            "recipe": self.recipe.to_dict(),
+            "target": self.target.name,
+            "parameters": sum(tensor.numel() for tensor in self.head.parameters()),
+            "tokens_per_optimiser_step": tokens,
+            "ms_per_optimiser_step": {
+                name: 1000 * tokens / medians[name] for name in STEPPING if name in medians
+            },
+            "peak_memory_bytes": medians.get("peak"),
+            "medians": medians,
+            "turns": turns,
+            "environment": environment(self.target),
+        }
+
     def _objective(self, recipe: Recipe) -> Objective:
         return self.kind.objective(recipe, self.target.embeddings(), self.head)
 
@@ -219,8 +255,10 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def show(turns: list[dict[str, float]], machine: dict) -> None:
-    """Print medians of ratios within a turn, with the speeds that they come from."""
+def show(figures: dict) -> None:
+    """Print medians of ratios within a turn, with the speeds that they come from, and what a step
+    takes."""
+    turns, machine = figures["turns"], figures["environment"]
 
     def over(name: str, other: str) -> tuple[str, str]:
         ratios = [turn[name] / turn[other] for turn in turns]
@@ -241,10 +279,15 @@ def show(turns: list[dict[str, float]], machine: dict) -> None:
         table.add_row(name, measured, GOALS[name], note)
     console = Screen(soft_wrap=True)
     console.print(table)
-    if torch.cuda.is_available():
-        console.print(
-            f"memory of the GPU at most: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
-        )
+    took = figures["ms_per_optimiser_step"]
+    peak = figures["peak_memory_bytes"]
+    parts = [
+        f"{figures['target']}, a head of {figures['parameters'] / 1e6:.1f}M parameters",
+        f"{figures['tokens_per_optimiser_step']:.0f} tokens an optimiser step",
+        *(f"{name} {ms:.2f} ms" for name, ms in took.items()),
+        *([] if peak is None else [f"at most {peak / 1e9:.1f} GB of GPU memory in the loop"]),
+    ]
+    console.print(", ".join(parts), highlight=False)
     console.print(", ".join(f"{name} {value}" for name, value in machine.items()), highlight=False)
 
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 import test_loop
+import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from commands import ROOT, end, start_ranks
@@ -81,6 +82,19 @@ def test_a_run_under_zero2_that_is_stopped_and_resumed_equals_plain_training(tmp
         assert (a["step"], a["lr"]) == (b["step"], b["lr"])
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
+def test_bfloat16_under_zero2_is_the_autocast_of_plain_training(tmp_path, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    both = ranks(monkeypatch, *job(tmp_path / "zero", 'train.precision="bfloat16"'))
+    errors = end(both)
+    assert [rank.returncode for rank in both] == [0, 0], errors
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    train(tmp_path / "plain", **STEPS, **{"train.precision": "bfloat16"})
+    head = FalconHead.from_pretrained(tmp_path / "zero" / "falcon")
+    assert {weight.dtype for weight in head.parameters()} == {torch.float32}
+    for a, b in zip(log_lines(tmp_path / "plain"), log_lines(tmp_path / "zero"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
 
 
 def main():

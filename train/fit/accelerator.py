@@ -43,6 +43,11 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": recipe.optim.clip_norm,
         }
+        if recipe.train.precision == "bfloat16":
+            # Weights in float32 and autocast, as without DeepSpeed: its own bf16 has no autocast,
+            # and a head's features and norms are float32.
+            autocast = {"enabled": True, "dtype": "bfloat16"}
+            plugin.deepspeed_config |= {"bf16": {"enabled": False}, "torch_autocast": autocast}
     return accelerator
 
 
