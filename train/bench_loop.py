@@ -43,11 +43,11 @@ from specdraft.data.store.storage import SHARD_BYTES, Storage, plan_shards
 from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.costing.enlarged import enlarge
 from specdraft.eval.costing.shapes import Shape, find_shape
-from specdraft.eval.drafters.registry import problems
-from specdraft.eval.drafters.trained import Trained
 from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.environment import environment
 from specdraft.eval.measure.report import write_json
+from specdraft.eval.methods.registry import problems
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import RecipeError
