@@ -43,6 +43,7 @@ from specdraft.data.store.storage import SHARD_BYTES, Storage, plan_shards
 from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.costing.enlarged import enlarge
 from specdraft.eval.costing.shapes import Shape, find_shape
+from specdraft.eval.engine.transfer import wait
 from specdraft.eval.generation.answers import build_caches
 from specdraft.eval.measure.environment import environment
 from specdraft.eval.measure.report import write_json
@@ -163,7 +164,7 @@ class Bench:
         # Weights that stay as they are: every timing has the same work.
         fused = self.target.device.type == "cuda"  # as in training
         optimizer = torch.optim.AdamW(head.parameters(), lr=0.0, fused=fused)
-        self._finish()
+        wait(self.target.device)
         began = time.perf_counter()
         for step in loaded:
             plans = [objective.plan(head, batch, 0.0) for batch in step]
@@ -173,7 +174,7 @@ class Bench:
                 (loss / count).backward()
             optimizer.step()
             optimizer.zero_grad()
-        self._finish()
+        wait(self.target.device)
         seconds = time.perf_counter() - began
         self.accelerator.free_memory()
         return self._tokens() / seconds
@@ -196,11 +197,11 @@ class Bench:
             for shard in plan.values()
             for rows in batches(shard, lengths, BATCH_TOKENS)
         ]
-        self._finish()
+        wait(self.target.device)
         began = time.perf_counter()
         for ids in padded:
             self.target.features(ids)
-        self._finish()
+        wait(self.target.device)
         return sum(lengths) / (time.perf_counter() - began)
 
     def figures(self, turns: list[dict[str, float]]) -> dict:
@@ -241,11 +242,6 @@ class Bench:
     def _tokens(self) -> int:
         plan = self._plan()
         return sum(self.data.lengths[row] for step in self._timed for row in plan.rows(step))
-
-    def _finish(self) -> None:
-        """Wait until the device has done what it was told."""
-        if self.target.device.type != "cpu":
-            torch.accelerator.synchronize()
 
 
 def forget(folder: Path) -> None:

@@ -247,6 +247,7 @@ class HeadDrafter:
         return slots, tuple(torch.cat(parts, 1) for parts in last_states)
 
     def remember(self, row: int, inputs: tuple, before: State, after: State) -> None:
+        """Note that a row has read its inputs, and the fusion's states around them."""
         ahead, features, again = inputs
         memory, old = self.memory[row], min(self.reach - 1, len(ahead))
         self.pool.lengths[row] += len(ahead) - again

@@ -21,6 +21,7 @@ from torch import Tensor
 from specdraft.eval.drafters.head import HeadDrafter
 from specdraft.eval.drafters.static import Pass
 from specdraft.eval.engine.transfer import upload
+from specdraft.eval.engine.tree import columns_of, view_from
 from specdraft.models.families.scores import aligned
 from specdraft.models.passes.graphs import Replays, slots_in_sight
 
@@ -99,10 +100,7 @@ class DraftGrid:
         is behind it, [E * Q, 2 + drafted], additive."""
         own = self.own
         visible = plan.visible.unflatten(0, (-1, own.k))[:, own.k - own.reach :].flatten(0, 1)
-        view = torch.full((len(visible), visible.shape[1] + 2), -torch.inf)
-        view[:, 0] = 0.0
-        view[:, 1:-1].masked_fill_(visible, 0.0)
-        return view.to(own.dtype).to(own.target.device)
+        return view_from(visible, own.dtype).to(own.target.device)
 
     # -- before a draft --------------------------------------------------------------------------
 
@@ -155,16 +153,16 @@ class DraftGrid:
         own, head, size = self.own, self.own.head, self.own.k
         tokens, hidden = ranked.index_select(1, plan.blocks), drawn.index_select(1, plan.features)
         fused, _ = head.fuse(head.pairs(own.embed(tokens), hidden))
-        base = (self.starts + self.counts)[:, None]
-        count = fused.shape[1]
+        starts, count = self.starts + self.counts, fused.shape[1]
+        base = starts[:, None]
         numbers = torch.arange(count, device=fused.device)
         positions = base + plan.depth - size + numbers % size
         written = base + plan.scratch + numbers
         blocks = fused.unflatten(1, (-1, size))[:, :, size - own.reach :]
         asked = positions.unflatten(1, (-1, size))[:, :, size - own.reach :].flatten(1)
         view = self._views[self.tree.passes.index(plan) - 1]
-        place = (self._slots - base).clamp_(-1, view.shape[1] - 2) + 1  # [R, L]
-        mask = view.index_select(1, place.flatten()).unflatten(1, place.shape)
+        columns = columns_of(self._slots, starts, view.shape[1] - 2)
+        mask = view.index_select(1, columns.flatten()).unflatten(1, columns.shape)
         return self._decode(
             fused, blocks, (positions, written, asked), mask.transpose(0, 1)[:, None]
         )

@@ -18,13 +18,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.plan import Segment
 from specdraft.eval.engine.transfer import upload
-from specdraft.eval.engine.tree import Topology, chain
+from specdraft.eval.engine.tree import Topology, chain, columns_of, view_from
 from specdraft.models.families.scores import ALIGNED, PLAIN, Scores, aligned, attention
 from specdraft.models.feature_layers import Layers
 from specdraft.models.passes.graphs import Replays, slots_in_sight
@@ -132,8 +133,8 @@ class Grid:
         NaN."""
         count = len(shape)
         view = torch.zeros(self.tokens, self.tokens + 2, dtype=self.pool.dtype)
-        view[:count, 1:] = -torch.inf
-        view[:count, 1 : 1 + count].masked_fill_(shape.ancestors, 0.0)
+        ancestors = F.pad(shape.ancestors, (0, self.tokens - count))
+        view[:count] = view_from(ancestors, self.pool.dtype)
         return view
 
     # -- in a forward ----------------------------------------------------------------------------
@@ -141,10 +142,10 @@ class Grid:
     def look(self) -> None:
         """Make the mask of what was filled in."""
         slots = torch.arange(self.slots, device=self.ids.device)
-        place = (slots - self._starts[:, None]).clamp_(-1, self.tokens) + 1  # [R, L]
+        columns = columns_of(slots, self._starts, self.tokens)
         views = self._known.index_select(0, self._shapes)
-        place = place[:, None].expand(-1, self.tokens, -1)
-        self._mask = views.gather(2, place)[:, None]
+        columns = columns[:, None].expand(-1, self.tokens, -1)
+        self._mask = views.gather(2, columns)[:, None]
 
     def within(self, window: int | None) -> "Grid":
         """Itself: there is no grid for layers with windows."""

@@ -71,5 +71,5 @@ def download(*tensors: Tensor) -> list[Tensor]:
 
 def wait(device: torch.device) -> None:
     """Until a device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -134,6 +134,21 @@ class TreeBias:
         return self.full[:, self.capacity - start :]
 
 
+def view_from(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Who of T tokens sees whom, wherever they stand: additive [T, N + 2], of visible [T, N]. The
+    first column is of what is cached, which all of them see, the last of what is behind them."""
+    view = torch.full((len(visible), visible.shape[1] + 2), -torch.inf, dtype=dtype)
+    view[:, 0] = 0.0
+    view[:, 1:-1].masked_fill_(visible, 0.0)
+    return view
+
+
+def columns_of(slots: Tensor, starts: Tensor, count: int) -> Tensor:
+    """The column of such a view of `count` tokens that each slot [L] is for rows whose first token
+    is written to `starts` [R]: [R, L]."""
+    return (slots - starts[:, None]).clamp_(-1, count) + 1
+
+
 @dataclass(frozen=True)
 class Draws:
     """How the tokens of a tree were drawn, and from what: what rejection rules divide by.
