@@ -137,9 +137,10 @@ class Bench:
         on_gpu = self.target.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        loop, wait = self.loop()
+        loop, waited = self.loop()
         peak = {"peak": torch.cuda.max_memory_allocated()} if on_gpu else {}
-        speeds = peak | {"loop": loop, "wait": wait, "step": self.step(self.recipe.glance.enabled)}
+        speeds = peak | {"loop": loop, "wait": waited}
+        speeds["step"] = self.step(self.recipe.glance.enabled)
         if not self.recipe.medusa.given and self.recipe.head.block_size > 1:
             speeds |= {"two passes": self.step(True), "one pass": self.step(False)}
         return speeds | {"cache": self.cache(), "forward": self.forward()}
@@ -262,11 +263,11 @@ def show(figures: dict) -> None:
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
         return f"{median(ratios):.3f}", f"{' / '.join(speeds)} tok/s, {spread}"
 
-    wait = [turn["wait"] for turn in turns]
+    waited = [turn["wait"] for turn in turns]
     rows = {
         "loop": over("loop", "step"),
-        "wait": (f"{median(wait):.2%}", f"{min(wait):.2%} to {max(wait):.2%}"),
-        "cold": (f"{wait[0]:.2%}", ""),
+        "wait": (f"{median(waited):.2%}", f"{min(waited):.2%} to {max(waited):.2%}"),
+        "cold": (f"{waited[0]:.2%}", ""),
         "CSGD": over("one pass", "two passes") if "one pass" in turns[0] else ("none", ""),
         "cache": over("cache", "forward"),
     }
