@@ -1,13 +1,15 @@
-"""DeepSpeed ZeRO-2 on two CPU processes: what one plain process trains, also when it is cut off.
+"""DeepSpeed's ZeRO on two CPU processes: what one plain process trains, also when it is cut off.
 
 As a script it is the job of tests/train/test_loop.py, without a compilation that DeepSpeed begins
 with.
 """
 
+import json
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from tempfile import TemporaryDirectory
 
 import pytest
 import test_loop
@@ -15,8 +17,10 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from commands import ROOT, end, start_ranks
+from random_models import random_target
 from test_checkpoint import wait_for
 from test_loop import assert_close, log_lines, train
+from transformers import AutoModelForCausalLM
 
 from specdraft.models.falcon import FalconHead
 from specdraft.train.fit.checkpoint import read_state
@@ -25,8 +29,7 @@ pytestmark = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="needs pip install 'specdraft[deepspeed]'"
 )
 STEPS = {"train.steps": 12, "train.log_every": 1}
-LAUNCH = ["--config_file", "recipes/accelerate/deepspeed_zero2.yaml"]
-LAUNCH += ["--num_processes", "2", "--main_process_port", "0", __file__]
+PROCESSES = ["--num_processes", "2", "--main_process_port", "0", __file__]
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
@@ -34,10 +37,19 @@ def job(out, *arguments):
     return [str(out), "train.accumulation=2", *(f"{k}={v}" for k, v in STEPS.items()), *arguments]
 
 
-def launch(*arguments):
+def launching(stage, folder):
+    """The launch config's arguments, of ZeRO-3 with even the smallest of weights in parts."""
+    config = json.loads((ROOT / f"recipes/deepspeed/zero{stage}.json").read_text())
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    (file := folder / "deepspeed.json").write_text(json.dumps(config))
+    settings = ["--config_file", f"recipes/accelerate/deepspeed_zero{stage}.yaml"]
+    return [*settings, "--deepspeed_config_file", str(file), *PROCESSES]
+
+
+def launch(settings, *arguments):
     """Start the job as the launch config says, on two CPU processes in place of eight GPUs."""
     return subprocess.Popen(
-        [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, *arguments],
+        [sys.executable, "-m", "accelerate.commands.launch", *settings, *arguments],
         cwd=ROOT,
         env=os.environ | ENVIRONMENT,
         stdout=subprocess.DEVNULL,
@@ -46,19 +58,25 @@ def launch(*arguments):
     )
 
 
-def ranks(monkeypatch, *arguments):
+def ranks(monkeypatch, settings, *arguments):
     """The same without the launcher, in the environment that it gives."""
     monkeypatch.chdir(ROOT)
-    args, *_ = _validate_launch_command(launch_command_parser().parse_args([*LAUNCH, *arguments]))
+    parsed = launch_command_parser().parse_args([*settings, *arguments])
+    args, *_ = _validate_launch_command(parsed)
     args.deepspeed_fields_from_accelerate_config = ""
     _, environment = prepare_deepspeed_cmd_env(args)
     del environment["PYTHONPATH"]
     return start_ranks(__file__, *arguments, **environment | ENVIRONMENT)
 
 
-def test_a_run_under_zero2_that_is_stopped_and_resumed_equals_plain_training(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_under_zero_that_is_stopped_and_resumed_equals_plain_training(
+    stage, tmp_path, monkeypatch
+):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # it would leave DeepSpeed out
-    first = launch(*job(tmp_path / "zero", "pace=0.05"))  # slow rows leave time to stop it
+    settings = launching(stage, tmp_path)
+    slow = job(tmp_path / "zero", "pace=0.05")  # rows that leave time to stop it
+    first = launch(settings, *slow)
     try:
         wait_for((tmp_path / "zero" / "log.jsonl").exists, first)
         wait_for(lambda: (tmp_path / "zero" / "log.jsonl").read_text().count("\n") > 2, first)
@@ -67,11 +85,11 @@ def test_a_run_under_zero2_that_is_stopped_and_resumed_equals_plain_training(tmp
         first.communicate(timeout=300)
     (checkpoint,) = (tmp_path / "zero" / "checkpoints").iterdir()
     assert 2 < read_state(checkpoint)["state"]["step"] < 12
-    shards = {path.name for path in checkpoint.rglob("*_optim_states.pt")}
-    assert shards == {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)}
+    for what, parts in {"optim": 2, "model": 2 if stage == 3 else 0}.items():  # a rank's own
+        assert len(list(checkpoint.rglob(f"*zero_pp_rank_*_{what}_states.pt"))) == parts
     assert not (tmp_path / "zero" / "falcon" / "config.json").exists()
 
-    resumed = ranks(monkeypatch, *job(tmp_path / "zero"))
+    resumed = ranks(monkeypatch, settings, *job(tmp_path / "zero"))
     errors = end(resumed)
     assert [rank.returncode for rank in resumed] == [0, 0], errors
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -84,9 +102,11 @@ def test_a_run_under_zero2_that_is_stopped_and_resumed_equals_plain_training(tmp
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
 
 
-def test_bfloat16_under_zero2_is_the_autocast_of_plain_training(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bfloat16_under_zero_is_the_autocast_of_plain_training(stage, tmp_path, monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    both = ranks(monkeypatch, *job(tmp_path / "zero", 'train.precision="bfloat16"'))
+    bfloat16 = job(tmp_path / "zero", 'train.precision="bfloat16"')
+    both = ranks(monkeypatch, launching(stage, tmp_path), *bfloat16)
     errors = end(both)
     assert [rank.returncode for rank in both] == [0, 0], errors
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -102,7 +122,12 @@ def main():
 
     # It is for inference alone, and takes a compiler a minute of each machine's first run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    test_loop.main()
+    model = random_target().model
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        test_loop.main()
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert_close(model.state_dict(), loaded.state_dict())  # a target is whole, to decode with
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import ProjectConfiguration, get_int_from_env
+from transformers.integrations import unset_hf_deepspeed_config
 
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
@@ -36,7 +37,10 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         share = max(1, _usable_cores() // processes_here(accelerator))
         torch.set_num_threads(recipe.train.threads or share)
     plugin = accelerator.state.deepspeed_plugin
-    if plugin is not None:  # what DeepSpeed would otherwise read from a DataLoader or its JSON
+    if plugin is not None:
+        # Under ZeRO-3 transformers would shard what it loads; here that is decoded with, whole.
+        unset_hf_deepspeed_config()
+        # What DeepSpeed would otherwise read from a DataLoader or its JSON.
         ranks, accumulation = accelerator.num_processes, recipe.train.accumulation
         plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": recipe.train.batch_size // (ranks * accumulation),
