@@ -16,6 +16,7 @@ an error.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from random import Random
 from typing import Any
 
 from specdraft.data.sources import Row, Source, each_source
@@ -131,8 +132,11 @@ def _rows(sources: Sequence[str], format: str, streaming: bool) -> Iterator[Conv
 
 
 def split_holdout(data: DataSection) -> tuple[Corpus, list[Conversation]]:
-    """Return what may be trained on (`data.limit` at most) and the last `data.holdout` rows."""
-    corpus = read_conversations(data.sources, data.format, None if data.holdout else data.limit)
+    """Return what may be trained on (`data.limit` at most, in an order that `data.shuffle_seed` may
+    draw) and the last `data.holdout` rows."""
+    drawn = data.shuffle_seed is not None
+    limit = None if data.holdout or drawn else data.limit
+    corpus = read_conversations(data.sources, data.format, limit)
     kept = len(corpus.conversations) - data.holdout
     if kept <= 0:
         raise DataError(
@@ -140,7 +144,10 @@ def split_holdout(data: DataSection) -> tuple[Corpus, list[Conversation]]:
             "conversations to train on; lower it"
         )
     held_out = corpus.conversations[kept:] if data.holdout else []
-    corpus.conversations = corpus.conversations[:kept][: data.limit]
+    trained = corpus.conversations[:kept]
+    if drawn:
+        Random(data.shuffle_seed).shuffle(trained)
+    corpus.conversations = trained[: data.limit]
     return corpus, held_out
 
 

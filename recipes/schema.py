@@ -88,6 +88,9 @@ def _of_stream(data: DataSection, maxgram: MaxgramSection) -> Iterator[str]:
     if maxgram.corpus == "stream" and data.holdout:
         way_out = "set it to 0, or maxgram.corpus=tokens"
         yield data.complaint("holdout", f"{stream} cannot know the last rows; {way_out}")
+    if maxgram.corpus == "stream" and data.shuffle_seed is not None:
+        way_out = "set it to null, or maxgram.corpus=tokens"
+        yield data.complaint("shuffle_seed", f"{stream} takes rows as they come; {way_out}")
     if maxgram.corpus == "stream" and data.answers == "target":
         way_out = "set data.answers=dataset, or maxgram.corpus=tokens"
         yield data.complaint("answers", f"{stream} counts texts as they are; {way_out}")

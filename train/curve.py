@@ -4,10 +4,11 @@
         --rows 100,300,1000,3000 [--steps equal,root,growing] [--seeds 0,1,2] [--out DIR]
         [section.key=value ..] [KIND:section.key=value ..]
 
-Every kind of drafter is trained on nested subsets of the recipe's data, with equal steps (the
-recipe's) and with steps that grow with the data, and measured by decoding a chain. A saturating
-curve is fitted to tokens per step, with its uncertainty over the seeds, and says what ten times the
-data would bring. KIND:section.key=value is for one kind, e.g. eagle:optim.lr=1.0e-2.
+Every kind of drafter is trained on nested subsets of the recipe's data, drawn anew for every seed,
+with equal steps (the recipe's) and with steps that grow with the data, and measured by decoding a
+chain. A saturating curve is fitted to tokens per step, with its uncertainty over the seeds, and
+says what ten times the data would bring. KIND:section.key=value is for one kind, e.g.
+eagle:optim.lr=1.0e-2.
 
 Cut off, the same command goes on where it stopped. Writes DIR/curve.json and, with matplotlib,
 PNGs.

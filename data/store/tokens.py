@@ -187,6 +187,8 @@ def token_settings(
             for name in ("format", "answers", "max_length", "limit", "holdout", "prompt_tokens")
         },
     }
+    if data.shuffle_seed is not None:
+        settings["shuffle_seed"] = data.shuffle_seed
     if data.format == "seq2seq":
         settings["start"] = renderer_of(recipe, tokenizer).start
     if data.answers == "target":

@@ -170,15 +170,33 @@ def test_a_file_of_unknown_shape_says_which_formats_there_are(tmp_path):
         read_conversations([path])
 
 
+def answers_of(conversations):
+    """The numbers of `good` rows."""
+    return [int(one.messages[1]["content"].removeprefix("answer ")) for one in conversations]
+
+
 def test_the_last_rows_are_held_out_and_the_first_ones_trained_on(tmp_path):
     path = write(tmp_path / "rows.jsonl", good(10))
     corpus, held_out = split_holdout(DataSection(sources=(path,), holdout=3, limit=4))
-    assert [c.messages[1]["content"] for c in corpus.conversations] == [
-        f"answer {n}" for n in range(4)
-    ]
-    assert [c.messages[1]["content"] for c in held_out] == [f"answer {n}" for n in (7, 8, 9)]
+    assert answers_of(corpus.conversations) == [0, 1, 2, 3]
+    assert answers_of(held_out) == [7, 8, 9]
     with pytest.raises(DataError, match=r"data.holdout = 10 leaves none of the 10"):
         split_holdout(DataSection(sources=(path,), holdout=10))
+
+
+@pytest.mark.parametrize("holdout", [0, 3])
+def test_a_seed_draws_which_rows_a_limit_leaves_and_never_one_held_out(tmp_path, holdout):
+    path = write(tmp_path / "rows.jsonl", good(10))
+
+    def drawn(seed, limit=None):
+        section = DataSection(sources=(path,), holdout=holdout, limit=limit, shuffle_seed=seed)
+        corpus, held_out = split_holdout(section)
+        assert answers_of(held_out) == [*range(10 - holdout, 10)]
+        return answers_of(corpus.conversations)
+
+    assert sorted(drawn(0)) == [*range(10 - holdout)]
+    assert drawn(0, 6) == drawn(0)[:6]
+    assert drawn(0) == drawn(0) != drawn(1)
 
 
 # ---------------------------------------------------------------- loss mask

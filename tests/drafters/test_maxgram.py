@@ -302,6 +302,7 @@ def test_conversations_that_do_not_render_are_weighed_against_all(tmp_path):
     ("override", "message"),
     [
         ("data.holdout=3", "cannot know the last rows"),
+        ("data.shuffle_seed=3", "takes rows as they come"),
         ("data.answers=target", "counts texts as they are"),
         ("maxgram.min_match=17", "<= 16"),
         ("maxgram.continuation=last", "first, recent, frequent"),

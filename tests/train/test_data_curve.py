@@ -8,7 +8,7 @@ import pytest
 from commands import run_here
 from PIL import Image
 
-from specdraft.data.chat import split_holdout
+from specdraft.data.chat import read_conversations, split_holdout
 from specdraft.eval.publishing.result import grid_of
 from specdraft.recipes.load import load_recipe
 from specdraft.train.curves.data_curve import make_curves, sentence
@@ -90,19 +90,23 @@ def test_every_kind_is_made_of_one_recipe(tmp_path, kind):
         assert kind == "table" or recipe.kind == kind
         assert recipe.train.seed == size.seed
         assert (recipe.data.limit, recipe.train.steps) == (size.rows, size.steps)
+        assert recipe.data.shuffle_seed == size.seed
     assert recipe.optim.lr == (0.02 if kind == "medusa" else load_recipe("tiny").optim.lr)
 
 
-def test_subsets_are_nested():
-    corpora = [
-        [
-            c.messages
-            for c in split_holdout(load_recipe("tiny", [f"data.limit={n}"]).data)[0].conversations
-        ]
-        for n in (5, 20, 60)
-    ]
-    for smaller, larger in pairwise(corpora):
-        assert larger[: len(smaller)] == smaller
+def test_subsets_of_a_seed_are_nested_and_none_is_the_first_rows_of_the_file(tmp_path):
+    drawn = {
+        (size.rows, size.seed): split_holdout(load_recipe("tiny", size.job.settings).data)[0]
+        for _, size in planned(tmp_path, kinds=["falcon"], regimes=["equal"])
+    }
+    first = [c.messages for c in read_conversations(["tiny"], limit=40).conversations]
+    subsets = {size: [c.messages for c in corpus.conversations] for size, corpus in drawn.items()}
+    for seed in (0, 1):
+        nested = [subsets[rows, seed] for rows in (10, 20, 40)]
+        for smaller, larger in pairwise(nested):
+            assert larger[: len(smaller)] == smaller
+        assert not any(part == first[: len(part)] for part in nested)
+    assert subsets[40, 0] != subsets[40, 1]
 
 
 class Made:

@@ -20,9 +20,10 @@ def make_curves(sizes: Sequence[tuple[str, Size]], learnt: Mapping[int, int]) ->
     """Return a table of all trainings, a row for every size, and the curve of every kind and regime
     of steps.
 
-    learnt: tokens of a size that are learnt from. The table is one of eval/papers: it has tokens
-    per step and minutes of training, what ten times the data would bring, and what the first sizes
-    foretell of the largest over what it has brought. `runs` are the trainings.
+    learnt: tokens of a size that are learnt from, on average over the seeds. The table is one of
+    eval/papers: it has tokens per step and minutes of training, what ten times the data would
+    bring, and what the first sizes foretell of the largest over what it has brought. `runs` are the
+    trainings.
     """
     points = [{"steps_are": regime} | _point(size) for regime, size in sizes]
     for point in points:
@@ -47,9 +48,12 @@ def make_curves(sizes: Sequence[tuple[str, Size]], learnt: Mapping[int, int]) ->
 
 
 def learnt_tokens(cache: Path) -> dict[int, int]:
-    """Return the tokens that are learnt from of every size in a curve's own cache."""
-    caches = map(TokenCache.open, sorted(cache.glob("tokens-*")))
-    return {one.meta["settings"]["limit"]: one.stats["supervised"] for one in caches}
+    """Return the tokens that are learnt from of every size in a curve's own cache, on average over
+    its subsets."""
+    found: dict[int, list[int]] = {}
+    for one in map(TokenCache.open, sorted(cache.glob("tokens-*"))):
+        found.setdefault(one.meta["settings"]["limit"], []).append(one.stats["supervised"])
+    return {rows: round(fmean(tokens)) for rows, tokens in found.items()}
 
 
 def _point(size: Size) -> dict:

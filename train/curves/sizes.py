@@ -1,9 +1,11 @@
 """The trainings of a data curve: every kind of drafter on nested subsets, each its own process.
 
-A subset is the first rows of the recipe's data (`data.limit`), so a larger one holds the smaller
-ones. The largest takes the recipe's steps, and so do all with equal steps; with growing steps all
-take as many epochs, and steps that grow with the root of the rows are between: where rows are few,
-more epochs of fewer steps, as people train. At the largest size all are one run.
+A subset is drawn from the recipe's data, anew for every seed (`data.shuffle_seed`): a file's first
+rows may be of another kind than the rest, and no two subsets bring the same. A larger one of the
+same seed holds the smaller ones. The largest takes the recipe's steps, and so do all with equal
+steps; with growing steps all take as many epochs, and steps that grow with the root of the rows are
+between: where rows are few, more epochs of fewer steps, as people train. At the largest size all
+are one run.
 """
 
 import json
@@ -80,7 +82,8 @@ def _job(source: str, kind: str, rows: int, steps: int, seed: int, given: tuple,
         *PLAIN,
         *overrides,
         *of_kind.get(kind, ()),
-        *(f"data.limit={rows}", f"train.steps={steps}", f"train.seed={seed}"),
+        *(f"data.limit={rows}", f"data.shuffle_seed={seed}"),
+        *(f"train.steps={steps}", f"train.seed={seed}"),
         *(f"eval.methods=[plain,{method}]", "eval.tree=tiny_k1"),
         f"data.cache_dir={out / 'cache'}",
     )
