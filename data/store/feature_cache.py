@@ -45,6 +45,7 @@ from specdraft.data.store.features import (
     squares,
     summed,
 )
+from specdraft.data.store.read_ahead import first_bytes, read_ahead
 from specdraft.data.store.tokens import TokenCache
 from specdraft.models.feature_layers import cache_command
 from specdraft.models.target import Target
@@ -53,6 +54,7 @@ from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.schema import Recipe
 
 VERSION = 1  # of the layout; another one is another cache
+STORED = ("features", "scales")  # of a token whose feature is kept; scales where it is quantised
 Announce = Callable[[int, int], None]  # called with the tokens and the bytes still to be made
 Plan = dict[str, list[int]]  # rows by the number of their shard
 
@@ -66,6 +68,7 @@ class FeatureCache:
         self.lengths: list[int] = manifest["lengths"]
         self.kept: list[int] = manifest.get("kept", self.lengths)  # stored features of each row
         self._open: dict[str, dict[str, Tensor]] = {}
+        self._layouts: dict[str, list[tuple[int, int]]] = {}
         self._places: dict[int, tuple[str, int, int]] = {}  # file, first token, first feature
         for entry in manifest["shards"].values():
             token = feature = 0
@@ -127,14 +130,31 @@ class FeatureCache:
         shard = self._tensors(file)
         loss_mask = shard["loss_mask"][tokens].clone()
         # A copy: whoever adds noise in place must not change what the next epoch reads.
-        features = storage.decode(
-            {n: shard[n][stored] for n in ("features", "scales") if n in shard}
-        )
+        features = storage.decode({name: shard[name][stored] for name in STORED if name in shard})
         return {
             "input_ids": shard["input_ids"][tokens].long(),
             "loss_mask": loss_mask,
             "features": self.storage.spread(features, loss_mask),
         }
+
+    def will_read(self, indices: Iterable[int]) -> None:
+        """Have the system begin to fetch the features of some rows, which are read next."""
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for index in indices:
+            file, _, feature = self._places[index]
+            for first, each in self._layout(file):
+                spans.setdefault(file, []).append((first + feature * each, self.kept[index] * each))
+        for file, wanted in spans.items():
+            read_ahead(self.directory / file, wanted)
+
+    def _layout(self, file: str) -> list[tuple[int, int]]:
+        """First byte in the file, and bytes of a token, of all that a shard has of features."""
+        if file not in self._layouts:
+            shard, begins = self._tensors(file), first_bytes(self.directory / file)
+            self._layouts[file] = [
+                (begins[name], shard[name][:1].nbytes) for name in STORED if name in shard
+            ]
+        return self._layouts[file]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the mapped files behind when a reader is sent to another process."""

@@ -1,12 +1,15 @@
 """Features in fewer bytes and of fewer tokens: what is lost is bounded, measured, and said."""
 
 import json
+import os
+from collections import Counter
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from commands import run_here
 from random_models import random_target
+from safetensors.torch import load_file
 from test_distill import ToyTexts
 from test_distill import train as train_student
 from test_features import HIDDEN, Breaking, cut, flip, make_target, same
@@ -17,6 +20,7 @@ from thread_ranks import on_ranks
 
 from specdraft.data.store import storage
 from specdraft.data.store.feature_cache import FeatureCache, build_features, feature_settings
+from specdraft.data.store.read_ahead import first_bytes
 from specdraft.data.store.storage import LARGEST, TYPES, Storage, decode
 from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.eval.checkup.caches import check_rows
@@ -224,6 +228,31 @@ def test_a_row_has_its_features_as_stored_and_zeros_for_the_others(make, dtype, 
         assert len(stored) == cache.kept[n]
     assert (sum(cache.kept) < sum(cache.lengths)) == (context is not None)
     assert cache.manifest["feature_scale"] == whole.manifest["feature_scale"]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="a system that cannot be asked")
+@every_storage
+def test_what_is_fetched_ahead_is_what_rows_are_made_of(make, dtype, context, monkeypatch):
+    cache, rows = build(make(feature_dtype=dtype, feature_context=context)), [3, 0, 11]
+    features, asked = [cache[n]["features"] for n in range(len(cache))], Counter()
+
+    def fetch(file, start, count, _):
+        asked.update((os.fstat(file).st_ino, byte) for byte in range(start, start + count))
+
+    monkeypatch.setattr(os, "posix_fadvise", fetch)
+    cache.will_read(rows)
+    assert {*asked.values()} == {1}
+    for path in cache.directory.glob("*.safetensors"):  # all else is lost
+        left, file = bytearray(path.read_bytes()), path.stat().st_ino
+        for name, tensor in load_file(path).items():
+            if name in ("features", "scales"):
+                first = first_bytes(path)[name]
+                for byte in range(first, first + tensor.nbytes):
+                    left[byte] *= (file, byte) in asked
+        path.write_bytes(left)
+    found = FeatureCache(cache.directory, cache.manifest)
+    for n, wanted in enumerate(features):
+        assert torch.equal(found[n]["features"], wanted) == (n in rows)
 
 
 @every_storage

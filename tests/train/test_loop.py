@@ -202,6 +202,29 @@ def test_two_processes_equal_one(tmp_path, cut):
         assert single["accuracy"] == pytest.approx(double["accuracy"])
 
 
+def test_a_rank_asks_for_its_own_rows_a_step_before_it_reads_them():
+    done = []
+
+    class Far(list):
+        def will_read(self, rows):
+            done.extend(("asked", row) for row in rows)
+
+        def __getitem__(self, row):
+            done.append(("read", row))
+            return super().__getitem__(row)
+
+    data = Far([{"input_ids": torch.zeros(5), "loss_mask": torch.ones(5)}] * 20)
+    plan = SamplingPlan([5] * 20, batch_size=4, seed=0)
+    assert len([*Loader(data, plan, collate_text, rank=1, ranks=2).steps(0, 10)]) == 10
+    own = [plan.rows(step)[2:] for step in range(11)]
+    assert done == [
+        (what, row)
+        for step in range(10)
+        for what, rows in (("asked", own[step + 1]), ("read", own[step]))
+        for row in rows
+    ]
+
+
 def test_a_batch_that_cannot_be_cut_is_refused():
     plan = SamplingPlan([5] * 8, batch_size=8, seed=0)
     with pytest.raises(RecipeError, match=r"train.batch_size is 8.*2 x 3"):

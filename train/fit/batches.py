@@ -25,7 +25,8 @@ Key = tuple[int, int, int]  # (seed, step, slot) of a row
 class Rows(Protocol):
     """What a drafter is trained on: features, a token cache, or a list of rows in a test.
 
-    Rows that are better read together have `__getitems__(rows)`, like torch's own data sets.
+    Rows that are better read together have `__getitems__(rows)`, like torch's own data sets; those
+    that take long to come, `will_read(rows)`.
     """
 
     def __len__(self) -> int: ...
@@ -204,10 +205,16 @@ class Loader:
 
     def load(self, step: int) -> list[Batch]:
         """Read and pad the micro-batches of one step."""
+        self._announce(step + 1)  # it is fetched meanwhile
         rows = self.plan.rows(step)
         return [
             self._load(rows, step, part) for slots in self.slots for part in self._cut(rows, slots)
         ]
+
+    def _announce(self, step: int) -> None:
+        if will_read := getattr(self.data, "will_read", None):
+            rows = self.plan.rows(step)
+            will_read([rows[slot] for slots in self.slots for slot in slots])
 
     def _cut(self, rows: list[int], slots: Sequence[int]) -> list[Sequence[int]]:
         """Cut slots into parts of at most `forward_tokens`, the shortest rows first."""
