@@ -34,7 +34,7 @@ def test_the_error_is_that_of_a_chain_that_makes_the_tokens():
 def test_a_fit_finds_the_curve_that_was_sampled():
     fitted = fit_saturation({n: [true(n)] * 3 for n in ROWS}, DEPTH)
     assert fitted.likeliest == pytest.approx({"floor": 0.1, "gap": 3.0, "slope": 0.4}, rel=0.11)
-    assert fitted(100_000) == pytest.approx(true(100_000), rel=0.01)
+    assert fitted(100_000) == pytest.approx(true(100_000), rel=0.02)
 
 
 def test_three_sizes_foretell_the_fifth():
