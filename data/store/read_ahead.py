@@ -29,4 +29,5 @@ def read_ahead(file: Path, spans: Iterable[tuple[int, int]]) -> None:
         return
     with file.open("rb") as opened:
         for start, count in spans:
-            os.posix_fadvise(opened.fileno(), start, count, os.POSIX_FADV_WILLNEED)
+            if count:  # none would stand for the rest of the file
+                os.posix_fadvise(opened.fileno(), start, count, os.POSIX_FADV_WILLNEED)

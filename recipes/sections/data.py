@@ -41,7 +41,7 @@ class DataSection(Section):
     # beside the last feature, e.g. [2, 6]: models/feature_layers.py.
     feature_layers: tuple[Few, ...] = ()
     limit: Count | None = None  # conversations at most, of those that a holdout leaves
-    # Which these are: null: the first; else drawn, a lower limit's among a higher's.
+    # Which ones: null: the first; else some drawn with this seed, a lower limit's among a higher's.
     shuffle_seed: Seed | None = None
     holdout: Natural = 0  # last rows of the sources, never trained on
     prompt_tokens: Tokens | None = None  # format text: prompt length; null: all is supervised

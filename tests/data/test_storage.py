@@ -20,7 +20,7 @@ from thread_ranks import on_ranks
 
 from specdraft.data.store import storage
 from specdraft.data.store.feature_cache import FeatureCache, build_features, feature_settings
-from specdraft.data.store.read_ahead import first_bytes
+from specdraft.data.store.read_ahead import first_bytes, read_ahead
 from specdraft.data.store.storage import LARGEST, TYPES, Storage, decode
 from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.eval.checkup.caches import check_rows
@@ -253,6 +253,15 @@ def test_what_is_fetched_ahead_is_what_rows_are_made_of(make, dtype, context, mo
     found = FeatureCache(cache.directory, cache.manifest)
     for n, wanted in enumerate(features):
         assert torch.equal(found[n]["features"], wanted) == (n in rows)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="a system that cannot be asked")
+def test_a_row_without_features_does_not_fetch_the_rest_of_the_file(tmp_path, monkeypatch):
+    (path := tmp_path / "shard").write_bytes(bytes(16))
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *span: asked.append(span[:2]))
+    read_ahead(path, [(8, 0), (8, 4)])
+    assert asked == [(8, 4)]
 
 
 @every_storage

@@ -202,7 +202,7 @@ def test_two_processes_equal_one(tmp_path, cut):
         assert single["accuracy"] == pytest.approx(double["accuracy"])
 
 
-def test_a_rank_asks_for_its_own_rows_a_step_before_it_reads_them():
+def test_a_rank_asks_for_its_own_rows_a_step_before_it_reads_them(monkeypatch):
     done = []
 
     class Far(list):
@@ -214,8 +214,11 @@ def test_a_rank_asks_for_its_own_rows_a_step_before_it_reads_them():
             return super().__getitem__(row)
 
     data = Far([{"input_ids": torch.zeros(5), "loss_mask": torch.ones(5)}] * 20)
-    plan = SamplingPlan([5] * 20, batch_size=4, seed=0)
+    plan, epochs = SamplingPlan([5] * 20, batch_size=4, seed=0), []
+    draw = plan._batches
+    monkeypatch.setattr(plan, "_batches", lambda epoch: epochs.append(epoch) or draw(epoch))
     assert len([*Loader(data, plan, collate_text, rank=1, ranks=2).steps(0, 10)]) == 10
+    assert epochs == [0, 1, 2]  # none is drawn again where one ends
     own = [plan.rows(step)[2:] for step in range(11)]
     assert done == [
         (what, row)

@@ -205,8 +205,8 @@ class Loader:
 
     def load(self, step: int) -> list[Batch]:
         """Read and pad the micro-batches of one step."""
-        self._announce(step + 1)  # it is fetched meanwhile
         rows = self.plan.rows(step)
+        self._announce(step + 1)  # it is fetched meanwhile
         return [
             self._load(rows, step, part) for slots in self.slots for part in self._cut(rows, slots)
         ]
