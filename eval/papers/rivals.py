@@ -2,7 +2,8 @@
 
 Every head is trained by its own script from every seed; then all of them take turns on the same
 prompts, with plain decoding, the Falcon head also as a chain. `variants` are further forms of it:
-without CSGD, other block sizes. Rows that differ in `eval` alone decode with one head. The last two
+without CSGD, other block sizes. Rows that differ in `eval` alone decode with one head, and those
+whose names end so draft chains, or as much as is worth it by what steps cost here. The last two
 columns are Falcon's tree over a row. The paper's are of its section 5, by wall-clock.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import attrgetter
 
+from specdraft.eval.costing.measuring import cover_rows
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.eval.methods.registry import METHODS, load_trained, problems
@@ -22,11 +24,11 @@ from specdraft.eval.papers.table import Found, Plan, Row, Table, over_seeds
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
-from specdraft.recipes.schema import Recipe
+from specdraft.recipes.schema import OutputSection, Recipe
 
 TREE, CHAIN = "falcon_tree", "falcon_chain"
 DRAFTING = ("eval.compile", "eval.head_dtype")  # settings that no training depends on
-A_CHAIN = ", chain"  # what rows are called that draft none of a head's trees
+DRAFTS = ("chain", "dynamic")  # what a row's name ends with where it drafts none of a head's trees
 OVER = {"ours over it: tokens/step": "tokens_per_step", "ours over it: time": "speedup"}
 
 
@@ -64,10 +66,13 @@ class Rival:
         return Job(script, self.path, overrides, plan.runs / self.table / f"{name}-seed{seed}")
 
     def contender(self, plan: Plan, seed: int, target: Target) -> Contender:
-        """The head of a seed."""
+        """The head of a seed; where it drafts by what steps cost, that is measured."""
         folder = self.job(plan, seed).folder
-        head = load_trained(self.recipe, target, [self.method], folder)
-        return Contender(f"{self.name}, seed {seed}", self.method, self.recipe, head)
+        recipe = replace(self.recipe, output=OutputSection(dir=str(folder)))
+        head = load_trained(recipe, target, [self.method])
+        if METHODS[self.method].is_priced:
+            cover_rows(recipe, target, head, recipe.eval.batch_size)
+        return Contender(f"{self.name}, seed {seed}", self.method, recipe, head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +104,13 @@ class RivalTable(Table):
         ours = Rival(self.name, "falcon", path, common, TREE)
         rivals = [ours, Rival(self.name, "falcon, chain", path, common, CHAIN)]
         for name, changes in self.variants.items():
-            method = CHAIN if name.endswith(A_CHAIN) else TREE
-            rivals.append(Rival(self.name, name, path, (*common, *changes), method))
+            rivals.append(Rival(self.name, name, path, (*common, *changes), _drafted(name, TREE)))
         for name, (rival_path, *changes) in self.against.items():
             overrides = (*common, *changes)
             recipe = load_recipe(rival_path, [*overrides], check=problems)
             method = "eagle3_tree" if recipe.head.fusion == "layers" else "eagle_tree"
             method = "medusa_tree" if recipe.medusa.given else method
-            if name.endswith(A_CHAIN):
-                method = method.replace("tree", "chain")
-            rivals.append(Rival(self.name, name, rival_path, overrides, method))
+            rivals.append(Rival(self.name, name, rival_path, overrides, _drafted(name, method)))
             check_fair(ours.recipe, recipe, self.equal)
         rivals = [one for one in rivals if not one.name.startswith(tuple(self.without))]
         return [replace(one, trained_as=_same_head(one, rivals)) for one in rivals]
@@ -138,6 +140,12 @@ class RivalTable(Table):
         for title, key in OVER.items():
             cells[title] = over_seeds([a[key] / b[key] for a, b in zip(ours, runs, strict=True)])
         return Row(cells, runs)
+
+
+def _drafted(name: str, tree: str) -> str:
+    """The method of a row, where that of a head's trees is `tree`."""
+    kind = name.rpartition(", ")[2]
+    return tree.replace("tree", kind) if kind in DRAFTS else tree
 
 
 def _same_head(rival: Rival, others: Sequence[Rival]) -> Rival | None:

@@ -79,6 +79,9 @@ def test_rows_are_left_out_by_how_their_names_begin():
     assert {row.name for row in some} == kept < every.keys()
     assert every["eagle, chain"] == "eagle_chain"
     assert every["falcon, every alignment, chain"] == "falcon_chain"
+    stories = {row.name: row.method for row in all_tables()["heads_stories"].line_up(plan)}
+    assert stories["falcon, every alignment, dynamic"] == "falcon_dynamic"
+    assert stories["eagle, dynamic"] == "eagle_dynamic"
 
 
 @pytest.mark.parametrize(
@@ -115,9 +118,10 @@ def test_figures_over_seeds():
 
 
 def test_heads_are_trained_and_take_turns(tmp_path):
-    """Two kinds of heads from one seed, to the table."""
+    """Three kinds of heads from one seed, to the table; what steps cost is measured for one row."""
     options = [
-        "table.against={medusa: [recipes/tiny_medusa.yaml]}",
+        "table.against={medusa: [recipes/tiny_medusa.yaml], 'eagle, dynamic': "
+        "[recipes/tiny_eagle.yaml]}",
         "train.steps=2",
         "--seeds",
         "1",
@@ -126,7 +130,7 @@ def test_heads_are_trained_and_take_turns(tmp_path):
     done = run_here("eval/paper.py", "rivals", *SMALL, *options, *places)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "rivals.json").read_text())
-    names = ["falcon", "falcon, chain", "falcon without CSGD", "medusa"]
+    names = ["falcon", "falcon, chain", "falcon without CSGD", "medusa", "eagle, dynamic"]
     assert [row["row"] for row in report["rows"]] == names
     _, *runs = report["runs"]  # plain decoding, then a run of every head
     for row, run_of_it in zip(report["rows"], runs, strict=True):
@@ -137,6 +141,7 @@ def test_heads_are_trained_and_take_turns(tmp_path):
     assert report["rows"][3]["paper"] == {"ours over it: time": 1.5}
     assert (tmp_path / "rivals" / "falcon-seed1" / "falcon").is_dir()
     assert (tmp_path / "rivals" / "medusa-seed1" / "medusa").is_dir()
+    assert (tmp_path / "rivals" / "eagle_dynamic-seed1" / "costs.json").is_file()
     # Heads that were trained elsewhere: told is where they were measured.
     first = tmp_path / "rivals" / "falcon-seed1" / "report.json"
     trained = json.loads(first.read_text())
