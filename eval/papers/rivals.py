@@ -106,6 +106,8 @@ class RivalTable(Table):
         for name, changes in self.variants.items():
             rivals.append(Rival(self.name, name, path, (*common, *changes), _drafted(name, TREE)))
         for name, (rival_path, *changes) in self.against.items():
+            if name.startswith(tuple(self.without)):
+                continue  # its recipe need not go with what was overridden
             overrides = (*common, *changes)
             recipe = load_recipe(rival_path, [*overrides], check=problems)
             method = "eagle3_tree" if recipe.head.fusion == "layers" else "eagle_tree"
