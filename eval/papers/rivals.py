@@ -100,13 +100,14 @@ class RivalTable(Table):
 
     def line_up(self, plan: Plan) -> list[Rival]:
         """Falcon's rows, then the others'; RecipeError where the comparison would not be fair."""
+        left_out = tuple(self.without)
         path, common = plan.recipe or self.recipe, (*self.overrides, *plan.overrides)
         ours = Rival(self.name, "falcon", path, common, TREE)
         rivals = [ours, Rival(self.name, "falcon, chain", path, common, CHAIN)]
         for name, changes in self.variants.items():
             rivals.append(Rival(self.name, name, path, (*common, *changes), _drafted(name, TREE)))
         for name, (rival_path, *changes) in self.against.items():
-            if name.startswith(tuple(self.without)):
+            if name.startswith(left_out):
                 continue  # its recipe need not go with what was overridden
             overrides = (*common, *changes)
             recipe = load_recipe(rival_path, [*overrides], check=problems)
@@ -114,7 +115,7 @@ class RivalTable(Table):
             method = "medusa_tree" if recipe.medusa.given else method
             rivals.append(Rival(self.name, name, rival_path, overrides, _drafted(name, method)))
             check_fair(ours.recipe, recipe, self.equal)
-        rivals = [one for one in rivals if not one.name.startswith(tuple(self.without))]
+        rivals = [one for one in rivals if not one.name.startswith(left_out)]
         return [replace(one, trained_as=_same_head(one, rivals)) for one in rivals]
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:
