@@ -307,11 +307,15 @@ class Target:
         with self._lock:
             return self.embedding(ids)
 
+    @property
+    def depth(self) -> int:
+        """Decoder layers."""
+        return decoder_depth(self.config.get_text_config())[1]
+
     def check_layers(self, layers: Layers, **asked: str) -> None:
         """Raise TargetError for layers that it does not have; asked: see `check_layers`."""
         if layers:
-            _, count = decoder_depth(self.config.get_text_config())
-            check_layers(layers, count, self.name, **asked)
+            check_layers(layers, self.depth, self.name, **asked)
 
     def check_runs(self) -> None:
         """Raise TargetError where the layers are not loaded, with the reason."""

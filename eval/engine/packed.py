@@ -35,10 +35,11 @@ from specdraft.eval.families.support import check_forward, check_positions, chec
 from specdraft.models.families.alibi import attention_inputs, has_alibi
 from specdraft.models.families.encoder_decoder import Places
 from specdraft.models.families.scores import Scores
-from specdraft.models.feature_layers import Layers, wide_features
+from specdraft.models.feature_layers import Layers, Taps, remove_captures, wide_features
 from specdraft.models.target import Target
 from specdraft.models.weights.placement import shared
 from specdraft.models.weights.prepacked import prepack_layers
+from specdraft.recipes.errors import TargetError
 
 ATTENTION, BESIDE_SOURCE = "specdraft_packed", "specdraft_packed_beside_source"
 KEPT_BIASES = 64  # topologies whose masks are kept, the most recently used
@@ -78,6 +79,7 @@ class PackedTarget:
         # A structural copy that shares every tensor, so that the caller's model keeps its own
         # attention function.
         self.base = view = copy.deepcopy(target.base, shared(target.model))
+        remove_captures(view)
         prepack_layers(view, target.prepacked)
         recurrent = recurrent_layers(target, view)
         others = [layer.number for layer in recurrent]
@@ -98,7 +100,15 @@ class PackedTarget:
 
         # Kept for the next draft of the same shape; not bound to self, which would be a cycle.
         self._bias, self._kept_bias = bias, lru_cache(KEPT_BIASES)(bias)
-        check_forward(target, self._read_in_two, capacity, layers)
+        self.taps = Taps.of(view, layers, target.depth)
+        try:
+            check_forward(target, self._read_in_two, capacity, layers)
+        except TargetError:
+            if self.taps is None:
+                raise
+            # Its hidden states are not what its layers return: transformers knows better.
+            self.taps = self.taps.remove()
+            check_forward(target, self._read_in_two, capacity, layers)
 
     def start(self, row: int, source: Sequence[int] = (), padding: Sequence[int] = ()) -> None:
         """Empty a row for a new request, and read its source where there is one."""
@@ -139,7 +149,7 @@ class PackedTarget:
         if self.sources:
             inputs = {"input_ids": ids[None]} | self._beside_sources(positions, plan.segments)
         inputs |= attention_inputs(self.base, _attention, plan=plan)
-        return wide_features(self.base, self.layers, ids.device, **inputs)[0]
+        return wide_features(self.base, self.layers, ids.device, self.taps, **inputs)[0]
 
     def _beside_sources(self, positions: Tensor, segments: Sequence[Segment]) -> dict:
         sources, device = self.sources, positions.device

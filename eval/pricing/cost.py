@@ -107,8 +107,9 @@ def draft_terms(
 
 def loop_terms(rows: int, nodes: int) -> Terms:
     """Terms of a step of the decoder outside of its forward and of its drafter."""
-    terms = {"step": 1, "several": int(rows > 1), "drafts": int(nodes > 1)}
-    return terms | {"rows": rows, "nodes": rows * (nodes - 1)}
+    drafts = int(nodes > 1)
+    terms = {"step": 1, "several": int(rows > 1), "rows": rows}
+    return terms | {"drafts": drafts, "row drafts": rows * drafts, "nodes": rows * (nodes - 1)}
 
 
 @dataclass(frozen=True)

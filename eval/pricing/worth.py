@@ -11,9 +11,10 @@ Rows that attend together are padded to the widest: a node that makes a row the 
 the pads of all, too. (Of 24 rows of stories that spares 4% of the time.)
 
 Where rows that end are not replaced, what does not depend on the rows of a step is paid until the
-slowest ends: a row that is ahead of the others saves its own share of the steps alone, and another
+slowest ends. A row that is ahead of the others saves its own share of the steps alone, and another
 pass for it has to earn more tokens. (Of 24 rows of stories such passes took 5% of the time, and the
-slowest row ended no sooner.)
+slowest row ended no sooner.) And of what drafts have brought, that part counts as far as the
+slowest row has got. (Of the same rows drafts looked worth it, and made everything 6% slower.)
 
 Nothing here is measured while decoding: what is drafted depends on costs that are given, on tokens
 and on the rows that run.
@@ -70,7 +71,7 @@ class Worth:
         """costs: None or of no drafter: `USUAL`. most: nodes of a row."""
         self.costs = costs if costs and costs.draft else USUAL
         self.k, self.most = block_size, most
-        # Of the last steps: tokens committed, and those of plain decoding in the same time.
+        # Of the last steps: what they have brought, and plain decoding in the same time; tokens.
         self.tokens = self.plain = 1.0
         # Of the last passes: what was there before a block, and behind it.
         self.before, self.behind = 1.0, 0.5
@@ -85,7 +86,9 @@ class Worth:
         # Tokens of each row's request, those of its first step not counted.
         self._committed = Counter[int]()
         self._first = self._later = 0.0  # milliseconds of this step's passes
-        self._profit: float | None = None  # tokens of this step's draft, less what it takes
+        self._profit: float | None = None  # less what this step's draft takes, in tokens
+        self._earned = Counter[int]()  # tokens of this step, by row
+        self._slowest = 0  # tokens of the row that had least before it
         self._steps: dict[tuple[int, int], list[float]] = {}
         self._shares: dict[tuple[int, int], float] = {}
         self._passes: dict[tuple[int, int], float] = {}
@@ -99,10 +102,10 @@ class Worth:
             self._replaced = not before & self._running <= self._begun
         if self._begun >= self._running:
             self.evidence.wake()
+        self._settle()
         self._order, self._begun = [*running], set()
-        if self._profit is not None:
-            self.evidence.add(self._profit, self._made)
         self.rows, self._first, self._later, self._profit = rows, 0.0, 0.0, None
+        self._earned, self._slowest = Counter(), min(self._committed[row] for row in running)
         self._drafted = set()
         self.cached = CACHED * max(round(cached / CACHED), 1)
         prices, block = self._prices(), rows * self.k
@@ -193,10 +196,20 @@ class Worth:
         """A row has committed tokens, the bonus among them; they count if the step was its own."""
         if row not in self._running:
             return
-        self.tokens += tokens
         self._committed[row] += tokens
-        if row in self._drafted:
-            self._profit += tokens - 1
+        self._earned[row] += tokens
+
+    def _settle(self) -> None:
+        """Note what the last step has brought: tokens or, where rows that end are not replaced,
+        these for the rows' share of a step, and the slowest row's progress for the rest."""
+        gained = float(self._earned.total())
+        if self.rows > 1 and not self._replaced and self._earned:
+            share = self._share()
+            ahead = min(self._committed[row] for row in self._earned) - self._slowest
+            gained = share * gained + (1.0 - share) * len(self._earned) * ahead
+        self.tokens += gained
+        if self._profit is not None:
+            self.evidence.add(self._profit + gained - len(self._earned), self._made)
 
     def _weights(self, rows: Sequence[int]) -> list[float]:
         """What a token of each of these rows is worth, of one of the slowest's.

@@ -10,6 +10,7 @@ Weights are packed outside of training alone: a packed product has no gradient.
 """
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from math import inf
 from typing import NamedTuple
@@ -72,10 +73,10 @@ class PrepackedWeights:
         """x [.., K] by weight [N, K]: [.., N], as `F.linear` but for rounding."""
         packed = None
         if x.numel() >= _least(weight) and weight.is_cpu and _is_run():
-            packed = self._prepacked(weight)
+            packed = self.copy_of(weight)
         return F.linear(x, weight, bias) if packed is None else _multiply(x, packed, bias)
 
-    def _prepacked(self, weight: Tensor) -> Tensor | None:
+    def copy_of(self, weight: Tensor) -> Tensor | None:
         """The packed copy, of the weight as it is now; None where there is none."""
         whole = weight if weight._base is None else weight._base
         part = id(whole), weight.storage_offset(), weight.shape, weight.stride()
@@ -104,10 +105,17 @@ class PrepackedLinear(nn.Linear):
 
     store: PrepackedWeights
     least: float  # numbers in x from which the packed product is worth its call
+    at: tuple[int, int] | None = None  # version of the weight that `packed` is a copy of
+    packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        multiply = F.linear if x.numel() < self.least else self.store.linear
-        return multiply(x, self.weight, self.bias)
+        parts = self._parameters  # by name: attributes of modules take as long as a third of a call
+        weight, bias = parts["weight"], parts["bias"]
+        if x.numel() < self.least or not _is_run():
+            return F.linear(x, weight, bias)
+        if self.at != (at := _version(weight)):
+            self.at, self.packed = at, self.store.copy_of(weight)
+        return F.linear(x, weight, bias) if self.packed is None else _multiply(x, self.packed, bias)
 
 
 def can_prepack(module: nn.Module) -> bool:
@@ -181,7 +189,13 @@ def _prepack(weight: Tensor) -> Tensor:
 
 
 def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return _product()(x, packed, bias, "none", [], "")
+
+
+@cache
+def _product() -> Callable[..., Tensor]:
+    """The operator itself: to look it up takes as long as to call it."""
+    return torch.ops.mkldnn._linear_pointwise.default
 
 
 def _size(weight: Tensor) -> int:

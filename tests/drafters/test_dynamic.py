@@ -144,7 +144,7 @@ def test_walking_through_the_best_nodes_emits_the_targets_law(kind):
 
 
 def test_outputs_under_the_walk_follow_the_targets_law(target):
-    check_law(target, drafter_for(target, "both", 20), "walk", 20)
+    check_law(target, drafter_for(target, "both", 4), "walk", 4)
 
 
 # -- the most probable nodes -----------------------------------------------------------------------
@@ -349,9 +349,9 @@ def test_a_pass_for_rows_that_are_ahead_has_to_earn_more_where_nobody_replaces_t
     assert passes(range(4), 0.9) == {0, 1, 2, 3}  # no row is ahead of another
     for row, tokens in enumerate((2, 8, 5, 5)):
         worth.earn(row, tokens)
+    worth.begin(range(4), 100)
     worth.tokens = 1.0  # at plain decoding's speed, as before
     assert passes(range(4), 0.9) == {0}
-    worth.begin(range(4), 100)
     own = costs.verify_ms(4, 1, 64) - costs.verify_ms(3, 1, 64)
     share = own * 4 / costs.verify_ms(4, 1, 64)
     assert worth._weights(range(4)) == pytest.approx([1.0, share, share, share])
@@ -359,6 +359,34 @@ def test_a_pass_for_rows_that_are_ahead_has_to_earn_more_where_nobody_replaces_t
     assert passes([0, 1, 2], 0.9) == {0, 1, 2}
     assert passes(range(4), 0.9) == {0, 1, 2, 3}
     assert passes([0, 1, 2], 0.9) == {0}  # the last one's row stays empty
+
+
+def test_of_what_a_batch_gains_its_own_share_counts_as_far_as_the_slowest_row_gets():
+    """Where nobody replaces rows that end; in a queue every token counts alike."""
+    costs = CostModel(
+        verify=_ratios({"forward": 1.0, "rows": 0.25}),
+        knots=(1,),
+        loop=_ratios({"step": 0.0}),
+        draft=_ratios({"draft": 0.0}),
+    )
+    for replaced in (False, True):
+        worth = Worth(costs, 1, 48)
+        for row in range(5):  # the fifth ends, and its row is taken again, or not
+            worth.admit(row)
+        worth.begin(range(5), 64)
+        if replaced:
+            worth.admit(4)
+        running = range(5 if replaced else 4)
+        worth.begin(running, 64)
+        assert [*running] == worth.starts()
+        worth.choose([[0.5]] * len(running))
+        for row, tokens in enumerate((2, 4, 5, 3)):
+            worth.earn(row, tokens)
+        before = worth.evidence.gains
+        worth.begin(running, 64)
+        share = 4 * 0.25 / 2.0  # of a step of four rows
+        slowest = share * 10 + (1 - share) * 4 * 1
+        assert worth.evidence.gains - 0.99 * before == pytest.approx(10 if replaced else slowest)
 
 
 def test_drafts_have_to_beat_plain_decoding_even_after_steps_that_were_slower():
@@ -390,8 +418,8 @@ def test_the_nodes_chosen_are_those_of_most_tokens_per_millisecond(rows):
         assert worth.starts()
         least, most = worth.choose(chances)
         assert most == 48
-        for own in chances:
-            worth.earn(0, 1 + sum(chance for chance in own if chance >= least))
+        for row, own in enumerate(chances):
+            worth.earn(row, 1 + sum(chance for chance in own if chance >= least))
     rates = {}
     for count in range(8):
         ms = costs.verify_ms(rows, 1 + count, 256) + costs.loop_ms(rows, 1 + count)
