@@ -101,14 +101,19 @@ class PackedTarget:
         # Kept for the next draft of the same shape; not bound to self, which would be a cycle.
         self._bias, self._kept_bias = bias, lru_cache(KEPT_BIASES)(bias)
         self.taps = Taps.of(view, layers, target.depth)
+        self._check(capacity)
+
+    def _check(self, capacity: int) -> None:
+        """Compare what packed forwards give with what the model does."""
         try:
-            check_forward(target, self._read_in_two, capacity, layers)
+            check_forward(self.target, self._read_in_two, capacity, self.layers)
         except TargetError:
             if self.taps is None:
                 raise
-            # Its hidden states are not what its layers return: transformers knows better.
-            self.taps = self.taps.remove()
-            check_forward(target, self._read_in_two, capacity, layers)
+            # Its hidden states may not be what its layers return: transformers knows which are.
+            self.taps.remove()
+            self.taps = None
+            check_forward(self.target, self._read_in_two, capacity, self.layers)
 
     def start(self, row: int, source: Sequence[int] = (), padding: Sequence[int] = ()) -> None:
         """Empty a row for a new request, and read its source where there is one."""

@@ -81,7 +81,6 @@ class Worth:
         self._begun: set[int] = set()  # rows that were given a request since the last step
         self._replaced = False  # whether other requests take the rows of those that end
         self._running: set[int] = set()  # of them, those whose tokens count
-        self._drafted: set[int] = set()  # of these, those that drafts were made for
         self._made = 0  # drafts of the step
         # Tokens of each row's request, those of its first step not counted.
         self._committed = Counter[int]()
@@ -106,7 +105,6 @@ class Worth:
         self._order, self._begun = [*running], set()
         self.rows, self._first, self._later, self._profit = rows, 0.0, 0.0, None
         self._earned, self._slowest = Counter(), min(self._committed[row] for row in running)
-        self._drafted = set()
         self.cached = CACHED * max(round(cached / CACHED), 1)
         prices, block = self._prices(), rows * self.k
         plain = prices[0]
@@ -123,8 +121,7 @@ class Worth:
         if not self.evidence.allows(self.rate * first / self.rows):
             self.choose(())
             return []
-        self._made, self._drafted = self.rows, {*self._order}
-        self._first, self._profit = first, 0.0
+        self._made, self._first, self._profit = self.rows, first, 0.0
         return self._order
 
     def goes_on(
@@ -190,7 +187,6 @@ class Worth:
         self._begun.add(row)
         self._committed[row] = 0
         self._running.discard(row)
-        self._drafted.discard(row)
 
     def earn(self, row: int, tokens: int) -> None:
         """A row has committed tokens, the bonus among them; they count if the step was its own."""
