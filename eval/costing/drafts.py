@@ -12,7 +12,7 @@ running rows read. Prompts and tokens differ in number as those of decoding do.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,8 @@ class DraftBench:
 
     def _cell(self, draft: Draft, rows: int, **more: bool) -> Cell:
         paths, levels, make = draft
+        if self.way.compiles:  # once, and not in every visit
+            make = cache(make)
         at = {"rows": rows, "paths": paths, "levels": levels, **more}
         return Cell("draft", at, partial(self._open, make, rows, self.between))
 

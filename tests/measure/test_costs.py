@@ -22,8 +22,10 @@ from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, fitted, unrest
 from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.dynamic import DynamicFalcon
+from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.measure.environment import processor
+from specdraft.eval.methods.setup import Way
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, Curve, load_costs, verify_terms
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
@@ -358,6 +360,24 @@ def test_between_two_of_a_kind_comes_one_of_the_other_of_as_many_rows():
         assert min(drafts.draft(rows)(), forwards.forward(rows)()) > 0
     assert DraftBench(target, Trained(), SMALL).draft(1)() is None
     assert not done
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_drafter_that_compiles_is_made_once_for_all_visits(compiles):
+    """A graph for each visit of each head is more than torch.compile makes in one process."""
+    target = random_target(vocab=40)
+    head, made = random_head(target, 2), []
+    bench = DraftBench(target, Trained(head=head), SMALL, Way(compiles))
+
+    def make(rows):
+        made.append(rows)
+        return FalconDrafter(head, target, StaticTree.chain(2, 2), rows, bench.capacity)
+
+    for rows in (1, 2):
+        cell = bench._cell(([1], [2], make), rows)
+        for _ in range(3):
+            assert visit(cell) > 0
+    assert made == ([1, 2] if compiles else [1, 1, 1, 2, 2, 2])
 
 
 @pytest.mark.parametrize(("nodes", "brought"), [(1, 1), (2, 2), (4, FRESH), (16, FRESH)])
