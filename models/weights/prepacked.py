@@ -105,16 +105,16 @@ class PrepackedLinear(nn.Linear):
 
     store: PrepackedWeights
     least: float  # numbers in x from which the packed product is worth its call
-    at: tuple[int, int] | None = None  # version of the weight that `packed` is a copy of
     packed: Tensor | None = None
+    version: tuple[int, int] | None = None  # of the weight that `packed` is a copy of
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self._parameters  # by name: attributes of modules take as long as a third of a call
         weight, bias = parts["weight"], parts["bias"]
         if x.numel() < self.least or not _is_run():
             return F.linear(x, weight, bias)
-        if self.at != (at := _version(weight)):
-            self.at, self.packed = at, self.store.copy_of(weight)
+        if self.version != (version := _version(weight)):
+            self.version, self.packed = version, self.store.copy_of(weight)
         return F.linear(x, weight, bias) if self.packed is None else _multiply(x, self.packed, bias)
 
 
