@@ -25,8 +25,8 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import OutputSection, Recipe
+from specdraft.recipes.sections.evaluation import EvalSection
 
-TREE, CHAIN = "falcon_tree", "falcon_chain"
 DRAFTING = ("eval.compile", "eval.head_dtype")  # settings that no training depends on
 DRAFTS = ("chain", "dynamic")  # what a row's name ends with where it drafts none of a head's trees
 OVER = {"ours over it: tokens/step": "tokens_per_step", "ours over it: time": "speedup"}
@@ -43,11 +43,19 @@ class Rival:
     method: str
     trained_as: "Rival | None" = None  # whose head it takes; None: its own
 
+    @classmethod
+    def of(cls, table: str, name: str, path: str, overrides: tuple[str, ...]) -> "Rival":
+        """The row of a recipe's head, which a name that ends so drafts with in another way than by
+        a tree. Raises RecipeError."""
+        recipe = load_recipe(path, [*overrides], check=problems)
+        kind = name.rpartition(", ")[2]
+        method = f"{recipe.kind}_{kind if kind in DRAFTS else 'tree'}"
+        return cls(table, name, path, overrides, method)
+
     @property
-    def training(self) -> tuple:
+    def training(self) -> tuple[str, Recipe]:
         """What its head depends on, besides the seed."""
-        learnt = (one for one in self.overrides if not one.startswith("eval."))
-        return METHODS[self.method].trainer, self.path, *learnt
+        return METHODS[self.method].trainer, replace(self.recipe, eval=EvalSection())
 
     @property
     def recipe(self) -> Recipe:
@@ -99,24 +107,27 @@ class RivalTable(Table):
     without: tuple[str, ...] = ()
 
     def line_up(self, plan: Plan) -> list[Rival]:
-        """Falcon's rows, then the others'; RecipeError where the comparison would not be fair."""
-        left_out = tuple(self.without)
-        path, common = plan.recipe or self.recipe, (*self.overrides, *plan.overrides)
-        ours = Rival(self.name, "falcon", path, common, TREE)
-        rivals = [ours, Rival(self.name, "falcon, chain", path, common, CHAIN)]
-        for name, changes in self.variants.items():
-            rivals.append(Rival(self.name, name, path, (*common, *changes), _drafted(name, TREE)))
-        for name, (rival_path, *changes) in self.against.items():
-            if name.startswith(left_out):
-                continue  # its recipe need not go with what was overridden
-            overrides = (*common, *changes)
-            recipe = load_recipe(rival_path, [*overrides], check=problems)
-            method = "eagle3_tree" if recipe.head.fusion == "layers" else "eagle_tree"
-            method = "medusa_tree" if recipe.medusa.given else method
-            rivals.append(Rival(self.name, name, rival_path, overrides, _drafted(name, method)))
-            check_fair(ours.recipe, recipe, self.equal)
-        rivals = [one for one in rivals if not one.name.startswith(left_out)]
-        return [replace(one, trained_as=_same_head(one, rivals)) for one in rivals]
+        """Falcon's rows, then the others'; RecipeError where the comparison would not be fair.
+
+        A head has one folder, whichever of its rows are left out.
+        """
+        left_out, path = tuple(self.without), plan.recipe or self.recipe
+        ours = {"falcon": (), "falcon, chain": (), **self.variants}
+        rows = [(name, path, changes) for name, changes in ours.items()]
+        rows += [(name, other, changes) for name, (other, *changes) in self.against.items()]
+        rivals, first = [], load_recipe(path, [*self.overrides, *plan.overrides], check=problems)
+        for name, recipe, changes in rows:
+            overrides = (*self.overrides, *plan.overrides, *changes)
+            try:
+                rival = Rival.of(self.name, name, recipe, overrides)
+                if name in self.against:
+                    check_fair(first, rival.recipe, self.equal)
+            except RecipeError:
+                if name.startswith(left_out):
+                    continue  # it need not go with what was overridden
+                raise
+            rivals.append(rival)
+        return [one for one in _sharing(rivals) if not one.name.startswith(left_out)]
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:
         """One: the heads."""
@@ -145,16 +156,12 @@ class RivalTable(Table):
         return Row(cells, runs)
 
 
-def _drafted(name: str, tree: str) -> str:
-    """The method of a row, where that of a head's trees is `tree`."""
-    kind = name.rpartition(", ")[2]
-    return tree.replace("tree", kind) if kind in DRAFTS else tree
-
-
-def _same_head(rival: Rival, others: Sequence[Rival]) -> Rival | None:
-    """The first of others that is trained as this one; None: itself."""
-    first = next(one for one in others if one.training == rival.training)
-    return None if first is rival else first
+def _sharing(rivals: Sequence[Rival]) -> list[Rival]:
+    """The same, each with the head of the first that is trained as it is."""
+    trained = [one.training for one in rivals]
+    first = [rivals[trained.index(own)] for own in trained]
+    pairs = zip(rivals, first, strict=True)
+    return [one if one is other else replace(one, trained_as=other) for one, other in pairs]
 
 
 def check_fair(ours: Recipe, theirs: Recipe, equal: Sequence[str]) -> None:

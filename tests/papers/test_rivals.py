@@ -86,6 +86,18 @@ def test_rows_are_left_out_by_how_their_names_begin():
     assert stories["eagle, dynamic"] == "eagle_dynamic"
 
 
+def test_a_head_has_one_folder_whichever_rows_are_left_out_and_however_it_is_asked_for():
+    table, plan = all_tables()["heads_stories"], Plan(Path("runs"))
+    whole = {row.name: row.job(plan, 0).folder for row in table.line_up(plan)}
+    others = {name: folder for name, folder in whole.items() if not name.startswith("eagle, 16")}
+    some = with_settings(table, ["table.without=['eagle, 16']"]).line_up(plan)
+    assert {row.name: row.job(plan, 0).folder for row in some} == others
+    every = replace(plan, overrides=("train.alignments=all",))  # what some rows say themselves
+    rows = {row.name: row for row in table.line_up(every)}
+    assert rows["falcon, every alignment, chain"].job(every, 0) == rows["falcon"].job(every, 0)
+    assert whole["falcon, every alignment, chain"] != whole["falcon"]
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("train", {"steps": 1}), ("train", {"batch_size": 2}), ("data", {"max_length": 99})],
