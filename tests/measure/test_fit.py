@@ -14,6 +14,7 @@ from commands import run_here
 from decoding import plain_tokens, prompts
 from random_models import random_head, random_target
 from random_seq2seq import generated, random_seq2seq
+from shallow import shallow_target
 
 from specdraft.eval.costing.drafts import shape_of
 from specdraft.eval.costing.fitting import is_fitted
@@ -291,8 +292,9 @@ def test_a_fit_that_gains_no_time_says_so(capsys):
 
 
 def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
-    tiny = Target.load("tiny")
-    places = [f"output.dir={tmp_path}", "eval.limit=2", "eval.validation=2"]
+    tiny = Target.load(shallow_target(tmp_path / "target"))
+    of_two_layers = [f"target.model={tiny.name}", "data.feature_layers=[1]"]
+    places = [*of_two_layers, f"output.dir={tmp_path}", "eval.limit=2", "eval.validation=2"]
     command = ["recipes/tiny.yaml", *places, "eval.max_new_tokens=8"]
     bench = ["eval/bench.py", *command, "--methods", "plain,falcon_tree"]
     scales = {"embed_scale": 1.0, "feature_scale": 1.0}
@@ -343,7 +345,10 @@ def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
 
 
 def test_the_entry_fits_the_settings_of_a_drafter_without_a_tree(tmp_path):
-    places = [f"output.dir={tmp_path}", "eval.validation=2", "eval.max_new_tokens=16"]
+    target = shallow_target(tmp_path / "target")
+    of_two_layers = [f"target.model={target}", "data.feature_layers=[1]"]
+    lengths = ["eval.validation=2", "eval.max_new_tokens=16"]
+    places = [*of_two_layers, f"output.dir={tmp_path}", *lengths]
     command = ["eval/fit.py", "recipes/tiny.yaml", *places, "--method", "prompt_lookup"]
     done = run_here(*command, "--finalists", "2")
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from shallow import shallow_target
 from test_compare import falcon, finished
 
 from specdraft.eval.papers.table import Plan, with_settings
@@ -15,11 +16,6 @@ from specdraft.recipes.static_trees import load_tree_paths
 
 TABLE = all_tables()["trees"]
 FEW = ("eval.limit=3", "eval.validation=2", "eval.max_new_tokens=12", "eval.repeats=1")
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Target:
-    return Target.load("tiny")
 
 
 def test_others_are_the_best_trees_of_their_sizes_that_reach_their_depths():
@@ -37,8 +33,10 @@ def test_others_are_the_best_trees_of_their_sizes_that_reach_their_depths():
         assert name == f"{len(paths)} nodes to depth {max(map(len, paths))}"
 
 
-def test_trees_decode_in_turns_beside_the_fitted_one(tiny, tmp_path):
-    run = finished(tmp_path, "run", falcon(tiny, 0))
+def test_trees_decode_in_turns_beside_the_fitted_one(tmp_path):
+    target = Target.load(shallow_target(tmp_path / "target"))
+    of_two_layers = (f"target.model={target.name}", "data.feature_layers=[1]")
+    run = finished(tmp_path, "run", falcon(target, 0), (), *of_two_layers)
     table = with_settings(TABLE, ["table.nodes=[1,2,3]", "table.depths=[1,2]"])
     made = table.make(Plan(tmp_path, (*FEW, "eval.batch_size=2"), run), (), 1)
     cells = {row["row"]: row["ours"] for row in made["rows"]}
