@@ -10,6 +10,7 @@ columns are Falcon's tree over a row. The paper's are of its section 5, by wall-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from operator import attrgetter
 
@@ -57,7 +58,7 @@ class Rival:
         """What its head depends on, besides the seed."""
         return METHODS[self.method].trainer, replace(self.recipe, eval=EvalSection())
 
-    @property
+    @cached_property
     def recipe(self) -> Recipe:
         methods = f"eval.methods=[{REFERENCE},{self.method}]"
         return load_recipe(self.path, [*self.overrides, methods], check=problems)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from commands import children_forked, run_here
+from shallow import shallow_target
 
 from specdraft.eval.papers.jobs import Job, run_all
 from specdraft.eval.papers.rivals import check_fair
@@ -140,7 +141,8 @@ def test_heads_are_trained_and_take_turns(tmp_path):
         "--seeds",
         "1",
     ]
-    places = ["--runs", str(tmp_path), f"data.cache_dir={tmp_path / 'cache'}"]
+    target = f"target.model={shallow_target(tmp_path / 'target')}"
+    places = ["--runs", str(tmp_path), f"data.cache_dir={tmp_path / 'cache'}", target]
     done = run_here("eval/paper.py", "rivals", *SMALL, *options, *places)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "rivals.json").read_text())
