@@ -40,3 +40,12 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _short_visits():
+    """What is timed for a figure, which no test asserts, is timed once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdraft.eval.costing.bench.ENOUGH", 1e-3)
+        patch.setattr("specdraft.eval.costing.race.SECONDS", 1.0)
+        yield
