@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from specdraft.models.embeddings import check_no_bias
-from specdraft.models.families.encoder_decoder import base_of, decoder_depth
+from specdraft.models.families.encoder_decoder import base_of, decoder_depth, decoder_layers
 from specdraft.models.saved import check_sums, write_sums
 from specdraft.models.shapes import (
     OTHER_STUDENTS,
@@ -180,11 +180,11 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
     tied = target.embedding.weight is target.lm_head.weight
     if not tied:  # FLAN-T5's are two matrices, whatever its config says
         lm_head.weight = nn.Parameter(torch.empty_like(lm_head.weight))
-    theirs = _layers(target.base, count)
+    theirs = decoder_layers(target.base, count)
     prefix = next(name for name, part in target.model.named_modules() if part is theirs)
     rest = {k: v for k, v in target.model.state_dict().items() if not k.startswith(f"{prefix}.")}
     model.load_state_dict(rest, strict=False)
-    _copy_layers(theirs, keep, _layers(base_of(model), len(keep)), target.name)
+    _copy_layers(theirs, keep, decoder_layers(base_of(model), len(keep)), target.name)
     if shared:
         embedding.weight = nn.Parameter(target.embedding_weight.detach().float(), False)
         lm_head.weight = nn.Parameter(target.lm_head_weight.detach().float(), False)
@@ -307,9 +307,3 @@ def _copy_layers(
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}
-
-
-def _layers(model: nn.Module, count: int) -> nn.ModuleList:
-    """Return the decoder layers: the list of modules that has as many entries."""
-    lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
-    return next(part for part in lists if len(part) == count)

@@ -39,6 +39,7 @@ from specdraft.train.fit.run import Evaluate, Objective
 from specdraft.train.objectives.ahead import TokensAhead
 from specdraft.train.objectives.csgd import CoupledGlancing
 from specdraft.train.objectives.training_time_test import TrainingTimeTest
+from specdraft.train.start_layer import check_start_layer, start_from_layer
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,10 @@ def _drafted(config: FalconConfig | Eagle3Config, target: Target, data: Features
 def _check_head(recipe: Recipe, target: Target) -> None:
     """Raise RecipeError for a shape that no head has, and for eos tokens that are never drafted."""
     head, ends = recipe.head, target.eos_ids
-    config = eagle3_config if head.fusion == "layers" else head_config
-    config(recipe, TargetShape.of(target.config))
+    make = eagle3_config if head.fusion == "layers" else head_config
+    config = make(recipe, TargetShape.of(target.config))
+    if head.start_layer is not None:
+        check_start_layer(head.start_layer, config, target)
     if head.draft_vocab is not None and head.draft_vocab < len(ends):
         needed = f"must be {len(ends)} at least: {target.name} ends answers with as many tokens"
         raise RecipeError(head.complaint("draft_vocab", needed))
@@ -170,6 +173,8 @@ def _new_sar_head(recipe: Recipe, target: Target, data: Features) -> FalconHead:
     head = FalconHead(config)
     if config.draft_vocab is not None:
         head.draft_ids.copy_(_drafted(config, target, data))
+    if recipe.head.start_layer is not None:
+        start_from_layer(head, target, data, recipe.head.start_layer)
     head.checkpointing = recipe.train.checkpointing
     return head
 

@@ -32,6 +32,12 @@ def decoder_depth(config: PretrainedConfig) -> tuple[str, int]:
     return key, getattr(config, key)
 
 
+def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
+    """The decoder layers of a model: its list of as many modules."""
+    lists = (part for part in base.modules() if isinstance(part, nn.ModuleList))
+    return next(part for part in lists if len(part) == count)
+
+
 def start_ids(config: PretrainedConfig, generation: GenerationConfig) -> list[int]:
     """Ids that every generation of an encoder-decoder begins with, as `generate` begins; else none.
 

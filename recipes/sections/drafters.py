@@ -19,6 +19,8 @@ class HeadSection(Section):
     reads: Literal["own", "both", "newest"] = "own"  # of a block's inputs, by each of its slots
     coupling: Literal["none", "markov", "recurrent"] = "none"  # of a slot with the token before it
     layers: Few = 1  # decoder layers
+    # Of the target, from 2 on: the head's layer begins as it; null: at random.
+    start_layer: Few | None = None
     heads: Few | None = None  # null: as the target, for these three
     kv_heads: Few | None = None
     intermediate: Width | None = None  # width of the MLP
@@ -55,6 +57,12 @@ class HeadSection(Section):
                     yield self.complaint(key, needed)
         elif self.normed:
             yield self.complaint("normed", "needs head.fusion=layers")
+        if self.start_layer is not None:
+            wanted = {"fusion": "linear", "heads": None, "kv_heads": None, "intermediate": None}
+            for key, needed in wanted.items():
+                if getattr(self, key) != needed:
+                    named = needed or "null, the target's"
+                    yield self.complaint(key, f"must be {named}, to begin as head.start_layer")
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             yield self.complaint("kv_heads", f"must divide head.heads ({self.heads})")
 

@@ -202,6 +202,9 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
         (["data.feature_layers=[0]"], "data.feature_layers = [0]: entry 0 (0) must be >= 1"),
         (["data.feature_layers=[4]", "medusa.heads=4"], "[4]: Medusa heads do not read them"),
         (["data.feature_layers=[4]", "student.layers=1"], "[4]: students do not read them"),
+        (["head.start_layer=11", "head.fusion=lstm"], "'lstm': must be linear, to begin"),
+        (["head.start_layer=11", "head.heads=2"], "= 2: must be null, the target's, to begin"),
+        (["head.start_layer=0"], "head.start_layer = 0: must be >= 1"),
         (["eval.tree=no/tree.yaml"], "no/tree.yaml: cannot be read (No such file or directory)"),
     ],
 )
