@@ -24,7 +24,8 @@ from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.families.encoder_decoder import decoder_depth, decoder_layers
 from specdraft.models.sar.layer import DecoderLayer
 from specdraft.models.target import Target
-from specdraft.recipes.errors import RecipeError
+from specdraft.models.weights.placement import is_kept_elsewhere
+from specdraft.recipes.errors import RecipeError, TargetError
 
 RIDGE = 1e-3  # of the inputs' mean square: no direction that hardly occurs decides
 MOST = 20.0  # times a norm's weight may grow, where the final norm hides a dimension
@@ -51,11 +52,16 @@ def check_start_layer(first: int, config: FalconConfig, target: Target) -> None:
             f"another has written, to {last}, or null"
         )
     target.check_runs()
+    if is_kept_elsewhere(target.model):
+        raise TargetError(
+            f"{key}: copies a layer of {target.name}, and target.device_map keeps some on the CPU "
+            "or on disk; load it where it fits, or set head.start_layer to null"
+        )
     dim = config.head_dim
     keys = {f"self_attn.{part}_proj.weight": config.kv_heads * dim for part in "kv"}
     sizes = keys | {"self_attn.q_proj.weight": config.heads * dim}
     silu = getattr(target.config.get_text_config(), "hidden_act", None) == "silu"
-    for layer in decoder_layers(target.base, count)[first - 1 :]:
+    for layer in decoder_layers(target.base, count)[first - 1 :][: config.layers]:
         found = layer.state_dict()
         same = found.keys() == NAMES and all(len(found[k]) == size for k, size in sizes.items())
         if not (silu and same):

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import cpu_offload
 from commands import run_here
 from random_families import random_model
 from random_models import random_target
@@ -145,6 +146,13 @@ def test_layers_of_other_families_are_refused_by_name(family):
     model = random_model(family, num_key_value_heads=2, head_dim=4, intermediate_size=32)
     with pytest.raises(RecipeError, match=r"a head's layer is Llama's, and \w+Layer of other is"):
         check_start_layer(2, config_for(random_target()), Target(model, None, "other"))
+
+
+def test_a_target_whose_layers_come_and_go_is_refused():
+    elsewhere = random_target(layers=3)
+    cpu_offload(elsewhere.model, "cpu")
+    with pytest.raises(TargetError, match=r"= 2: copies a layer of random-0, and target"):
+        check_start_layer(2, config_for(elsewhere), Target(elsewhere.model, None, "random-0"))
 
 
 def test_a_target_without_its_layers_is_refused(target):
