@@ -22,6 +22,7 @@ from specdraft.models.weights.prepacked import (
     PrepackedWeights,
     frozen_view,
     is_supported,
+    least_float32,
     prepacked_layer,
 )
 from specdraft.recipes.sections.target import TargetSection
@@ -191,6 +192,23 @@ def test_a_product_is_packed_where_that_is_worth_it(monkeypatch):
         with torch.inference_mode():
             store.linear(torch.ones(tokens, weight.shape[1]), weight)
         assert (store.size > 0) == packed, name
+
+
+def test_intels_processors_pack_large_matrices_alone(monkeypatch):
+    for name, instructions, shape, tokens, packed in [
+        ("Intel Xeon", "AVX512", (344, 128), 99, False),
+        ("Intel Xeon", "AVX512", (2048, 128), 2, False),
+        ("Intel Xeon", "AVX512", (2048, 128), 8, True),
+        ("AMD EPYC", "AVX512", (344, 128), 16, True),
+        ("AMD EPYC", "AVX2", (344, 128), 99, False),
+        ("", "DEFAULT", (344, 128), 16, True),  # nobody says which it is
+    ]:
+        worth = {torch.float32: least_float32(name, instructions)}
+        monkeypatch.setattr(prepacked, "WORTH", worth)
+        store, weight = PrepackedWeights(), torch.ones(shape)
+        with torch.inference_mode():
+            store.linear(torch.ones(tokens, shape[1]), weight)
+        assert (store.size > 0) == packed, (name, instructions, shape, tokens)
 
 
 @pytest.mark.parametrize("reads", ["own", "newest"])
