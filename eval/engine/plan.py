@@ -178,9 +178,9 @@ class Plan:
 class Group:
     """Neighbouring rows that attend in one call, S of them with up to T tokens each.
 
-    A call costs more than a few pads inside it: all rows that bring few tokens are one group; on
-    CUDA all short segments are, on a CPU others where they bring equally many, so that queries are
-    a view.
+    A call costs more than a few pads inside it: all rows that bring few tokens are one group, but
+    for those of many more than the others; on CUDA all short segments are, on a CPU others where
+    they bring equally many, so that queries are a view.
     """
 
     def __init__(self, pool: KVPool, placed: Sequence[tuple[int, Segment]], device: torch.device):
@@ -268,7 +268,7 @@ def _attention_groups(
 ) -> list[list[tuple[int, Segment]]]:
     """Cut placed segments into runs that attend together."""
     ragged = device.type == "cuda"
-    widest = max((segment.count for _, segment in placed if segment.count <= FEW), default=0)
+    widest = _padded_to([segment.count for _, segment in placed])
     # Rows between two that bring nothing would be pads, too: as many tokens as the widest has. Half
     # as many as rows that bring some, and it takes less to call for each run of these.
     idle = [after.row - row.row - 1 for (_, row), (_, after) in pairwise(placed)]
@@ -279,8 +279,23 @@ def _attention_groups(
         number, (_, segment) = item
         if segment.count > LONG:
             return (number, -1, -1)
-        if ragged or segment.count <= FEW:
+        if ragged or segment.count <= widest:
             return (-1, -1, 0 if ragged else spread[number])
         return (-1, segment.count, segment.row - number)
 
     return [[part for _, part in run] for _, run in groupby(enumerate(placed), key)]
+
+
+def _padded_to(counts: Sequence[int]) -> int:
+    """How many tokens the rows that attend together are padded to, FEW at most: rows of more, as
+    prompts among drafts are, take a call of their own, and part those beside them.
+
+    >>> _padded_to([2, 3, 2, 4]), _padded_to([4, 4, 4, 16, 4, 4, 3, 4]), _padded_to([4, 16])
+    (4, 4, 16)
+    """
+    few = {count for count in counts if count <= FEW}
+
+    def tokens(width: int) -> int:
+        return sum(width if count <= width else count + 2 * FEW for count in counts)
+
+    return min(few, key=tokens, default=0)

@@ -68,6 +68,28 @@ def test_rows_attend_apart_where_those_between_them_are_done(target, monkeypatch
     assert [[0, 1], [10]] in groups
 
 
+def test_a_prompt_that_joins_drafts_does_not_widen_them(target, monkeypatch):
+    """A queue's next prompt, as long as no draft is, is read in a call of its own."""
+    groups, whole = [], plan._attention_groups
+
+    def seen(placed, device):
+        cut = whole(placed, device)
+        groups.append([[segment.count for _, segment in group] for group in cut])
+        return cut
+
+    monkeypatch.setattr(plan, "_attention_groups", seen)
+    prompt = prompts()[0] * 4
+    wide = len(prompt) + 3  # a draft is read behind it
+    requests = [Request(prompt, 4), *(Request(prompt, 40 + n) for n in range(7))]
+    requests.append(Request(prompt, 9))  # takes the first row once that has ended
+    expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
+    assert decode(Decoder(target, PromptLookup(1, 3, 8), 8, 128), requests) == expected
+    assert [[wide] * 8] in groups  # the first prompts, side by side
+    (joined,) = [cut for cut in groups if [wide] in cut]
+    assert wide <= plan.FEW
+    assert max(map(max, (group for group in joined if group != [wide]))) < 5
+
+
 def test_masks_that_are_kept_are_bounded(target):
     decoder = Decoder(target, None, 1, 64)
     for _ in range(3 * packed.KEPT_BIASES):
