@@ -268,7 +268,7 @@ def _attention_groups(
 ) -> list[list[tuple[int, Segment]]]:
     """Cut placed segments into runs that attend together."""
     ragged = device.type == "cuda"
-    widest = _padded_to([segment.count for _, segment in placed])
+    widest = 0 if ragged else _padded_to([segment.count for _, segment in placed])
     # Rows between two that bring nothing would be pads, too: as many tokens as the widest has. Half
     # as many as rows that bring some, and it takes less to call for each run of these.
     idle = [after.row - row.row - 1 for (_, row), (_, after) in pairwise(placed)]

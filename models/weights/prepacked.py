@@ -31,7 +31,7 @@ class Least(NamedTuple):
 
 
 def least_float32(processor: str, instructions: str) -> Least:
-    """The same of float32, by the processor's name and its vector instructions.
+    """From where on it is in float32, by the processor's name and its vector instructions.
 
     Without AVX-512 torch's own kernels are as good while a matrix fits in a core's cache, and
     better for a single token. So they are on Intel's processors, for which MKL, whose they are,
