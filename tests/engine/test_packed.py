@@ -18,6 +18,20 @@ def target(request):
     return random_target(kv_heads=request.param)
 
 
+@pytest.fixture
+def cuts(monkeypatch):
+    """Of every plan, the segments that attend together."""
+    made, whole = [], plan._attention_groups
+
+    def seen(placed, device):
+        cut = whole(placed, device)
+        made.append([[segment for _, segment in group] for group in cut])
+        return cut
+
+    monkeypatch.setattr(plan, "_attention_groups", seen)
+    return made
+
+
 def test_ragged_rows_in_one_call_change_no_output(target, monkeypatch):
     """On CUDA all short segments attend in one call, padded inside it: the same code on a CPU."""
     sizes, neighbours = [], plan._attention_groups
@@ -50,40 +64,26 @@ def test_a_long_prompt_attends_alone_beside_short_rows(target):
         assert decode(decoder, requests[::-1]) == expected[::-1]
 
 
-def test_rows_attend_apart_where_those_between_them_are_done(target, monkeypatch):
-    groups, whole = [], plan._attention_groups
-
-    def seen(placed, device):
-        cut = whole(placed, device)
-        groups.append([[segment.row for _, segment in group] for group in cut])
-        return cut
-
-    monkeypatch.setattr(plan, "_attention_groups", seen)
+def test_rows_attend_apart_where_those_between_them_are_done(target, cuts):
     lengths = [40, 40, *[3] * 8, 40]  # two neighbours, and a row far from them
     requests = [Request(prompts()[0], length) for length in lengths]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
     decoder = Decoder(target, PromptLookup(1, 5, len(lengths)), len(lengths), 128)
     assert decode(decoder, requests) == expected
+    groups = [[[segment.row for segment in group] for group in cut] for cut in cuts]
     assert groups[1] == [[*range(len(lengths))]]  # nothing lies between neighbours
     assert [[0, 1], [10]] in groups
 
 
-def test_a_prompt_that_joins_drafts_does_not_widen_them(target, monkeypatch):
+def test_a_prompt_that_joins_drafts_does_not_widen_them(target, cuts):
     """A queue's next prompt, as long as no draft is, is read in a call of its own."""
-    groups, whole = [], plan._attention_groups
-
-    def seen(placed, device):
-        cut = whole(placed, device)
-        groups.append([[segment.count for _, segment in group] for group in cut])
-        return cut
-
-    monkeypatch.setattr(plan, "_attention_groups", seen)
     prompt = prompts()[0] * 4
     wide = len(prompt) + 3  # a draft is read behind it
     requests = [Request(prompt, 4), *(Request(prompt, 40 + n) for n in range(7))]
     requests.append(Request(prompt, 9))  # takes the first row once that has ended
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
     assert decode(Decoder(target, PromptLookup(1, 3, 8), 8, 128), requests) == expected
+    groups = [[[segment.count for segment in group] for group in cut] for cut in cuts]
     assert [[wide] * 8] in groups  # the first prompts, side by side
     (joined,) = [cut for cut in groups if [wide] in cut]
     assert wide <= plan.FEW
