@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 MASK = (1 << 64) - 1
-MANY_LOGITS = 1 << 16  # logits
+MANY_LOGITS = 1 << 13  # logits
 # Without it, `uniform(seed, position, id)` would be the number inside `gumbel`. Digits of pi.
 CHANCE_SALT = 0x243F6A8885A308D3
 
 
 def most_probable(logits: Tensor) -> Tensor:
     """The first largest of logits [.., V]: ids [..]."""
-    # Of many, NumPy's on a CPU takes a tenth of the time of torch 2.13; of few, getting there does.
+    # Of many, NumPy's on a CPU takes a tenth of the time of torch 2.13; to get there takes as long
+    # as torch with few.
     if (
         logits.numel() > MANY_LOGITS
         and logits.device.type == "cpu"

@@ -2,9 +2,9 @@
 
 A verifying forward multiplies every matrix with some dozen tokens: too many for the product of a
 matrix and a vector, too few to pay for arranging the matrix anew in each call, as torch's linear
-layers do on a CPU. oneDNN keeps the arrangement, at the price of a second copy of the weights: a
-node more of a tree then costs a fraction (on an AMD EPYC, [4096, 1024] in float32 with 1, 4 and 12
-tokens: 334, 1110, 1977 us before, 256, 294, 647 us after).
+layers do on a CPU. Kept as the kernels want it, at the price of a second copy of the weights, a
+node more of a tree costs a fraction (on an AMD EPYC, in oneDNN's blocks, [4096, 1024] in float32
+with 1, 4 and 12 tokens: 334, 1110, 1977 us before, 256, 294, 647 us after).
 
 Weights are packed outside of training alone: a packed product has no gradient.
 """
@@ -22,33 +22,66 @@ from torch import Tensor, nn
 MOST = 2**31  # bytes of copies per model, unless a recipe says: larger models keep their memory
 
 
-class Least(NamedTuple):
-    """From where on the packed product, which costs some microseconds more to call, is worth it."""
+class Layout(NamedTuple):
+    """A way to arrange weights, and where multiplying by them is worth what it costs."""
 
-    products: int  # multiplications of a call
-    numbers: int = 0  # of the matrix
+    pack: Callable[[Tensor], Tensor]  # [N, K]
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # as `F.linear`, by the copy
+    products: int = 0  # multiplications of a call, from which on it is worth it
     tokens: int = 1  # of a call
+    numbers: int = 0  # of a matrix
+    below: float = inf  # numbers: what is not worth it any more
+
+    def least(self, weight: Tensor) -> float:
+        """Numbers in x from which x by the copy is worth its call."""
+        return max(self.products / len(weight), self.tokens * weight.shape[1])
 
 
-def least_float32(processor: str, instructions: str) -> Least:
-    """From where on it is in float32, by the processor's name and its vector instructions.
+def columns(weight: Tensor) -> Tensor:
+    """The same matrix, its columns side by side in memory."""
+    return weight.t().contiguous().t()
+
+
+def blocks(weight: Tensor) -> Tensor:
+    """The matrix as oneDNN keeps it: its blocks in the order in which its kernels read them."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _TOKENS)
+
+
+def times_blocks(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x [.., K] by a matrix in oneDNN's blocks."""
+    return _product()(x, packed, bias, "none", [], "")
+
+
+@cache
+def _product() -> Callable[..., Tensor]:
+    """The operator itself: to look it up takes as long as to call it."""
+    return torch.ops.mkldnn._linear_pointwise.default
+
+
+COLUMNS, BLOCKS = Layout(columns, F.linear), Layout(blocks, times_blocks)
+
+
+def layouts_float32(processor: str, instructions: str) -> tuple[Layout, ...]:
+    """What pays in float32, by the processor's name and its vector instructions.
 
     Without AVX-512 torch's own kernels are as good while a matrix fits in a core's cache, and
-    better for a single token. So they are on Intel's processors, for which MKL, whose they are,
-    is tuned, and there a packed call costs as much as a small product itself. ([344, 128] with 1, 8
-    and 16 tokens: 8, 15, 19 us, packed 21, 23, 25; [2816, 1024]: 403, 1228, 1262 and 456, 584, 765;
-    Intel Xeon, family 6, model 167.)
+    better for a single token. On Intel's processors, for which MKL, whose they are, is tuned, a
+    call by blocks costs as much as a small product itself; but columns cost no more than rows, and
+    MKL multiplies by a few tokens almost as fast as by one. ([512, 192] with 1, 8 and 16 tokens:
+    16, 29, 40 us, by columns 15, 20, 29, by blocks 31, 36, 46; Intel Xeon, family 6, model 167.)
     """
     if processor.startswith("Intel"):
-        return Least(2_000_000, numbers=2**18, tokens=3)
-    return Least(600_000, numbers=2**18, tokens=2) if instructions == "AVX2" else Least(600_000)
+        large = BLOCKS._replace(tokens=4, numbers=2**20)
+        return COLUMNS._replace(tokens=4, below=2**20), large
+    small = 2**18 if instructions == "AVX2" else 0
+    return (BLOCKS._replace(products=600_000, tokens=2 if small else 1, numbers=small),)
 
 
 _PROCESSOR = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", "")
 # By dtype. bfloat16 is arranged in every call otherwise, whatever the size.
-WORTH = {
-    torch.float32: least_float32(_PROCESSOR, torch.backends.cpu.get_cpu_capability()),
-    torch.bfloat16: Least(0),
+LAYOUTS: dict[torch.dtype, tuple[Layout, ...]] = {
+    torch.float32: layouts_float32(_PROCESSOR, torch.backends.cpu.get_cpu_capability()),
+    torch.bfloat16: (BLOCKS,),
 }
 # Numbers of a matrix from which a packable module asks at all: of smaller ones, asking takes what a
 # packed product spares. (Of [2048, 4096] with 1, 3 and 6 tokens that is much: 1190, 3566, 2976 us
@@ -59,18 +92,27 @@ _NEAR = 1e-2  # relative; a product in bfloat16 is as exact
 
 
 @cache
-def is_supported(dtype: torch.dtype) -> bool:
-    """Whether this build of torch packs such weights on this CPU, and multiplies by them right."""
-    if dtype not in WORTH or not torch.backends.mkldnn.is_available():
+def has_blocks(dtype: torch.dtype) -> bool:
+    """Whether this build of torch arranges such weights on this CPU, and multiplies by them
+    right."""
+    if not torch.backends.mkldnn.is_available():
         return False
     x, weight = torch.ones(3, 8, dtype=dtype), torch.arange(32.0).to(dtype).view(4, 8)
     try:
         if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        product = _multiply(x, _prepack(weight), None)
+        product = times_blocks(x, blocks(weight), None)
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
     return bool(torch.allclose(product, F.linear(x, weight), rtol=_NEAR))
+
+
+def layout_of(weight: Tensor) -> Layout | None:
+    """How a matrix is arranged; None: as it is."""
+    for layout in LAYOUTS.get(weight.dtype, ()):
+        if layout.numbers <= weight.numel() < layout.below:
+            return layout if layout.pack is not blocks or has_blocks(weight.dtype) else None
+    return None
 
 
 class PrepackedWeights:
@@ -83,12 +125,12 @@ class PrepackedWeights:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [.., K] by weight [N, K]: [.., N], as `F.linear` but for rounding."""
-        packed = None
-        if x.numel() >= _least(weight) and weight.is_cpu and _is_run():
-            packed = self.copy_of(weight)
-        return F.linear(x, weight, bias) if packed is None else _multiply(x, packed, bias)
+        layout, packed = layout_of(weight), None
+        if layout and x.numel() >= layout.least(weight) and weight.is_cpu and _is_run():
+            packed = self.copy_of(weight, layout)
+        return F.linear(x, weight, bias) if packed is None else layout.multiply(x, packed, bias)
 
-    def copy_of(self, weight: Tensor) -> Tensor | None:
+    def copy_of(self, weight: Tensor, layout: Layout) -> Tensor | None:
         """The packed copy, of the weight as it is now; None where there is none."""
         whole = weight if weight._base is None else weight._base
         part = id(whole), weight.storage_offset(), weight.shape, weight.stride()
@@ -98,9 +140,9 @@ class PrepackedWeights:
         if packed is not None:  # of a weight that has changed since
             self.size -= _size(weight)
         packed = None
-        if is_supported(weight.dtype) and self.size + _size(weight) <= self.most:
+        if self.size + _size(weight) <= self.most:
             self.size += _size(weight)
-            packed = _prepack(weight.detach())
+            packed = layout.pack(weight.detach())
         # The weight itself is held, so that its id stays its own.
         self._copies[part] = (whole, _version(weight), packed)
         return packed
@@ -116,6 +158,7 @@ class PrepackedLinear(nn.Linear):
     """A linear layer that multiplies by a packed copy of its weight."""
 
     store: PrepackedWeights
+    layout: Layout
     least: float  # numbers in x from which the packed product is worth its call
     packed: Tensor | None = None
     version: tuple[int, int] | None = None  # of the weight that `packed` is a copy of
@@ -126,16 +169,19 @@ class PrepackedLinear(nn.Linear):
         if x.numel() < self.least or not _is_run():
             return F.linear(x, weight, bias)
         if self.version != (version := _version(weight)):
-            self.version, self.packed = version, self.store.copy_of(weight)
-        return F.linear(x, weight, bias) if self.packed is None else _multiply(x, self.packed, bias)
+            self.version, self.packed = version, self.store.copy_of(weight, self.layout)
+        if self.packed is None:
+            return F.linear(x, weight, bias)
+        return self.layout.multiply(x, self.packed, bias)
 
 
 def can_prepack(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer with frozen weights on a CPU, kept where it runs."""
+    """Whether it is a plain linear layer with frozen weights on a CPU, kept where it runs, that
+    gain by being packed."""
     return (
         type(module) is nn.Linear
         and module.weight.device.type == "cpu"
-        and module.weight.dtype in WORTH
+        and layout_of(module.weight) is not None
         and not module.weight.requires_grad
         and not module.weight.is_inference()  # nobody could tell whether it has changed
         and not hasattr(module, "_hf_hook")
@@ -147,8 +193,9 @@ def prepack_layers(model: nn.Module, store: PrepackedWeights) -> None:
     in it multiply by packed weights."""
     for module in model.modules():
         if can_prepack(module):
-            module.__class__, module.store = PrepackedLinear, store
-            module.least = _least(module.weight)
+            layout = layout_of(module.weight)
+            module.__class__, module.store, module.layout = PrepackedLinear, store, layout
+            module.least = layout.least(module.weight)
         elif isinstance(module, Packable) and any(_is_large(p) for p in module.parameters()):
             module.linear = store.linear
 
@@ -177,14 +224,6 @@ def _is_large(weight: Tensor) -> bool:
     return weight.dim() == 2 and weight.numel() >= _LARGE
 
 
-def _least(weight: Tensor) -> float:
-    """Numbers in x from which x by the packed copy is worth its call."""
-    worth = WORTH.get(weight.dtype)
-    if worth is None or weight.numel() < worth.numbers:
-        return inf
-    return max(worth.products / len(weight), worth.tokens * weight.shape[1])
-
-
 def _version(weight: Tensor) -> tuple[int, int]:
     """What tells whether it has changed since: its place and, unless it was made in inference mode,
     how often it was written to."""
@@ -194,20 +233,6 @@ def _version(weight: Tensor) -> tuple[int, int]:
 def _is_run() -> bool:
     """Whether a product is for its value alone: not for a gradient, nor for a graph."""
     return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
-def _prepack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, _TOKENS)
-
-
-def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return _product()(x, packed, bias, "none", [], "")
-
-
-@cache
-def _product() -> Callable[..., Tensor]:
-    """The operator itself: to look it up takes as long as to call it."""
-    return torch.ops.mkldnn._linear_pointwise.default
 
 
 def _size(weight: Tensor) -> int:

@@ -16,29 +16,33 @@ from specdraft.eval.engine.packed import PackedTarget
 from specdraft.models.target import Target
 from specdraft.models.weights import prepacked
 from specdraft.models.weights.prepacked import (
-    Least,
+    BLOCKS,
+    COLUMNS,
+    LAYOUTS,
     Packable,
     PrepackedLinear,
     PrepackedWeights,
     frozen_view,
-    is_supported,
-    least_float32,
+    has_blocks,
+    layouts_float32,
     prepacked_layer,
 )
 from specdraft.recipes.sections.target import TargetSection
 
-DTYPES = [dtype for dtype in prepacked.WORTH if is_supported(dtype)]
-pytestmark = pytest.mark.skipif(not DTYPES, reason="this torch packs no weights on this CPU")
+DTYPES = [dtype for dtype in LAYOUTS if has_blocks(dtype)]
 
 
-@pytest.fixture(autouse=True)
-def always(monkeypatch):
-    """Every product is worth it: the models of tests are small."""
-    monkeypatch.setattr(prepacked, "WORTH", dict.fromkeys(DTYPES, Least(0)))
+@pytest.fixture(params=["columns", "blocks"], autouse=True)
+def always(request, monkeypatch):
+    """Every product is worth it, since the models of tests are small: in each layout."""
+    if request.param == "blocks" and not DTYPES:
+        pytest.skip("this torch arranges no weights in blocks on this CPU")
+    layout = {"columns": COLUMNS, "blocks": BLOCKS}[request.param]
+    monkeypatch.setattr(prepacked, "LAYOUTS", dict.fromkeys(LAYOUTS, (layout,)))
     monkeypatch.setattr(prepacked, "_LARGE", 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES or [torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 24), (7, 24), (2, 5, 24), (100, 24)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_are_those_of_torch(dtype, shape, biased):
@@ -123,7 +127,7 @@ def test_what_cannot_be_packed_is_left_as_it_is(monkeypatch):
     for module in (nn.Linear(8, 8), Other(8, 8).requires_grad_(False), nn.LayerNorm(8)):
         assert prepacked_layer(module, store) is module
     assert prepacked_layer(linear.double(), store) is linear
-    monkeypatch.setattr(prepacked, "is_supported", lambda _: False)
+    monkeypatch.setattr(prepacked, "LAYOUTS", {})
     view = prepacked_layer(linear.float(), store)
     with torch.inference_mode():
         x = torch.ones(100_000, 8)
@@ -179,36 +183,49 @@ def test_encoder_decoders_decode_as_their_own_generate():
 
 
 def test_a_product_is_packed_where_that_is_worth_it(monkeypatch):
-    monkeypatch.setattr(prepacked, "WORTH", {torch.float32: Least(900, numbers=64, tokens=2)})
-    weights = {"small": torch.ones(4, 8), "few": torch.ones(8, 8), "large": torch.ones(64, 16)}
-    for name, tokens, packed in [
-        ("small", 99, False),
-        ("few", 14, False),  # 896 multiplications
-        ("few", 15, True),
-        ("large", 1, False),
-        ("large", 2, True),
+    layout = COLUMNS._replace(products=900, tokens=2, numbers=64, below=2000)
+    monkeypatch.setattr(prepacked, "LAYOUTS", {torch.float32: (layout,)})
+    for shape, tokens, packed in [
+        ((4, 8), 99, False),
+        ((8, 8), 14, False),  # 896 multiplications
+        ((8, 8), 15, True),
+        ((64, 16), 1, False),
+        ((64, 16), 2, True),
+        ((64, 32), 99, False),
     ]:
-        store, weight = PrepackedWeights(), weights[name]
-        with torch.inference_mode():
-            store.linear(torch.ones(tokens, weight.shape[1]), weight)
-        assert (store.size > 0) == packed, name
-
-
-def test_intels_processors_pack_large_matrices_alone(monkeypatch):
-    for name, instructions, shape, tokens, packed in [
-        ("Intel Xeon", "AVX512", (344, 128), 99, False),
-        ("Intel Xeon", "AVX512", (2048, 128), 2, False),
-        ("Intel Xeon", "AVX512", (2048, 128), 8, True),
-        ("AMD EPYC", "AVX512", (344, 128), 16, True),
-        ("AMD EPYC", "AVX2", (344, 128), 99, False),
-        ("", "DEFAULT", (344, 128), 16, True),  # nobody says which it is
-    ]:
-        worth = {torch.float32: least_float32(name, instructions)}
-        monkeypatch.setattr(prepacked, "WORTH", worth)
         store, weight = PrepackedWeights(), torch.ones(shape)
         with torch.inference_mode():
             store.linear(torch.ones(tokens, shape[1]), weight)
-        assert (store.size > 0) == packed, (name, instructions, shape, tokens)
+        assert (store.size > 0) == packed, (shape, tokens)
+
+
+def test_which_layout_it_is_depends_on_the_processor(monkeypatch):
+    for name, instructions, shape, tokens, layout in [
+        ("Intel Xeon", "AVX512", (344, 128), 3, None),
+        ("Intel Xeon", "AVX512", (344, 128), 4, COLUMNS),
+        ("Intel Xeon", "AVX512", (4096, 1024), 3, None),
+        ("Intel Xeon", "AVX512", (4096, 1024), 4, BLOCKS),
+        ("AMD EPYC", "AVX512", (344, 128), 16, BLOCKS),
+        ("AMD EPYC", "AVX2", (344, 128), 99, None),
+        ("AMD EPYC", "AVX2", (4096, 1024), 2, BLOCKS),
+        ("", "DEFAULT", (344, 128), 16, BLOCKS),  # nobody says which it is
+    ]:
+        own = layouts_float32(name, instructions)
+        monkeypatch.setattr(prepacked, "LAYOUTS", {torch.float32: own})
+        monkeypatch.setattr(prepacked, "has_blocks", lambda _: True)
+        weight = torch.ones(shape)
+        found = prepacked.layout_of(weight)
+        worth = found and tokens * shape[1] >= found.least(weight)
+        assert (found.pack if worth else None) is (layout and layout.pack), (name, shape, tokens)
+
+
+def test_without_blocks_weights_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(prepacked, "has_blocks", lambda _: False)
+    weight = torch.ones(8, 8)
+    layouts = {COLUMNS: COLUMNS, BLOCKS: None}
+    for layout, left in layouts.items():
+        monkeypatch.setattr(prepacked, "LAYOUTS", {torch.float32: (layout,)})
+        assert prepacked.layout_of(weight) is left
 
 
 @pytest.mark.parametrize("reads", ["own", "newest"])
