@@ -9,12 +9,14 @@ eval/costs.py measures it and writes costs.json; whoever chooses how much to dra
 Linear layers see the N = r n tokens of a packed forward, whoever they belong to; a row adds a call
 and its cache, and attention a score for each node and each cached token:
 
-    verify(r, n, c) = a + a' [r > 1] + g(r n) + b r + d r c + e r n c + p r (w - n)
+    verify(r, n, c) = a + a' [r > 1] + g(r n) + b r + (f + h r) [n > 1] + d r c + e r n c
+                      + p r (w - n)
 
 g rises from knot to knot by a slope of its own: on a GPU it is flat until the weights are no longer
 what takes the time, on a CPU a single token has a kernel of its own. A single row attends as it
-lies, several are gathered, [r > 1], and padded to the widest, w. No weight is negative: more
-tokens never cost less.
+lies, several are gathered, [r > 1], and padded to the widest, w. Drafts, [n > 1], need masks, and
+their forward finds in the machine's caches what the drafter has left there. No weight is negative:
+more tokens never cost less.
 
 Shapes: r rows, n nodes of a row in the mean (the root included), w nodes of the widest row, c
 cached tokens of a row, N tokens of all.
@@ -63,11 +65,12 @@ def verify_terms(
     widest: nodes of the widest row; None: of each.
 
     >>> verify_terms(2, 3, 10, knots=(1, 4), widest=5)  # doctest: +NORMALIZE_WHITESPACE
-    {'forward': 1, 'several': 1, 'rows': 2, 'cached': 20, 'scores': 60, 'pads': 4,
-     'tokens from 1': 3, 'tokens from 4': 2}
+    {'forward': 1, 'several': 1, 'rows': 2, 'drafts': 1, 'row drafts': 2, 'cached': 20,
+     'scores': 60, 'pads': 4, 'tokens from 1': 3, 'tokens from 4': 2}
     """
-    tokens = rows * nodes
+    tokens, drafts = rows * nodes, int(nodes > 1)
     terms = {"forward": 1, "several": int(rows > 1), "rows": rows}
+    terms |= {"drafts": drafts, "row drafts": rows * drafts}
     terms |= {"cached": rows * cached, "scores": tokens * cached}
     terms["pads"] = rows * ((widest or nodes) - nodes)
     for first, last in pairwise([*knots, inf]):

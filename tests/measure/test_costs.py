@@ -135,6 +135,15 @@ def test_behind_the_last_knot_a_curve_goes_on_as_it_was():
     assert curve.ms(verify_terms(1, 16, 0, places)) == pytest.approx(14)
 
 
+def test_a_forward_of_drafts_may_cost_more_than_their_nodes():
+    places = [(rows, nodes) for rows in (1, 2, 4, 8) for nodes in (1, 2, 6, 16)]
+    ms = [2 + 0.1 * rows * nodes + (0.5 + 0.2 * rows) * (nodes > 1) for rows, nodes in places]
+    curve = fit([verify_terms(*place, 0, (1,)) for place in places], ms)
+    assert curve.worst_error < 1e-6
+    assert curve.weights["drafts"] == pytest.approx(0.5)
+    assert curve.weights["row drafts"] == pytest.approx(0.2)
+
+
 def test_costs_come_back_from_json_as_they_were():
     draft = fit([{"draft": 1}], [2.0])
     costs = fitted(verified(), loop(), [])
