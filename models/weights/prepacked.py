@@ -67,12 +67,14 @@ def layouts_float32(processor: str, instructions: str) -> tuple[Layout, ...]:
     Without AVX-512 torch's own kernels are as good while a matrix fits in a core's cache, and
     better for a single token. On Intel's processors, for which MKL, whose they are, is tuned, a
     call by blocks costs as much as a small product itself; but columns cost no more than rows, and
-    MKL multiplies by a few tokens almost as fast as by one. ([512, 192] with 1, 8 and 16 tokens:
-    16, 29, 40 us, by columns 15, 20, 29, by blocks 31, 36, 46; Intel Xeon, family 6, model 167.)
+    more tokens cost less. ([512, 192] with 1, 8 and 16 tokens: 16, 29, 40 us, by columns 15, 20,
+    29, by blocks 31, 36, 46. Of larger ones columns are too far apart: a forward of a target 512
+    wide, of 12 tokens, takes 29 ms, all by columns 25, by blocks 20. Intel Xeon, family 6, model
+    167.)
     """
     if processor.startswith("Intel"):
-        large = BLOCKS._replace(tokens=4, numbers=2**20)
-        return COLUMNS._replace(tokens=4, below=2**20), large
+        large = BLOCKS._replace(products=2_000_000, tokens=4, numbers=300_000)
+        return COLUMNS._replace(tokens=6, below=300_000), large
     small = 2**18 if instructions == "AVX2" else 0
     return (BLOCKS._replace(products=600_000, tokens=2 if small else 1, numbers=small),)
 

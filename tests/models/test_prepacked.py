@@ -201,8 +201,8 @@ def test_a_product_is_packed_where_that_is_worth_it(monkeypatch):
 
 def test_which_layout_it_is_depends_on_the_processor(monkeypatch):
     for name, instructions, shape, tokens, layout in [
-        ("Intel Xeon", "AVX512", (344, 128), 3, None),
-        ("Intel Xeon", "AVX512", (344, 128), 4, COLUMNS),
+        ("Intel Xeon", "AVX512", (344, 128), 5, None),
+        ("Intel Xeon", "AVX512", (344, 128), 6, COLUMNS),
         ("Intel Xeon", "AVX512", (4096, 1024), 3, None),
         ("Intel Xeon", "AVX512", (4096, 1024), 4, BLOCKS),
         ("AMD EPYC", "AVX512", (344, 128), 16, BLOCKS),
