@@ -66,11 +66,11 @@ def layouts_float32(processor: str, instructions: str) -> tuple[Layout, ...]:
 
     Without AVX-512 torch's own kernels are as good while a matrix fits in a core's cache, and
     better for a single token. On Intel's processors, for which MKL, whose they are, is tuned, a
-    call by blocks costs as much as a small product itself; but columns cost no more than rows, and
-    more tokens cost less. ([512, 192] with 1, 8 and 16 tokens: 16, 29, 40 us, by columns 15, 20,
-    29, by blocks 31, 36, 46. Of larger ones columns are too far apart: a forward of a target 512
-    wide, of 12 tokens, takes 29 ms, all by columns 25, by blocks 20. Intel Xeon, family 6, model
-    167.)
+    call by blocks costs as much as a small product itself; but columns cost no more than rows to
+    call, and less for each token after a few. ([512, 192] with 1, 8 and 16 tokens: 16, 29, 40 us,
+    by columns 15, 20, 29, by blocks 31, 36, 46. Large matrices are better in blocks: a forward of
+    12 tokens through a target 512 wide takes 29 ms, by columns 25, by blocks 20. Intel Xeon, family
+    6, model 167.)
     """
     if processor.startswith("Intel"):
         large = BLOCKS._replace(products=2_000_000, tokens=4, numbers=300_000)
@@ -178,8 +178,8 @@ class PrepackedLinear(nn.Linear):
 
 
 def can_prepack(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer with frozen weights on a CPU, kept where it runs, that
-    gain by being packed."""
+    """Whether it is a plain linear layer with frozen weights on a CPU, kept where it runs, and of
+    a size that gains by a packed copy."""
     return (
         type(module) is nn.Linear
         and module.weight.device.type == "cpu"
