@@ -75,8 +75,9 @@ def layouts_float32(processor: str, instructions: str) -> tuple[Layout, ...]:
     if processor.startswith("Intel"):
         large = BLOCKS._replace(products=2_000_000, tokens=4, numbers=300_000)
         return COLUMNS._replace(tokens=6, below=300_000), large
-    small = 2**18 if instructions == "AVX2" else 0
-    return (BLOCKS._replace(products=600_000, tokens=2 if small else 1, numbers=small),)
+    if instructions == "AVX2":
+        return (BLOCKS._replace(products=600_000, tokens=2, numbers=2**18),)
+    return (BLOCKS._replace(products=600_000),)
 
 
 _PROCESSOR = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", "")
