@@ -32,6 +32,9 @@ class Foreseeing:
         assert len(tokens) == len(features)
         self.coming[row] = self.coming[row][len(tokens) :]
 
+    def move(self, row: int, to: int) -> None:
+        self.coming[to] = self.coming.pop(row)
+
     def draft(self, rows: list[int]) -> list[Tree]:
         return [self._tree((self.coming[row] + [0] * 3)[:3]) for row in rows]
 

@@ -122,6 +122,9 @@ class Guesser:
     def start(self, row: int, request: Request) -> None:
         self._said[row] = 0
 
+    def move(self, row: int, to: int) -> None:
+        self._said[to] = self._said.pop(row)
+
     def draft(self, rows: list[int]) -> list[Tree]:
         with Stopwatch() as watch:
             if self.nodes > 1:

@@ -101,6 +101,10 @@ class Rewarded:
         super().start(row, request)
         self.worth.admit(row)
 
+    def move(self, row: int, to: int) -> None:
+        super().move(row, to)
+        self.worth.move(row, to)
+
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         super().observe(row, tokens, features)
         self.worth.earn(row, len(tokens))

@@ -58,6 +58,12 @@ class Reviewer:
         self.cached[row], self.settled[row] = [], 0
         self.packed.start(row, request.source, request.source_padding)
 
+    def move(self, row: int, to: int) -> None:
+        """A row's request goes on in another row, whose own has ended."""
+        self.packed.pool.lengths[row] = len(self.cached[row])  # more than the last read began with
+        self.packed.move(row, to)
+        self.cached[to], self.settled[to] = self.cached[row], self.settled[row]
+
     def read(
         self, rows: list[int], tokens: list[list[int]], committed: list[int], starts: list[int]
     ) -> list[Tensor]:
@@ -169,6 +175,11 @@ class CascadeDrafter:
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         self.memory[row].tokens += tokens
         self.maxgram.observe(row, tokens, features)
+
+    def move(self, row: int, to: int) -> None:
+        self.memory[to] = self.memory[row]
+        for part in (self.maxgram, *self.reviewers):
+            part.move(row, to)
 
     def draft(self, rows: list[int]) -> list[Tree]:
         """Draft a chain for each row; an empty one where a student's context is used up."""

@@ -125,6 +125,10 @@ class HeadDrafter:
         memory.ahead += tokens
         memory.features.append(features)  # not joined: that is done for all rows at once
 
+    def move(self, row: int, to: int) -> None:
+        self.memory[to] = self.memory[row]
+        self.pool.move(row, to)
+
     def draft(self, rows: list[int]) -> list[Tree]:
         """Draft for each row; an empty tree while too few tokens are known."""
         able = [row for row in rows if len(self.memory[row].ahead) >= self.reach]

@@ -76,6 +76,10 @@ class LMDrafter:
             self.pool.keep(row, self._accepted_slots(memory, tokens))
         memory.draft, memory.cached = None, []
 
+    def move(self, row: int, to: int) -> None:
+        self.memory[to] = self.memory[row]
+        self.packed.move(row, to)
+
     def draft(self, rows: list[int]) -> list[Tree]:
         able, self.greedy = [], True
         for row in self.worthwhile(rows):

@@ -63,6 +63,9 @@ class MaxGramDrafter:
     def observe(self, row: int, tokens: list[int], features: Tensor) -> None:
         self.memory[row].extend(tokens)
 
+    def move(self, row: int, to: int) -> None:
+        self.memory[to] = self.memory[row]
+
     def draft(self, rows: list[int]) -> list[Tree]:
         return [self._draft(self.memory[row]) for row in rows]
 

@@ -67,6 +67,9 @@ class MedusaDrafter:
         memory.read += len(features)
         memory.feature = features[-1]
 
+    def move(self, row: int, to: int) -> None:
+        self.memory[to] = self.memory[row]
+
     def draft(self, rows: list[int]) -> list[Tree]:
         """Draft the static tree for each row; an empty one before the first feature."""
         able = [row for row in rows if self.memory[row].feature is not None]

@@ -47,6 +47,10 @@ class MaxGramTail:
         self.drafter.observe(row, tokens, features)
         self.maxgram.observe(row, tokens, features)
 
+    def move(self, row: int, to: int) -> None:
+        self.drafter.move(row, to)
+        self.maxgram.move(row, to)
+
     def draft(self, rows: list[int]) -> list[Tree]:
         trees = self.drafter.draft(rows)
         tokens = download(*(tree.tokens for tree in trees))

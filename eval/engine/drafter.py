@@ -28,6 +28,9 @@ class Drafter(Protocol):
     def start(self, row: int, request: Request) -> None:
         """A request moves into a row."""
 
+    def move(self, row: int, to: int) -> None:
+        """A row's request goes on in another row, whose own has ended."""
+
     def draft(self, rows: list[int]) -> list[Tree]:
         """Draft behind the last committed token of each row."""
 

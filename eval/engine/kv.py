@@ -90,6 +90,17 @@ class KVPool:
         keys, values = self.kv[layer]
         return keys[rows, :, slots], values[rows, :, slots]
 
+    def move(self, row: int, to: int) -> None:
+        """Put what a row holds into another, which forgets its own."""
+        length = self.lengths[row]
+        for each in (self.lengths, self.pads):
+            each[to], each[row] = each[row], 0
+        if self.positions is not None:
+            self.positions[to, :length] = self.positions[row, :length]
+        for tensor in self.tensors:
+            held, place = (tensor.select(2, own).narrow(3, 0, length) for own in (row, to))
+            place.copy_(held)
+
     def keep(self, row: int, path: list[int]) -> None:
         """Commit an accepted path: slots length + path[j] move to length + j, in all layers.
 

@@ -121,6 +121,13 @@ class PackedTarget:
         if self.sources:
             self.sources.start(row, source, padding)
 
+    def move(self, row: int, to: int) -> None:
+        """Go on with a row's request in another row, whose own has ended."""
+        self.pool.move(row, to)
+        for part in (self.sources, self.states):
+            if part:
+                part.move(row, to)
+
     def segment(self, row: int, topology: Topology, known: int = 1) -> Segment:
         """Plan one row's tree (or, on an empty row, its prompt as a chain) behind its cache.
 

@@ -59,6 +59,12 @@ class Sources:
             self._grow(len(source))
         self.pool.lengths[row] = len(source)
 
+    def move(self, row: int, to: int) -> None:
+        """Put a row's source into another, which forgets its own."""
+        self.pool.move(row, to)
+        if row in self._waiting:
+            self._waiting[to] = self._waiting.pop(row)
+
     def _grow(self, count: int) -> None:
         old, self.pool = self.pool, self._make_pool(capacity=-(-count // ROOM) * ROOM)
         self.pool.lengths = old.lengths

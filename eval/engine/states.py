@@ -97,6 +97,13 @@ class States:
             count, first = self.drafted[row]
             self.accepted[row] = [first + node - count for node in path if node >= count]
 
+    def move(self, row: int, to: int) -> None:
+        """Put a row's states into another, which forgets its own."""
+        self.accepted[to], self.accepted[row] = self.accepted[row], []
+        for layer in self.layers:
+            for state in _tensors(layer):
+                state[to].copy_(state[row])
+
     def read(self, place: int, layer: Recurrent, given: Tensor) -> Tensor:
         """What a layer answers to what it is given, [N, H] both."""
         answer, states, device = torch.empty_like(given), self.layers[place], given.device

@@ -42,7 +42,7 @@ class Evidence:
         return False
 
     def wake(self) -> None:
-        """Other texts begin in all rows, of which what was seen says little: no rest is left."""
+        """Another text begins, of which a single one before it says little: no rest is left."""
         self.rest, self.left = LEAST, 0
 
     def add(self, gained: float, drafts: int) -> None:

@@ -13,8 +13,7 @@ the pads of all, too. (Of 24 rows of stories that spares 4% of the time.)
 Where rows that end are not replaced, what does not depend on the rows of a step is paid until the
 slowest ends. A row that is ahead of the others saves its own share of the steps alone, and another
 pass for it has to earn more tokens. (Of 24 rows of stories such passes took 5% of the time, and the
-slowest row ended no sooner.) And of what drafts have brought, that part counts as far as the
-slowest row has got. (Of the same rows drafts looked worth it, and made everything 6% slower.)
+slowest row ended no sooner.)
 
 Whether to draft at all is asked at costs a tenth higher than they were measured: that is how far
 prices are off, and who does not draft loses nothing.
@@ -86,12 +85,11 @@ class Worth:
         self._replaced = False  # whether other requests take the rows of those that end
         self._running: set[int] = set()  # of them, those whose tokens count
         self._made = 0  # drafts of the step
+        self._earned = self._earners = 0  # tokens of this step, and rows that have committed them
         # Tokens of each row's request, those of its first step not counted.
         self._committed = Counter[int]()
         self._first = self._later = 0.0  # milliseconds of this step's passes
         self._profit: float | None = None  # less what this step's draft takes, in tokens
-        self._earned = Counter[int]()  # tokens of this step, by row
-        self._slowest = 0  # tokens of the row that had least before it
         self._steps: dict[tuple[int, int], list[float]] = {}
         self._shares: dict[tuple[int, int], float] = {}
         self._passes: dict[tuple[int, int], float] = {}
@@ -103,18 +101,22 @@ class Worth:
             self._replaced = False
         elif self._begun:
             self._replaced = not before & self._running <= self._begun
-        if self._begun >= self._running:
+        if rows == 1 and self._begun >= self._running:
             self.evidence.wake()
         self._settle()
         self._order, self._begun = [*running], set()
-        self.rows, self._first, self._later, self._profit = rows, 0.0, 0.0, None
-        self._earned, self._slowest = Counter(), min(self._committed[row] for row in running)
+        self.rows, self._first, self._later = rows, 0.0, 0.0
         self.cached = CACHED * max(round(cached / CACHED), 1)
-        prices, block = self._prices(), rows * self.k
+        if not self.evidence.left:
+            self._price()
+
+    def _price(self) -> None:
+        """What the parts of this step's drafts have to bring."""
+        prices, block = self._prices(), self.rows * self.k
         plain = prices[0]
         # Tokens of all rows per millisecond, at the speed-up over plain decoding of late; plain
         # decoding itself can be had at any step.
-        self.rate = max(self.tokens / self.plain, 1.0) * rows / plain
+        self.rate = max(self.tokens / self.plain, 1.0) * self.rows / plain
         self._node = self.rate * (prices[block] - plain) / block  # what one has to bring
         self._keep = (self.behind / self.before) ** (1 / self.k)
 
@@ -123,7 +125,7 @@ class Worth:
         the step's drafting has ended."""
         first = self._pass_ms(self.rows, 0)
         if not self.evidence.allows(MARGIN * self.rate * first / self.rows):
-            self.choose(())
+            self.tokens = self.plain = 1.0
             return []
         self._made, self._first, self._profit = self.rows, first, 0.0
         return self._order
@@ -192,24 +194,24 @@ class Worth:
         self._committed[row] = 0
         self._running.discard(row)
 
+    def move(self, row: int, to: int) -> None:
+        """A row's request goes on in another row, whose own has ended and is not replaced."""
+        self._committed[to] = self._committed[row]
+
     def earn(self, row: int, tokens: int) -> None:
         """A row has committed tokens, the bonus among them; they count if the step was its own."""
         if row not in self._running:
             return
         self._committed[row] += tokens
-        self._earned[row] += tokens
+        self._earned += tokens
+        self._earners += 1
 
     def _settle(self) -> None:
-        """Note what the last step has brought: tokens or, where rows that end are not replaced,
-        these for the rows' share of a step, and the slowest row's progress for the rest."""
-        gained = float(self._earned.total())
-        if self.rows > 1 and not self._replaced and self._earned:
-            share = self._share()
-            ahead = min(self._committed[row] for row in self._earned) - self._slowest
-            gained = share * gained + (1.0 - share) * len(self._earned) * ahead
-        self.tokens += gained
+        """Note what the last step has brought, if drafts were made."""
         if self._profit is not None:
-            self.evidence.add(self._profit + gained - len(self._earned), self._made)
+            self.tokens += self._earned
+            self.evidence.add(self._profit + self._earned - self._earners, self._made)
+        self._earned, self._earners, self._profit = 0, 0, None
 
     def _weights(self, rows: Sequence[int]) -> list[float]:
         """What a token of each of these rows is worth, of one of the slowest's.

@@ -298,17 +298,18 @@ def test_rests_are_short_again_once_drafts_have_been_worth_it_for_long():
     assert [evidence.allows(1.0) for _ in range(LEAST)] == [False] * (LEAST - 1) + [True]
 
 
-def test_another_text_is_drafted_for_whatever_the_ones_before_were_like():
-    worth, rows = Worth(USUAL, 3, 48), range(2)
-    worth.begin(rows, 100)
-    worth.evidence.left, worth.evidence.rest = MOST, MOST
-    worth.admit(0)
-    worth.begin(rows, 100)  # the other row's goes on
-    assert not worth.starts()
-    for row in rows:
-        worth.admit(row)
-    worth.begin(rows, 100)
-    assert worth.starts() == [0, 1]
+def test_another_text_is_drafted_for_whatever_the_one_before_was_like():
+    """A single row's; of many texts in a batch, those before say what the next are like."""
+    for rows in (1, 2):
+        worth = Worth(USUAL, 3, 48)
+        worth.begin(range(rows), 100)
+        worth.evidence.left, worth.evidence.rest = MOST, MOST
+        worth.begin(range(rows), 100)
+        assert not worth.starts()
+        for row in range(rows):
+            worth.admit(row)
+        worth.begin(range(rows), 100)
+        assert worth.starts() == ([0] if rows == 1 else [])
 
 
 def test_drafts_that_gain_more_than_they_cost_are_hardly_ever_rested_from():
@@ -361,32 +362,20 @@ def test_a_pass_for_rows_that_are_ahead_has_to_earn_more_where_nobody_replaces_t
     assert passes([0, 1, 2], 0.9) == {0}  # the last one's row stays empty
 
 
-def test_of_what_a_batch_gains_its_own_share_counts_as_far_as_the_slowest_row_gets():
-    """Where nobody replaces rows that end; in a queue every token counts alike."""
-    costs = CostModel(
-        verify=_ratios({"forward": 1.0, "rows": 0.25}),
-        knots=(1,),
-        loop=_ratios({"step": 0.0}),
-        draft=_ratios({"draft": 0.0}),
-    )
-    for replaced in (False, True):
-        worth = Worth(costs, 1, 48)
-        for row in range(5):  # the fifth ends, and its row is taken again, or not
-            worth.admit(row)
-        worth.begin(range(5), 64)
-        if replaced:
-            worth.admit(4)
-        running = range(5 if replaced else 4)
-        worth.begin(running, 64)
-        assert [*running] == worth.starts()
-        worth.choose([[0.5]] * len(running))
-        for row, tokens in enumerate((2, 4, 5, 3)):
-            worth.earn(row, tokens)
-        before = worth.evidence.gains
-        worth.begin(running, 64)
-        share = 4 * 0.25 / 2.0  # of a step of four rows
-        slowest = share * 10 + (1 - share) * 4 * 1
-        assert worth.evidence.gains - 0.99 * before == pytest.approx(10 if replaced else slowest)
+def test_of_what_a_batch_gains_every_token_counts():
+    """Of the rows that the step was for: one that was admitted since reads its prompt in it."""
+    costs = replace(DEAR, verify=_ratios({"forward": 1.0}), draft=_ratios({"draft": 0.0}))
+    worth = Worth(costs, 1, 48)
+    worth.begin(range(5), 64)
+    assert [*range(5)] == worth.starts()
+    worth.choose([[0.5]] * 5)
+    worth.admit(4)
+    for row, tokens in enumerate((2, 4, 5, 3, 1)):
+        worth.earn(row, tokens)
+    worth.move(4, 3)  # whose request has just ended
+    before = worth.evidence.gains
+    worth.begin(range(4), 64)
+    assert worth.evidence.gains - 0.99 * before == pytest.approx(10)
 
 
 def test_drafts_have_to_beat_plain_decoding_even_after_steps_that_were_slower():

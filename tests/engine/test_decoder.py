@@ -206,6 +206,10 @@ class Listening(Foreseeing):
         self.row[row] = [], []
         self.heard.append(self.row[row])
 
+    def move(self, row, to):
+        super().move(row, to)
+        self.row[to] = self.row.pop(row)
+
     def observe(self, row, tokens, features):
         super().observe(row, tokens, features)
         assert len(tokens) == len(features) > 0
@@ -269,6 +273,31 @@ def test_stop_strings_end_at_the_token_that_completes_them():
         request = Request(ids, 40, stop=("never said", stop))
         (done,) = completions(Decoder(target, drafter, 1, 128), [request])
         assert (done.tokens, done.reason) == (free[:count], "stop")
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [3, 0, 5, 2, 1, 4]])
+def test_rows_that_run_stay_side_by_side_once_nobody_waits(target, order):
+    """However they end, greedy and sampled; until then those that end are replaced."""
+    requests = [
+        Request(prompts()[n], 4 + 5 * order[n % 6], temperature=(0.0, 1.2)[n % 2], seed=n)
+        for n in (0, 1, 2, 3, 4, 5, 2)
+    ]
+    expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
+    for name, drafter in drafters(target, 6):
+        decoder = Decoder(target, drafter, 6, 128)
+        read, forward = [], decoder.packed.forward
+
+        def watch(ids, positions, segments, read=read, forward=forward):
+            read.append([segment.row for segment in segments])
+            return forward(ids, positions, segments)
+
+        decoder.packed.forward = watch
+        done = list(decoder.run(requests))
+        assert not any(completion.fallback for completion in done), name
+        done.sort(key=lambda completion: completion.index)
+        assert [completion.tokens for completion in done] == expected, name
+        assert all(rows == [*range(len(rows))] for rows in read), name
+        assert len({*map(len, read)}) > 3, name
 
 
 def test_nothing_is_padded_and_the_pool_never_moves(target):

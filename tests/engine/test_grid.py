@@ -73,6 +73,7 @@ def test_tokens_are_the_targets_own(target, fixed, name, rows):
     settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
     requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
     expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
+    decoder = Decoder(target, drafter_of(target, name, rows), rows, 128)
     assert decode(decoder, requests, accepts=False) == expected
 
 

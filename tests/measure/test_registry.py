@@ -43,6 +43,9 @@ class Period:
     def start(self, row, request):
         self.texts[row] = list(request.prompt)
 
+    def move(self, row, to):
+        self.texts[to] = self.texts[row]
+
     def observe(self, row, tokens, features):
         self.texts[row] += tokens
 
