@@ -4,7 +4,8 @@ What a draft gains scatters: of ten, the mean of a good drafter may be below wha
 drafting goes on while the mean may be worth it, by as much as so few drafts leave in doubt: an
 upper confidence bound on what is weighed less the older it is (Garivier & Moulines 2008, arXiv
 0805.3415). Then it rests, and what was seen is forgotten: another try begins with nothing known.
-Each rest after a try that was in vain is twice as long as the one before.
+Each rest after a try that was in vain is twice as long as the one before. A single row's next text
+ends it; what drafts gain for many texts at once, they gain for the next as well.
 """
 
 from math import inf, sqrt
