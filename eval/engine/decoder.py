@@ -82,8 +82,8 @@ class Decoder:
                 yield from self._admit(waiting)
                 if not any(self.rows):
                     return
-                self._close_up()
             with _inference_mode(), Stopwatch() as step:
+                self._close_up()
                 inputs, updates = self._draft(), []
                 features, answers = self._verify(inputs)
                 for one, verdict in zip(inputs, answers, strict=True):
@@ -113,6 +113,8 @@ class Decoder:
         It reads a row's cache once, as any step does; where 24 rows end one by one, steps of the
         last 16 take a fifth less for it (two CPU cores).
         """
+        if all(self.rows):
+            return
         for slot, row in enumerate(self.rows):
             last = next(filter(None, reversed(self.rows[slot:])), None)
             if row is None and last:
