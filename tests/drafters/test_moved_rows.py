@@ -1,0 +1,61 @@
+"""What is drafted for a request does not depend on the rows that it goes through.
+
+Tokens would be right whatever a drafter forgot on the way: drafts would not.
+"""
+
+import pytest
+from decoding import PATHS, completions, prompts
+from random_models import random_head, random_target
+from test_cascade import TWO, cascade, maxgram
+from test_lm_drafter import near
+from test_medusa import DEPTH, random_heads
+
+from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.tail import MaxGramTail
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
+
+LENGTHS = (19, 4, 29, 14, 9, 24)  # rows 0, 2 and 5 outlive those between them
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+def falcon(target, rows: int, **options) -> FalconDrafter:
+    head = random_head(target, 2, **options)
+    return FalconDrafter(head, target, StaticTree(PATHS, 2), rows, 128)
+
+
+KINDS = {
+    "lstm": falcon,
+    "coupled": lambda target, rows: falcon(
+        target, rows, fusion="linear", reads="both", coupling="recurrent", layers=2
+    ),
+    "medusa": lambda target, rows: MedusaDrafter(
+        random_heads(target, DEPTH), target, StaticTree(PATHS, DEPTH), rows
+    ),
+    "ssd": lambda target, rows: SSD(near(target), rows, 128, gamma=4),
+    "maxgram": lambda target, rows: maxgram(rows),
+    "tail": lambda target, rows: MaxGramTail(falcon(target, rows), maxgram(rows), 2),
+    "cascade": lambda target, rows: cascade((near(target), near(target, 0.05)), TWO, 2.0, rows),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.1])
+def test_drafts_are_those_of_a_request_by_itself(target, kind, temperature):
+    requests = [
+        Request(prompt, length, temperature, seed=n)
+        for n, (prompt, length) in enumerate(zip(prompts(), LENGTHS, strict=True))
+    ]
+    make = KINDS[kind]
+    decoder = Decoder(target, make(target, 6), 6, 128)
+    together = [one.steps for one in completions(decoder, requests, accepts=False)]
+    for request, steps in zip(requests, together, strict=True):
+        alone = Decoder(target, make(target, 1), 1, 128)
+        assert next(alone.run([request])).steps == steps
