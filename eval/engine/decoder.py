@@ -83,7 +83,7 @@ class Decoder:
                 if not any(self.rows):
                     return
             with _inference_mode(), Stopwatch() as step:
-                self._close_up()
+                self._fill_gaps()
                 inputs, updates = self._draft(), []
                 features, answers = self._verify(inputs)
                 for one, verdict in zip(inputs, answers, strict=True):
@@ -107,20 +107,19 @@ class Decoder:
                 except DataError as error:
                     yield Update(item[0], [], [], Completion(item[0], [], [], "refused", error))
 
-    def _close_up(self) -> None:
+    def _fill_gaps(self) -> None:
         """Move the last rows into those that stay free before them: neighbours attend in one call.
 
         It reads a row's cache once, as any step does; where 24 rows end one by one, steps of the
         last 16 take a fifth less for it (two CPU cores).
         """
-        if all(self.rows):
-            return
-        for slot, row in enumerate(self.rows):
-            last = next(filter(None, reversed(self.rows[slot:])), None)
-            if row is None and last:
+        running = [row for row in self.rows if row]
+        for slot, row in enumerate(self.rows[: len(running)]):
+            if row is None:
+                last = running.pop()
                 self.packed.move(last.slot, slot)
-                with self._fallback.of([last]):
-                    if last.is_drafting:
+                if last.is_drafting:
+                    with self._fallback.of([last]):
                         self.drafter.move(last.slot, slot)
                 self.rows[last.slot], self.rows[slot], last.slot = None, last, slot
 

@@ -125,7 +125,7 @@ class PaddedDecoder(Decoder):
         self.packing = partial(PaddedTarget, pad_kv=pad_kv, pad_inputs=pad_inputs)
         super().__init__(target, drafter, rows, capacity, prefill=rows * capacity)
 
-    def _close_up(self) -> None:
+    def _fill_gaps(self) -> None:
         """A finished row stays where it is, as pads."""
 
     def _verify(self, inputs: list[RowInput]) -> tuple[Tensor, list[Verdict | None]]:

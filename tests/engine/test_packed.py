@@ -70,7 +70,7 @@ def test_rows_attend_apart_where_those_between_them_bring_nothing(target, cuts):
     requests = [Request(prompts()[0], length) for length in lengths]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
     decoder = Decoder(target, PromptLookup(1, 5, len(lengths)), len(lengths), 128)
-    decoder._close_up = lambda: None
+    decoder._fill_gaps = lambda: None
     assert decode(decoder, requests) == expected
     groups = [[[segment.row for segment in group] for group in cut] for cut in cuts]
     assert groups[1] == [[*range(len(lengths))]]  # nothing lies between neighbours
