@@ -185,14 +185,22 @@ def _open_dataset(name: str, path: Path | None, streaming: bool) -> Any:
         if path.suffix == ".arrow":
             return datasets.Dataset.from_file(str(path))
         if path.suffix == ".parquet":
-            return datasets.Dataset.from_parquet(str(path))
+            # Streamed: a copy in the user's home is known by place and time, not by contents.
+            return datasets.Dataset.from_parquet(str(path), streaming=True)
         dataset = datasets.load_from_disk(str(path))
     except Exception as error:
         raise DataError(
             f"data.sources: cannot open {name} ({in_a_line(error)}); give a file, a folder of "
             "Dataset.save_to_disk, or a Hub dataset (owner/name or owner/name:split)"
         ) from error
-    return dataset["train"] if isinstance(dataset, datasets.DatasetDict) else dataset
+    if not isinstance(dataset, datasets.DatasetDict):
+        return dataset
+    if "train" not in dataset:
+        raise DataError(
+            f"data.sources: {name} has no split train, but {', '.join(dataset)}; name the folder "
+            f"of one, e.g. {path / next(iter(dataset), 'train')}"
+        )
+    return dataset["train"]
 
 
 def _is_array(path: Path) -> bool:

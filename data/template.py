@@ -69,7 +69,13 @@ class Template:
                 "loss masks need a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer = tokenizer
-        self._source = tokenizer.get_chat_template()
+        try:
+            self._source = tokenizer.get_chat_template()
+        except ValueError as error:  # several, and none of them the default
+            raise DataError(
+                f"the tokenizer of {tokenizer.name_or_path}: {in_a_line(error)}; "
+                "put the template to use into target.chat_template"
+            ) from error
         self._marks_answers = re.search(r"{%-?\s*generation\b", self._source) is not None
         special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         special |= set(tokenizer.all_special_tokens)
@@ -114,15 +120,19 @@ class Template:
         spans, done = [], 0
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                start = _common(self._render(messages[:number], prompt=True)[0], text)
-                if start < done:
+                asked = self._render(messages[:number], prompt=True)[0]
+                start = _common(asked, text)
+                # All that was asked stands in front: what was found behind it is said again there.
+                if start < done and start < len(asked):
                     raise UnrenderableError(
                         "the template renders a prefix of this chat unlike the whole; "
                         "mark the answers in it with {% generation %}"
                     )
                 whole = text if number + 1 == len(messages) else None
                 prefix = whole or self._render(messages[: number + 1])[0]
-                done = self._end(message["content"].strip(), text, start, _common(prefix, text))
+                common = _common(prefix, text)
+                rest = len(prefix) - common
+                done = self._end(message["content"].strip(), text, start, common, rest)
                 spans.append((start, done))
             else:
                 # An answer that seems to start before its question ends shows a prefix that is
@@ -132,14 +142,21 @@ class Template:
                 done = done if at < 0 else at + len(content)
         return spans
 
-    def _end(self, content: str, text: str, start: int, turn_end: int) -> int:
-        """Return where the answer that starts at `start` ends, its end-of-turn token included."""
+    def _end(self, content: str, text: str, start: int, turn_end: int, rest: int) -> int:
+        """Return where the answer that starts at `start` ends, its end-of-turn token included.
+
+        rest: characters of the prefix that the text does not go on with at `turn_end`.
+        """
         at = text.find(content, start)
         found = at >= 0 and (at < turn_end or not text[start:at].strip())
         body_end = at + len(content) if found else start
         if turn_end > body_end:
             # What a template puts behind the last turn only is no part of this common prefix.
             end_of_turn = self._special.search(text, body_end, turn_end)
+            if end_of_turn or found or not rest:
+                return end_of_turn.end() if end_of_turn else turn_end
+            # Rewritten, as below, to what begins alike by chance: `<think>`, `<tool_call>`.
+            end_of_turn = self._special.search(text, turn_end)
             return end_of_turn.end() if end_of_turn else turn_end
         # The template rewrites older answers (drops their thinking): the prefix is of no use, only
         # what follows the content directly is known to end the turn.

@@ -9,8 +9,6 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-import yaml
-
 from specdraft.models.cards.card import PICTURE, model_card
 from specdraft.models.cards.curve import curve
 from specdraft.models.cards.lines import Card, generate_file, tree_name
@@ -31,7 +29,7 @@ from specdraft.recipes.fitted_tree import FIT, read_fit
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO, TREE, load_tree_paths, tree_block_size
 from specdraft.recipes.terminal import say
-from specdraft.recipes.yaml_file import read_mapping
+from specdraft.recipes.yaml_file import dump_yaml, read_mapping
 
 # All that a drafter's folder gives a push: settings, in which paths become names, and the rest.
 SETTINGS = ("config.json", "generation_config.json")
@@ -93,7 +91,7 @@ def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
     files["custom_generate/generate.py"] = generate_file(recipe, card).encode()
     files["custom_generate/requirements.txt"] = REQUIREMENTS.encode()
     named = with_names(recipe, next(iter(measured(Path(recipe.output.dir), folder)), None))
-    files["recipe.yaml"] = yaml.safe_dump(pushed_recipe(named), sort_keys=False).encode()
+    files["recipe.yaml"] = dump_yaml(pushed_recipe(named)).encode()
     return files
 
 
@@ -165,7 +163,7 @@ def _tree(file: Path) -> bytes:
     """A tree of the user's own: what is read of its file, and nothing else in it."""
     paths, fit = load_tree_paths(str(file)), read_mapping(file).get("fit")
     tree = {"block_size": tree_block_size(str(file)), "paths": list(map(list, paths)), "fit": fit}
-    return yaml.safe_dump({key: part for key, part in tree.items() if part}).encode()
+    return dump_yaml({key: part for key, part in tree.items() if part}).encode()
 
 
 def manifest(files: Mapping[str, Path | bytes], recipe: Recipe, card: Card) -> str:

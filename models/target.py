@@ -36,6 +36,7 @@ from specdraft.models.target_files import (
     auto_class,
     end_ids,
     folder_here,
+    hash_config,
     hash_weights,
     identity_of,
     load_causal_lm,
@@ -195,7 +196,9 @@ class Target:
             model = auto_class(config).from_config(config, dtype=dtype)
         target = cls(model, None, name, prepacked=prepacked)
         sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        target._identity = {"name": name, "revision": None, "weights": f"random {name}"} | sizes
+        own = hash_config(config.to_dict(), sorted(target.eos_ids))
+        weights = {"weights": f"random {name}", "config": own}
+        target._identity = {"name": name, "revision": None, **weights, **sizes}
         return target
 
     def _use_template(self, section: TargetSection) -> None:
@@ -329,6 +332,7 @@ class Target:
                 "name": self.name,
                 "revision": None,
                 "weights": hash_weights(self.model),
+                "config": hash_config(self.model.config.to_dict(), sorted(self.eos_ids)),
                 "hidden_size": self.hidden_size,
                 "vocab_size": self.vocab_size,
             }

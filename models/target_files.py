@@ -39,6 +39,15 @@ _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_
 # Where families write the size of what lm_head consumes; OPT-350m's differs from its hidden size.
 _FEATURE_SIZES = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+# Of config.json, what changes nothing that is computed.
+_NAMES = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
 
 
 def bundled_target_dir() -> Path:
@@ -105,9 +114,12 @@ def identity_of(name: str, revision: str | None, folder: Path) -> dict[str, str 
 
     `weights` is a sha256 over the size of each weight file, its first bytes (for safetensors the
     table of tensors) and 64 evenly spread pages: any two checkpoints of a training run differ, and
-    140 GB need not be read.
+    140 GB need not be read. `config` is one of what else decides the tokens: other positions
+    (rope), another end of an answer.
     """
     config = json.loads((folder / "config.json").read_text())
+    generation = folder / "generation_config.json"
+    spoken = json.loads(generation.read_text()) if generation.is_file() else config
     digest = hashlib.sha256()
     for path in _weight_files(folder):
         size = path.stat().st_size
@@ -120,9 +132,17 @@ def identity_of(name: str, revision: str | None, folder: Path) -> dict[str, str 
         "name": name,
         "revision": revision,
         "weights": digest.hexdigest(),
+        "config": hash_config(config, spoken.get("eos_token_id")),
         "hidden_size": next((config[key] for key in _FEATURE_SIZES if config.get(key)), None),
         "vocab_size": config.get("vocab_size"),
     }
+
+
+def hash_config(config: dict, eos_ids: int | list[int] | None) -> str:
+    """Return a sha256 over the settings of a config.json and the ids that end an answer."""
+    settings = {key: value for key, value in config.items() if key not in _NAMES}
+    canonical = json.dumps([settings, eos_ids], sort_keys=True, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def hash_weights(model: nn.Module) -> str:

@@ -28,7 +28,7 @@ from specdraft.recipes.fields import (
 )
 from specdraft.recipes.find import find_recipe
 from specdraft.recipes.schema import Recipe, conflicts
-from specdraft.recipes.yaml_file import explain, read_mapping, read_value
+from specdraft.recipes.yaml_file import dump_yaml, explain, read_mapping, read_value
 
 # What is wrong with a recipe beyond its sections, one line each, by the sections that are sound.
 Check = Callable[[Mapping[str, Section]], list[str]]
@@ -89,7 +89,7 @@ def dump(recipe: Recipe, path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
-        yaml.safe_dump(recipe.to_dict(), file, sort_keys=False, allow_unicode=True, width=100)
+        dump_yaml(recipe.to_dict(), file, allow_unicode=True, width=100)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -121,6 +121,8 @@ def _override(tree: dict, override: str) -> None:
     if override.endswith(".yaml") and "=" not in override:
         for section, values in read_mapping(Path(override)).items():
             there = tree.get(section) or {}
+            if values is None:  # a section with nothing in it says nothing
+                continue
             both = isinstance(values, dict) and isinstance(there, dict)
             tree[section] = {**there, **values} if both else values
         return

@@ -6,6 +6,7 @@ problem of the section is in one `InvalidRecipeError`, each with key, value and 
 """
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
@@ -49,6 +50,12 @@ class Recipe:
             raise InvalidRecipeError(problems)
         if self.output.dir is None:
             object.__setattr__(self, "output", OutputSection(dir=f"runs/{self.name}"))
+        # As sources and targets may, what is written to may begin with `~`.
+        for section, key in (("output", "dir"), ("data", "cache_dir"), ("data", "drafter_run")):
+            part = getattr(self, section)
+            if path := getattr(part, key):
+                told = dataclasses.replace(part, **{key: os.path.expanduser(path)})
+                object.__setattr__(self, section, told)
 
     @property
     def kind(self) -> str:

@@ -6,7 +6,7 @@ billion values, and raises what Python raises for a number or a date that is non
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -17,6 +17,8 @@ LONGEST_EXPANDED = 2**18  # characters with every anchor written out where it is
 LONGEST_SCALAR = 2**11  # characters of one value
 DEEPEST = 16  # lists and mappings in one another
 POWER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+# 0100, which YAML 1.1 makes 64, and 1:40, 100: of base 8 and 60. Nobody who writes them means that.
+OLD_BASES = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)$")
 SIGNS = frozenset("-+0123456789")  # that a number begins with
 
 
@@ -67,13 +69,28 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind = node.tag.rpartition(":")[2]
+        if kind in ("int", "float") and OLD_BASES.match(node.value):
+            raise _problem(
+                node, f"{node.value:.60} is no decimal number; put it in quotes to make it text"
+            )
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError):  # 2020-13-45, !!bool maybe
-            kind = node.tag.rpartition(":")[2]
             raise _problem(
                 node, f"{node.value!s:.60} is no {kind}; put it in quotes to make it text"
             ) from None
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's, which quotes a text that `_Loader` would read as a number: the commit 12e4567."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def dump_yaml(value: Any, file: TextIO | None = None, **options: Any) -> str | None:
+    """Write a value as YAML that is read back, here, as it was."""
+    return yaml.dump(value, file, _Dumper, sort_keys=False, **options)
 
 
 def _problem(place: yaml.Event | yaml.Node, what: str) -> yaml.MarkedYAMLError:

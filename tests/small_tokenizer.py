@@ -39,6 +39,17 @@ THINKING = """\
 {% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}\
 {{ m['content'] + '<|im_end|>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+# Qwen3's way: of older answers what was thought is left out.
+THOUGHTS_DROPPED = """\
+{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}\
+{{ m['content'] if loop.last else m['content'].split('</think>')[-1].lstrip('\n') }}\
+{{ '<|im_end|>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+# Llama 3.1's way: what a tool says is written as JSON.
+TOOLS_AS_JSON = """\
+{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}\
+{{ (m['content'] | tojson if m['role'] == 'tool' else m['content']) + '<|im_end|>' + '\n' }}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 # Mistral's way: the system prompt moves into the last question, so no prefix is a prefix.
 SYSTEM_LAST = """\
 {% set ns = namespace(system='') %}\

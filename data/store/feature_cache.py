@@ -197,6 +197,7 @@ def feature_settings(recipe: Recipe, tokens: TokenCache, target: Target) -> dict
     return {
         "version": VERSION,
         "weights": target.identity()["weights"],
+        "config": target.identity()["config"],
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "tokenizer": tokens.meta["settings"]["tokenizer"],
         "template": tokens.meta["settings"]["template"],

@@ -55,7 +55,7 @@ class TokenCache:
 
     def __init__(self, directory: Path, dataset: datasets.Dataset, meta: dict[str, Any]):
         self.directory, self.dataset, self.meta = directory, dataset, meta
-        self.key: str = meta["key"]  # the hash that names this cache
+        self.key: str = meta["key"]  # a hash of what decides the rows
         self.lengths: list[int] = meta["lengths"]  # tokens of every row
         self.has_sources = "source_ids" in dataset.column_names  # of an encoder-decoder
         columns = ["input_ids", "loss_mask", *(["source_ids"] if self.has_sources else [])]
@@ -196,7 +196,7 @@ def token_settings(
         settings |= {name: getattr(data, name) for name in names}
         if identity is None:
             raise ValueError("data.answers=target: pass identity=target.identity()")
-        settings["target"] = identity["weights"]
+        settings |= {"target": identity["weights"], "config": identity["config"]}
         settings["target_dtype"] = recipe.target.dtype
         if data.server is not None:  # who else than our decoder; where it listens is no matter
             settings["server_model"] = data.server_model
@@ -256,12 +256,15 @@ def _build(
         lengths = _write_arrow(rows, partial, bool(renderer.start))
         rejects = corpus.rejects + renderer.rejects
         _check_mask(counts, renderer.rejects, f"the tokenizer {tokenizer.name_or_path}")
+        files = [atomic.describe(path) for path in sorted(partial.glob("*.arrow"))]
+        # Answers that are asked for again, of a server say, may be others.
+        answers = {"rows": [file["sha256"] for file in files]} if rewrite else {}
         meta = {
-            "key": fingerprint.of_settings(settings),
+            "key": fingerprint.of_settings(settings | answers),
             "settings": settings,
             "stats": _stats(counts, rejects, len(conversations), started),
             "lengths": lengths,
-            "files": [atomic.describe(path) for path in sorted(partial.glob("*.arrow"))],
+            "files": files,
         }
         _finish(partial, directory, meta, rejects)
     ranks.wait()
@@ -358,7 +361,9 @@ def _stats(
 def _finish(partial: Path, directory: Path, meta: dict[str, Any], rejects: list[Reject]) -> None:
     """Write the books, then rename the folder: from then on it is atomic."""
     lines = (json.dumps(dataclasses.asdict(reject), ensure_ascii=False) for reject in rejects)
-    (partial / REJECTS).write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    text = "".join(f"{line}\n" for line in lines)
+    # Half a surrogate pair, as a broken row may hold, is left as JSON writes it.
+    (partial / REJECTS).write_text(text, "utf-8", "backslashreplace")
     write_sealed(partial / "meta.json", meta)
     atomic.sync_tree(partial)
     partial.rename(directory)

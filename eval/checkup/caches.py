@@ -30,7 +30,7 @@ from specdraft.recipes.schema import Recipe
 
 REBUILD = "rebuild both caches: accelerate launch data/cache.py RECIPE, and train again"
 # What may differ between a cache and a recipe for the doctor to say that it is the recipe's.
-IDENTITY = {"tokenizer", "template", "target", "weights", "layers"}
+IDENTITY = {"tokenizer", "template", "target", "weights", "config", "layers"}
 SHARDS, OWNER = "shards", "target of the features"
 FEATURE_LINES = (SHARDS, OWNER, "features", "scale", "shift")
 MASK_ROWS = 1000  # looked at, spread over the cache

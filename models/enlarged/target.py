@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from specdraft.models.enlarged.places import Growth, Layer, Sizes, fill, in_blocks, repeat_row
 from specdraft.models.shapes import TargetShape, llama_config
 from specdraft.models.target import Target
+from specdraft.models.target_files import hash_config
 from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import RecipeError
 
@@ -52,7 +53,8 @@ def enlarged_target(
     sizes = {"hidden_size": large.hidden_size, "vocab_size": large.vocab_size}
     weights = f"{target.identity()['weights']} in {astuple(shape)}"
     large.is_enlarged = True
-    large._identity = {"name": name, "revision": None, "weights": weights} | sizes
+    own = hash_config(config.to_dict(), sorted(large.eos_ids))
+    large._identity = {"name": name, "revision": None, "weights": weights, "config": own} | sizes
     return large
 
 

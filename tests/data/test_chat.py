@@ -247,6 +247,26 @@ def test_an_answer_that_repeats_the_question_or_holds_an_end_of_turn_is_found():
     assert supervised(st.CHATML, chat) == ["a<|im_end|>", "write <|im_end|> at the end<|im_end|>"]
 
 
+def test_an_answer_that_repeats_what_a_tool_said_is_found():
+    chat = [
+        {"role": "user", "content": "read it"},
+        {"role": "assistant", "content": "call"},
+        {"role": "tool", "content": "one\n"},
+        {"role": "assistant", "content": "it says: one\n!"},
+    ]
+    # Llama 3.1's writes a tool's text as JSON: it is not found where it stands.
+    assert supervised(st.TOOLS_AS_JSON, chat) == ["call<|im_end|>", "it says: one\n!<|im_end|>"]
+
+
+@pytest.mark.parametrize("begins", ["Hello", "<tool_call>"])
+def test_an_older_answer_whose_thinking_is_dropped_is_marked_whole(begins):
+    asks = [{"role": "user", "content": text} for text in ("how", "and")]
+    thought = {"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{begins} there"}
+    last = {"role": "assistant", "content": "ok"}
+    found = supervised(st.THOUGHTS_DROPPED, [asks[0], thought, asks[1], last])
+    assert found[0] == f"{begins} there<|im_end|>"
+
+
 def test_the_prompt_is_what_stands_before_the_answer():
     template = Template(st.small_tokenizer(st.VICUNA))
     ids, mask = template.render(CHAT)
@@ -275,6 +295,10 @@ def test_a_role_that_the_template_refuses_is_reported():
 def test_no_template_is_an_error_that_says_how_to_give_one():
     with pytest.raises(DataError, match=r"no chat template; put a chat_template.jinja"):
         Template(st.small_tokenizer(None))
+    tokenizer = st.small_tokenizer()
+    tokenizer.chat_template = {"rag": st.CHATML, "tool_use": st.CHATML}
+    with pytest.raises(DataError, match=r"put the template to use into target\.chat_template"):
+        Template(tokenizer)
 
 
 def test_the_preview_shows_the_whole_text_with_the_answers_marked():

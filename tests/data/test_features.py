@@ -23,6 +23,7 @@ from specdraft.data.store.feature_cache import FeatureCache, build_features
 from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import build_tokens
 from specdraft.models.target import Target
+from specdraft.models.target_files import bundled_target_dir, identity_of
 from specdraft.recipes.errors import CacheError, DataError
 
 HIDDEN = 16
@@ -250,6 +251,24 @@ def test_another_target_is_another_cache_and_a_mix_up_names_both(made, tmp_path)
     both += first.manifest["target"]["weights"][:12]
     with pytest.raises(CacheError, match=both):
         build(made)
+
+
+def test_a_target_that_computes_otherwise_with_the_same_weights_is_another(made, tmp_path):
+    folder = shutil.copytree(bundled_target_dir(), tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+
+    def written(file: str, **changes) -> str:
+        told = json.loads((folder / file).read_text()) | changes
+        (folder / file).write_text(json.dumps(told))
+        return identity_of("target", None, folder)["config"]
+
+    first = written("config.json", transformers_version="5.0")  # another file, the same model
+    assert first == identity_of("tiny", None, bundled_target_dir())["config"]
+    rope = config["rope_parameters"] | {"rope_theta": 12345.0}
+    others = {written("config.json", rope_parameters=rope)}
+    others.add(written("generation_config.json", eos_token_id=[3, 4]))
+    assert len(others - {first}) == 2
+    assert build(made).manifest["settings"]["config"] == made[2].identity()["config"]
 
 
 def test_a_full_disk_is_told_before_anything_runs(made, monkeypatch):

@@ -1,5 +1,6 @@
 """The target rewrites the answers, level by level, and never twice."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from specdraft.data.regenerate import Answer, Ask
 from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.recipes.errors import DataError
 
-IDENTITY = {"name": "parrot", "weights": "0" * 64}
+IDENTITY = {"name": "parrot", "weights": "0" * 64, "config": "0" * 64}
 
 
 class Parrot:
@@ -154,8 +155,20 @@ def test_ranks_share_the_answers(tmp_path):
 def test_another_target_makes_another_cache(tmp_path):
     settings, parrot = rewriting(tmp_path), Parrot(st.small_tokenizer())
     first = build(settings, parrot)
-    other = build_tokens(settings, parrot.tokenizer, parrot, {**IDENTITY, "weights": "1" * 64})
-    assert first.directory != other.directory
+    for key in ("weights", "config"):
+        other = build_tokens(settings, parrot.tokenizer, parrot, {**IDENTITY, key: "1" * 64})
+        assert first.directory != other.directory
+
+
+def test_other_answers_to_the_same_are_other_rows_to_what_is_made_of_them(tmp_path):
+    settings, tokenizer = rewriting(tmp_path), st.small_tokenizer()
+    first = build(settings, Parrot(tokenizer))
+    shutil.rmtree(first.directory)
+    again = build(settings, Parrot(tokenizer))
+    shutil.rmtree(first.directory)
+    other = build(settings, Parrot(tokenizer, end=" Indeed.<|im_end|>"))
+    assert first.directory == again.directory == other.directory
+    assert first.key == again.key != other.key
 
 
 def test_without_a_target_at_hand_it_says_what_to_run(tmp_path):

@@ -354,7 +354,8 @@ def rewrite(cache: FeatureCache, **changes) -> None:
 
 def test_a_cache_of_before_opens_and_one_that_was_not_finished_goes_on(make):
     settings, tokens, target = made = make(feature_dtype="bfloat16")
-    names = {"version", "weights", "target_dtype", "tokenizer", "template", "tokens", "dtype"}
+    names = {"version", "weights", "config", "target_dtype", "tokenizer", "template", "tokens"}
+    names.add("dtype")
     assert feature_settings(settings, tokens, target).keys() == names  # or it has another name
     cache = build(made)
     rewrite(cache)

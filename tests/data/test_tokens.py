@@ -1,6 +1,7 @@
 """The token cache holds what may be learnt, names itself by its inputs, and is whole or absent."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -159,6 +160,33 @@ def test_rejected_lines_are_counted_and_listed(tmp_path, broken):
     assert (cache.stats["rows"], cache.stats["rejected"]) == (120, 1)
     (reject,) = map(json.loads, (cache.directory / "rejects.jsonl").read_text().splitlines())
     assert (reject["line"], Path(reject["file"]).name) == (8, "a.jsonl")
+
+
+def test_half_a_character_in_the_name_of_a_key_loses_no_cache(tmp_path):
+    rows = [*chats(120), '{"\\ud83d": 1}']
+    cache = build_tokens(recipe(tmp_path, write(tmp_path / "a.jsonl", rows)), st.small_tokenizer())
+    (reject,) = map(json.loads, (cache.directory / "rejects.jsonl").read_text().splitlines())
+    assert "\ud83d" in reject["reason"]
+
+
+def test_a_parquet_file_is_known_by_its_contents_not_its_time(tmp_path):
+    path, found = tmp_path / "a.parquet", []
+    for first in (0, 5):
+        datasets.Dataset.from_list(chats(4, first)).to_parquet(str(path))
+        os.utime(path, (0, 0))
+        cache = build_tokens(recipe(tmp_path, str(path)), st.small_tokenizer())
+        found.append(st.small_tokenizer().decode(cache[0]["input_ids"]))
+    assert "number 0?" in found[0]
+    assert "number 5?" in found[1]
+
+
+def test_saved_splits_without_train_are_named(tmp_path):
+    rows = datasets.Dataset.from_list(chats(4))
+    datasets.DatasetDict({"train_sft": rows}).save_to_disk(str(tmp_path / "chats"))
+    with pytest.raises(DataError, match=r"no split train, but train_sft; .*chats/train_sft"):
+        build_tokens(recipe(tmp_path, str(tmp_path / "chats")), st.small_tokenizer())
+    settings = recipe(tmp_path, str(tmp_path / "chats" / "train_sft"))
+    assert len(build_tokens(settings, st.small_tokenizer())) == 4
 
 
 def test_of_a_text_all_but_the_prompt_is_supervised(tmp_path):

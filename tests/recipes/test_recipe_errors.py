@@ -337,6 +337,28 @@ def test_numbers_are_written_as_people_write_them():
     for text in ("3e-3", "3E-3", "3.0e-3", "3.e-3", "+3e-3", "0.003"):
         assert load_recipe("tiny", [f"optim.lr={text}"]).optim.lr == 0.003
     assert load_recipe("tiny", ["loss.depth_decay=1e0"]).loss.depth_decay == 1.0
+    for text in ("0100", "1:40", "-017"):  # YAML makes them 64, 100 and -15
+        with pytest.raises(RecipeError, match=rf"{text} is no decimal number; put it in quotes"):
+            load_recipe("tiny", [f"train.steps={text}"])
+
+
+@pytest.mark.parametrize("revision", ["12e4567", "0123456", "1:40", "null", "2020-01-01"])
+def test_text_that_looks_like_a_number_survives_a_round_trip(tmp_path: Path, revision: str):
+    recipe = load_recipe("tiny", [f'target.revision="{revision}"'])
+    dump(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(str(tmp_path / "recipe.yaml")).target.revision == revision
+
+
+def test_a_part_of_a_recipe_with_an_empty_section_leaves_it_alone(tmp_path: Path):
+    (tmp_path / "part.yaml").write_text("eval:\n  # limit: 4\n")
+    assert load_recipe("tiny", [str(tmp_path / "part.yaml")]).eval == load_recipe("tiny").eval
+
+
+def test_what_is_written_to_may_begin_at_home(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = load_recipe("tiny", ["output.dir=~/run", "data.cache_dir=~/cache"])
+    assert recipe.output.dir == str(tmp_path / "run")
+    assert recipe.data.cache_dir == str(tmp_path / "cache")
 
 
 def test_broken_yaml_is_told_with_its_line(tmp_path: Path):
