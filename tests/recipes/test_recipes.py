@@ -95,7 +95,7 @@ def test_accelerate_accepts_its_configs(path: Path):
         assert config.mixed_precision is None
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_deepspeed_config_leaves_batch_precision_and_clipping_to_the_recipe(stage: int):
     config = json.loads((RECIPES / f"deepspeed/zero{stage}.json").read_text())
     assert config["zero_optimization"]["stage"] == stage
