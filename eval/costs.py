@@ -21,7 +21,7 @@ import torch
 
 from specdraft.data.lock import output_lock
 from specdraft.eval.costing.drafts import trained_drafter
-from specdraft.eval.costing.grid import CACHED, NODES, ROWS, Grid, of_options
+from specdraft.eval.costing.grid import CACHED, NODES, ROWS, Grid
 from specdraft.eval.costing.ledger import Ledger
 from specdraft.eval.costing.measuring import measure_costs
 from specdraft.eval.costing.plot import can_plot, write_plot
@@ -72,11 +72,11 @@ def main() -> None:
 
 def grid_of(options: argparse.Namespace) -> Grid:
     """What the options ask for. Raises RecipeError for what are no numbers."""
-    numbers = [
+    numbers = (
         whole_numbers(f"--{name}", getattr(options, name), least=1, most=most)
         for name, most in (("nodes", 4096), ("rows", 1000), ("cached", 10**6))
-    ]
-    return of_options(*numbers, options.repeats)
+    )
+    return Grid(*(tuple(sorted(set(part))) for part in numbers), repeats=options.repeats)
 
 
 def check_writable(out: Path) -> None:

@@ -102,11 +102,3 @@ def apart(mean: int, rows: int) -> list[int]:
     if rows == 1:
         return [mean]
     return [mean // 2 + number * mean // (rows - 1) for number in range(rows)]
-
-
-def of_options(nodes: list[int], rows: list[int], cached: list[int], repeats: int) -> Grid:
-    """A grid as a user gave it, in whatever order. Raises RecipeError for no repeats."""
-    if repeats < 1:
-        raise RecipeError(f"--repeats {repeats}: measure everything at least once")
-    parts = (tuple(sorted(set(numbers))) for numbers in (nodes, rows, cached))
-    return Grid(*parts, repeats=repeats)
