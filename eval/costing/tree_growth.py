@@ -10,7 +10,6 @@ Shapes: T tokens of a text, D depths, W ranks, R passes, K block size, V vocabul
 
 import heapq
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -111,11 +110,6 @@ def shares_of(traces: Sequence[Tensor], texts: Texts, width: int | None = None) 
     ranks = torch.cat([trace[text.start :] for trace, text in zip(traces, texts, strict=True)])
     found = torch.stack([(ranks == rank).sum(0) for rank in range(min(width or WIDTH, WIDTH))], 1)
     return found / (ranks != UNKNOWN).sum(0).clamp(min=1)[:, None]
-
-
-def probability(shares: Tensor, path: tuple[int, ...]) -> float:
-    """Probability that a path of ranks is accepted to its end."""
-    return prod(float(shares[depth, rank]) for depth, rank in enumerate(path))
 
 
 def best_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ from random_models import random_target
 from rich.console import Console
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.costing.tree_growth import best_paths, probability
+from specdraft.eval.costing.tree_growth import best_paths
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
@@ -390,9 +390,13 @@ def test_batches_of_rows_change_no_output(tiny, report):
 def test_the_grown_tree_is_the_best_by_brute_force():
     shares = torch.tensor([[0.6, 0.2, 0.1], [0.5, 0.3, 0.05], [0.4, 0.1, 0.1]])
     everything = [p for depth in (1, 2, 3) for p in itertools.product(range(3), repeat=depth)]
-    by_value = sorted(everything, key=lambda path: -probability(shares, path))
+
+    def probability(path):
+        return float(shares[range(len(path)), path].prod())
+
+    by_value = sorted(everything, key=probability, reverse=True)
     for nodes in (1, 4, 9, 15):
         grown = best_paths(shares, nodes)
         assert all(path[:-1] in [(), *grown] for path in grown)
-        total = sum(probability(shares, path) for path in grown)
-        assert total == pytest.approx(sum(probability(shares, p) for p in by_value[:nodes]))
+        total = sum(map(probability, grown))
+        assert total == pytest.approx(sum(map(probability, by_value[:nodes])))
