@@ -16,21 +16,14 @@ ACCEPTED, BONUS, PLAIN = "accepted", "bonus", "plain"
 STYLES = {ACCEPTED: "bold green", BONUS: "", PLAIN: ""}
 
 
-def pieces(
-    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], steps: Sequence[Step]
-) -> list[tuple[str, str]]:
-    """Cut an answer into runs of (text, kind), in order; the kinds are those of `kinds`."""
-    return Pieces(tokenizer).add(tokens, steps)
-
-
 class Pieces:
-    """An answer that grows by such runs: its tokens and its text so far."""
+    """An answer that grows by runs of (text, kind): its tokens and its text so far."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer, self.tokens, self.text = tokenizer, [], ""
 
     def add(self, tokens: Sequence[int], steps: Sequence[Step]) -> list[tuple[str, str]]:
-        """Append the tokens of some steps; return their runs."""
+        """Append the tokens of some steps; return their runs, whose kinds are those of `kinds`."""
         runs, done = [], len(self.tokens)
         self.tokens += tokens
         for kind, run in groupby(kind for step in steps for kind in kinds(step)):
@@ -90,7 +83,7 @@ def sample(
         "prompt": question,
         "tokens": len(completion.tokens),
         "steps": len(completion.steps),
-        "pieces": pieces(tokenizer, completion.tokens, completion.steps),
+        "pieces": Pieces(tokenizer).add(completion.tokens, completion.steps),
         "replay": replay(tokenizer, completion.tokens, completion.steps),
     }
 

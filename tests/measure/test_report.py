@@ -32,7 +32,7 @@ from specdraft.eval.measure.metrics import (
 )
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.report import evaluate, write_report
-from specdraft.eval.measure.show import ACCEPTED, kinds, pieces, replay
+from specdraft.eval.measure.show import ACCEPTED, Pieces, kinds, replay
 from specdraft.eval.measure.table import identical_outputs, print_report
 from specdraft.eval.methods.registry import METHODS
 from specdraft.eval.methods.trained import Trained
@@ -206,7 +206,7 @@ def test_pieces_put_together_are_the_answer(tiny):
     tokens = tiny.tokenizer("Once there was a café, and it was blue.")["input_ids"]
     rest = len(tokens) - 4
     steps = [Step(1, 0, 0, 0), Step(3, 5, 3, 2), Step(rest, rest, rest, rest - 1)]
-    runs = pieces(tiny.tokenizer, tokens, steps)
+    runs = Pieces(tiny.tokenizer).add(tokens, steps)
     assert "".join(text for text, _ in runs) == tiny.tokenizer.decode(tokens)
     assert [kind == ACCEPTED for _, kind in runs].count(True) == 2
 
