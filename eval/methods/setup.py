@@ -113,14 +113,9 @@ def make_medusa(setup: Setup, tree: bool = False) -> MedusaDrafter:
     depth = min(setup.recipe.eval.chain_depth, setup.trained.medusa.config.heads)
     plan = StaticTree.chain(depth, depth)
     if tree:
-        paths = tree_paths(setup)
+        paths = load_tree_paths(tree_file(setup.recipe, setup.trained))
         plan = StaticTree(paths, max(map(len, paths)))
     return MedusaDrafter(setup.trained.medusa, setup.target, plan, setup.rows)
-
-
-def tree_paths(setup: Setup) -> list[tuple[int, ...]]:
-    """The nodes of the static tree that a head drafts."""
-    return load_tree_paths(tree_file(setup.recipe, setup.trained))
 
 
 def tree_file(recipe: Recipe, trained: Trained) -> str | None:
