@@ -165,9 +165,10 @@ def own_shape(section: StudentSection, target: TargetShape) -> TargetShape:
 
 
 def llama_config(
-    shape: TargetShape, context: int, **special: int | list[int] | None
+    shape: TargetShape, context: int, like: PretrainedConfig | None = None
 ) -> LlamaConfig:
-    """Return the config of a Llama of a shape; special: its special tokens' ids."""
+    """Return the config of a Llama of a shape; like: whose special tokens are its own, too."""
+    special = ("bos_token_id", "eos_token_id", "pad_token_id") if like else ()
     return LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -179,7 +180,7 @@ def llama_config(
         rms_norm_eps=shape.norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=shape.tied,
-        **special,
+        **{name: getattr(like, name) for name in special},
     )
 
 

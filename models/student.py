@@ -150,9 +150,7 @@ def make_student(section: StudentSection, target: Target, seed: int = 0) -> Stud
 def own_config(section: StudentSection, target: Target) -> LlamaConfig:
     """Return the config of a Llama of the section's sizes; what it leaves open is the target's."""
     shape = own_shape(section, TargetShape.of(target.config))
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    ids = {name: getattr(target.config, name) for name in special}
-    return llama_config(shape, target.context or 2048, **ids)
+    return llama_config(shape, target.context or 2048, target.config)
 
 
 def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedModel:

@@ -24,8 +24,6 @@ from specdraft.models.target_files import hash_config
 from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import RecipeError
 
-_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-
 ENLARGED = " at the size of "  # between the names of a target and of a shape
 
 
@@ -85,8 +83,7 @@ def enlarged_config(target: Target, shape: TargetShape, name: str) -> LlamaConfi
         norm_eps=config.rms_norm_eps * growth.of_norms**2,
         tied=shape.tied and config.tie_word_embeddings,
     )
-    ids = {key: getattr(config, key) for key in _SPECIAL}
-    return llama_config(own, target.context or 2048, **ids)
+    return llama_config(own, target.context or 2048, config)
 
 
 def small_sizes(config: PretrainedConfig) -> Sizes:
