@@ -215,13 +215,9 @@ SETS = {
 }
 
 
-def is_prompt_set(name: str) -> bool:
-    """Whether `eval.prompts` names a published set, with or without a file."""
-    return set_of(name) is not None
-
-
 def set_of(name: str) -> PromptSet | None:
-    """Return the published set that `eval.prompts` names; None for prompts of one's own."""
+    """Return the published set that `eval.prompts` names, with or without a file; None for prompts
+    of one's own."""
     return SETS.get(name.partition(":")[0])
 
 

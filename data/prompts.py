@@ -25,7 +25,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specdraft.data.chat import BrokenRowError, Conversation, read_turns, split_holdout
-from specdraft.data.prompt_sets import SETS, is_prompt_set, read_questions
+from specdraft.data.prompt_sets import SETS, read_questions, set_of
 from specdraft.data.sources import Source, bundled_file
 from specdraft.data.template import Messages, Renderer, UnrenderableError, renderer_of
 from specdraft.models.target_files import bundled_target_dir, load_tokenizer
@@ -122,7 +122,7 @@ def _all_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Pro
     if name == HOLDOUT:
         rows = _of_conversations(split_holdout(recipe.data)[1])
     else:
-        rows = _of_set(name) if is_prompt_set(name) else _of_file(name)
+        rows = _of_set(name) if set_of(name) else _of_file(name)
     prompts = []
     for place, identifier, category, messages, text, later in rows:
         try:
