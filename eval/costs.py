@@ -15,6 +15,7 @@ or the path of any config.json. It goes to output.dir/costs_SHAPE.json.
 from specdraft.recipes.entry import entry
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from specdraft.eval.costing.drafts import trained_drafter
 from specdraft.eval.costing.grid import CACHED, NODES, ROWS, Grid
 from specdraft.eval.costing.ledger import Ledger
 from specdraft.eval.costing.measuring import measure_costs
-from specdraft.eval.costing.plot import can_plot, write_plot
+from specdraft.eval.costing.plot import write_plot
 from specdraft.eval.costing.shapes import Shape, build, find_shape, sketch
 from specdraft.eval.costing.show import print_costs, summary
 from specdraft.eval.measure.environment import cpu_threads
@@ -121,7 +122,7 @@ def show(ledger: Ledger, title: str) -> None:
     for line in summary(costs):
         console.print(line)
     drawn = ledger.path.with_suffix(".png")
-    if can_plot():
+    if importlib.util.find_spec("matplotlib"):
         write_plot(points, costs, title, drawn)
         console.print(f"wrote {ledger.path} and {drawn.name}")
     else:

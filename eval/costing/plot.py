@@ -5,7 +5,6 @@ It needs matplotlib, which is an extra: pip install 'specdraft[plots]'.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from io import BytesIO
 from itertools import groupby
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 5.0, 4.0  # inches, of one part
-
-
-def can_plot() -> bool:
-    """Whether matplotlib is there."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def write_plot(points: Sequence[dict], costs: CostModel, title: str, path: Path) -> None:
