@@ -95,11 +95,6 @@ class Eagle3Config(SavedConfig):
             raise ValueError(
                 f"head_dim = {self.head_dim}: must be even, for it is rotated in pairs"
             )
-        if self.draft_vocab is not None and self.draft_vocab > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab = {self.draft_vocab}: must be at most the vocabulary "
-                f"({self.vocab_size}), or null for all of it"
-            )
         self.rotary()
 
     def rotary(self) -> tuple[Tensor, float]:

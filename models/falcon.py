@@ -91,11 +91,6 @@ class FalconConfig(SavedConfig):
                 f"block_size = 1: a block of one slot has reads = own and coupling = none, not "
                 f"{self.reads} and {self.coupling}"
             )
-        if self.draft_vocab is not None and self.draft_vocab > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab = {self.draft_vocab}: must be at most the vocabulary "
-                f"({self.vocab_size}), or null for all of it"
-            )
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"heads ({self.heads}) must divide hidden_size ({self.hidden_size}) "

@@ -45,6 +45,11 @@ class SavedConfig:
             raise ValueError(
                 f"target = {shown(identity)}: must have a name and weights, or nothing"
             )
+        if (drafted := getattr(self, "draft_vocab", None)) and drafted > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab = {drafted}: must be at most the vocabulary ({self.vocab_size}), or "
+                "null for all of it"
+            )
 
 
 class Saved(
