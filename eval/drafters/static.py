@@ -99,7 +99,7 @@ class StaticTree:
         self.topology = Topology([-1, *(index[path[:-1]] for path in self.paths)])
 
     @classmethod
-    def of_file(cls, name: str, block_size: int, coupled: bool = False) -> "StaticTree":
+    def of_file(cls, name: str, block_size: int) -> "StaticTree":
         """The tree of a file, or a bundled one. Raises RecipeError where it is none, or says that
         it was made for other blocks."""
         wanted = tree_block_size(name)
@@ -108,12 +108,12 @@ class StaticTree:
                 f"the tree {name} was made for blocks of {wanted}, and the head has blocks of "
                 f"{block_size}; take a tree for these, or fit one: eval/fit.py"
             )
-        return cls(load_tree_paths(name), block_size, coupled)
+        return cls(load_tree_paths(name), block_size)
 
     @classmethod
-    def chain(cls, depth: int, block_size: int, coupled: bool = False) -> "StaticTree":
+    def chain(cls, depth: int, block_size: int) -> "StaticTree":
         """The most probable token at every depth."""
-        return cls([(0,) * length for length in range(1, depth + 1)], block_size, coupled)
+        return cls([(0,) * length for length in range(1, depth + 1)], block_size)
 
     def check_vocabulary(self, target: Target, drafted: int | None = None) -> None:
         """Raise RecipeError for a tree that takes a rank that the vocabulary lacks, be it the

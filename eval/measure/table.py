@@ -85,7 +85,7 @@ def _title(run: dict, target: str | None) -> str:
     )
 
 
-def print_curves(runs: Sequence[dict], console: Screen | None = None) -> None:
+def print_curves(runs: Sequence[dict]) -> None:
     """Show tokens/s over plain decoding of the same rows, by batch size (EMS-SD, Table 2)."""
     sizes = sorted({run["batch_size"] for run in runs})
     if len(sizes) < 2:
@@ -95,7 +95,7 @@ def print_curves(runs: Sequence[dict], console: Screen | None = None) -> None:
         setting = f"{run['prompt_set']}, temperature {run['temperature']}"
         methods = settings.setdefault(setting, {})
         methods.setdefault(run["method"], {})[run["batch_size"]] = run
-    console = console or Screen()
+    console = Screen()
     for setting, methods in settings.items():
         console.print(f"x plain decoding, by batch size: {setting}")
         table = Table(box=SIMPLE_HEAD, pad_edge=False)

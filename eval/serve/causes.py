@@ -31,16 +31,14 @@ MEANING = {
 }
 
 
-def first_cause(
-    target: Target, prompt: list[int], ours: Trace, theirs: Trace, limit: float = ROUNDING
-) -> dict | None:
+def first_cause(target: Target, prompt: list[int], ours: Trace, theirs: Trace) -> dict | None:
     """Return the first tensor that differs, at which input, and by what; None: there is none.
 
-    prompt: that was read. limit: relative to the largest number of a tensor.
+    prompt: that was read. What rounding may do is relative to the largest number of a tensor.
     """
     both = (split(ours), split(theirs))
     for name in [name for name in MEANING if all(name in trace for trace in both)]:
-        mine, other = (trace[name] for trace in both)
+        (mine, other), limit = (trace[name] for trace in both), ROUNDING
         if name == "draft":
             count = min(len(mine), len(other))
             mine, other, limit = mine[:count, None], other[:count, None], 0.0

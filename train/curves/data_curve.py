@@ -128,12 +128,11 @@ def _foretold(found: Mapping[str, dict]) -> dict[str, Row]:
     return rows
 
 
-def print_curves(report: dict, console: Screen | None = None) -> None:
+def print_curves(report: dict) -> None:
     """Show the table, then what ten times the data would bring."""
     show(report)
-    console = console or Screen()
     for curve in report["curves"].values():
-        console.print(Text(sentence(curve)))
+        Screen().print(Text(sentence(curve)))
 
 
 def sentence(curve: dict) -> str:

@@ -20,6 +20,7 @@ from specdraft.models.falcon import block_index, block_offsets
 from specdraft.recipes.errors import DataError, RecipeError
 
 Key = tuple[int, int, int]  # (seed, step, slot) of a row
+WINDOW = 32  # batches whose rows are sorted by length
 
 
 class Rows(Protocol):
@@ -43,15 +44,15 @@ class SamplingPlan:
     """The rows of every optimiser step.
 
     An epoch shows every row once; its last batch is filled up with rows of a second drawing. Rows
-    of similar length share a batch (rows are sorted within windows of `window` batches, then the
+    of similar length share a batch (rows are sorted within windows of WINDOW batches, then the
     batches are shuffled), which saves padding without giving up the random order.
     """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, window: int = 32):
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int):
         if not len(lengths):
             raise DataError("no rows to train on; check data.sources, data.limit and data.holdout")
         self.lengths = torch.as_tensor(list(lengths))
-        self.batch_size, self.seed, self.window = batch_size, seed, window
+        self.batch_size, self.seed = batch_size, seed
         self.steps_per_epoch = -(-len(lengths) // batch_size)
         self._epoch: tuple[int, Tensor] = (-1, torch.empty(0))
 
@@ -67,7 +68,7 @@ class SamplingPlan:
         count, wanted = len(self.lengths), self.steps_per_epoch * self.batch_size
         drawings = [torch.randperm(count, generator=generator) for _ in range(-(-wanted // count))]
         order = torch.cat(drawings)[:wanted]
-        windows = order.split(self.window * self.batch_size)
+        windows = order.split(WINDOW * self.batch_size)
         order = torch.cat([w[self.lengths[w].argsort(stable=True)] for w in windows])
         batches = order.view(self.steps_per_epoch, self.batch_size)
         return batches[torch.randperm(self.steps_per_epoch, generator=generator)]
