@@ -30,7 +30,7 @@ _HUB_FILE = re.compile(r"hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?/(.+)")
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::([\w.\[\]%:+-]+))?")
 _ROWS = (".json", ".jsonl", ".arrow", ".parquet")  # endings of files with rows
 _SAVED = ("state.json", "dataset_dict.json")  # of `Dataset.save_to_disk`
-_FILE_ENDINGS = (".json", ".jsonl", ".arrow", ".parquet", ".txt", ".csv", ".gz", ".zip")
+_FILE_ENDINGS = (*_ROWS, ".txt", ".csv", ".gz", ".zip")
 
 
 def each_source(names: Sequence[str]) -> list[str]:

@@ -24,8 +24,8 @@ from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import columns_of, view_from
 from specdraft.models.families.scores import aligned
 from specdraft.models.passes.graphs import Replays, slots_in_sight
+from specdraft.models.passes.replayed import MOST
 
-MOST = 32  # inputs; more are a prompt, which is read once
 STEP = 4  # numbers of inputs are multiples of it, so that there are few graphs
 
 

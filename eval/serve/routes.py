@@ -14,12 +14,12 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.suffix import FirstSuffixes
 from specdraft.eval.methods.registry import METHODS, Method, Setup
 from specdraft.eval.serve.layouts import served_head
+from specdraft.models.cards.lines import PROPOSER
 from specdraft.models.target_files import model_folder
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.find import drafter_folder
 from specdraft.recipes.schema import Recipe
 
-PROPOSER = "specdraft.eval.serve.for_vllm.Proposer"
 LONGEST = 256  # tokens of a suffix that vLLM looks for: ours has no bound, and hardly needs more
 
 
