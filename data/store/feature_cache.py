@@ -156,10 +156,6 @@ class FeatureCache:
             ]
         return self._layouts[file]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the mapped files behind when a reader is sent to another process."""
-        return {**self.__dict__, "_open": {}}
-
     def _tensors(self, file: str) -> dict[str, Tensor]:
         """Map a shard; nothing is read before it is touched, and no file stays open."""
         if file not in self._open:
