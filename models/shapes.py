@@ -35,12 +35,14 @@ class TargetShape:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tied: bool = False  # embedding and lm_head are one matrix
+    head_dim: int | None = None  # None: hidden_size / heads
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "TargetShape":
         """Read the shape from a config of transformers."""
         rope = getattr(config, "rope_parameters", None) or {}
         heads = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         mlps = (getattr(config, key, None) for key in ("intermediate_size", *_DECODER_MLPS))
         return cls(
             hidden_size=config.hidden_size,
@@ -52,15 +54,21 @@ class TargetShape:
             rope_theta=rope.get("rope_theta", 10000.0),
             norm_eps=getattr(config, "rms_norm_eps", 1e-5),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
+            head_dim=None if dim * heads == config.hidden_size else dim,
         )
+
+    @property
+    def attention(self) -> tuple[int, int]:
+        """Width of all queries, and of all keys."""
+        dim = self.head_dim or self.hidden_size // self.heads
+        return self.heads * dim, self.kv_heads * dim
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linear layers of a decoder layer, as Llama names them."""
-        width, inner = self.hidden_size, self.intermediate_size
-        key_value = width * self.kv_heads // self.heads
-        attention = {"q_proj": (width, width), "k_proj": (width, key_value)}
-        attention |= {"v_proj": (width, key_value), "o_proj": (width, width)}
+        width, inner, (query, key) = self.hidden_size, self.intermediate_size, self.attention
+        attention = {"q_proj": (width, query), "k_proj": (width, key)}
+        attention |= {"v_proj": (width, key), "o_proj": (query, width)}
         mlp = {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
         return attention | mlp
 
@@ -161,6 +169,7 @@ def own_shape(section: StudentSection, target: TargetShape) -> TargetShape:
         kv_heads=kv_heads,
         intermediate_size=section.intermediate or target.intermediate_size,
         tied=False,
+        head_dim=None,
     )
 
 

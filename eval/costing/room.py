@@ -46,8 +46,7 @@ def check_room(what: str, needed: int, device: torch.device) -> None:
 
 def row_bytes(shape: TargetShape, capacity: int, dtype: str) -> int:
     """Bytes of the KV cache of a row with `capacity` tokens."""
-    width = shape.kv_heads * (shape.hidden_size // shape.heads)
-    return 2 * shape.layers * width * capacity * BYTES[dtype]
+    return 2 * shape.layers * shape.attention[1] * capacity * BYTES[dtype]
 
 
 def most_rows(row: int, device: torch.device) -> int:

@@ -288,5 +288,4 @@ def check_sizes(head: FalconHead, served: ServedModel) -> None:
 def row_bytes(head: FalconHead, capacity: int) -> int:
     """Bytes of the keys and values of a row, in float32."""
     config = head.config
-    width = config.kv_heads * config.hidden_size // config.heads
-    return 4 * 2 * config.layers * width * capacity
+    return 4 * 2 * config.layers * config.kv_heads * config.head_dim * capacity

@@ -9,7 +9,7 @@ import torch
 from accelerate.state import AcceleratorState
 from commands import run_here
 from test_loop import SCALE, ToyRows
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconHead, block_index
@@ -195,6 +195,18 @@ def test_shapes_are_read_from_a_config():
     shape = TargetShape.of(config)
     assert (shape.hidden_size, shape.layers, shape.heads, shape.kv_heads) == (64, 3, 4, 2)
     assert (shape.intermediate_size, shape.vocab_size) == (96, 77)
+    assert shape.linear_layers["k_proj"] == (64, 32)
+
+
+def test_attention_heads_may_be_wider_than_their_share():
+    config = Qwen3Config(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, head_dim=32,
+                         num_key_value_heads=2, intermediate_size=96, vocab_size=77)  # fmt: skip
+    with torch.device("meta"):
+        layer = AutoModelForCausalLM.from_config(config).model.layers[0].self_attn
+    sizes = TargetShape.of(config).linear_layers
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        linear = getattr(layer, name)
+        assert sizes[name] == (linear.in_features, linear.out_features)
 
 
 def test_heads_that_do_not_fit_the_width_are_refused():
