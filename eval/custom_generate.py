@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -43,7 +43,7 @@ from specdraft.models.families.encoder_decoder import is_encoder_decoder
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.published import find_drafter
-from specdraft.models.target import Target
+from specdraft.models.target import Target, context_length
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import from_dict
 from specdraft.recipes.static_trees import AUTO
@@ -52,6 +52,8 @@ MakeDrafter = Callable[[Target, int, int], Drafter | None]  # of a target, rows 
 BLOCK = (
     256  # slots of a row: a conversation that goes on needs a new drafter once in so many tokens
 )
+# Of a module: what torch keeps there, and whether it trains, which a copy does not.
+IGNORED = {*vars(nn.Module())}
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
@@ -180,12 +182,22 @@ class Speculative:
         """Decode, called by `generate`; returns [B, T + new tokens of the longest row]."""
         sources, output = None, GenerateDecoderOnlyOutput
         if is_encoder_decoder(model.config):
+            if (_of_the_call("kwargs") or {}).get("encoder_outputs") is not None:
+                raise DataError(
+                    "generate: encoder_outputs of your own cannot be honoured; give input_ids"
+                )
+            mask = model_kwargs.get("decoder_attention_mask")
+            if mask is not None and not mask.all() and context_length(model.config):
+                raise DataError(  # `generate` counts them; there is no padding here
+                    "generate: a decoder_attention_mask that hides tokens cannot be honoured with "
+                    "learned positions; give decoder_input_ids of one length"
+                )
             output = GenerateEncoderDecoderOutput
             sources = read_sources(inputs_tensor, len(input_ids), model_kwargs)
         call = read_call(
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, sources
         )
-        streamer = self.streamer or _streamer_of_the_call()
+        streamer = self.streamer or _of_the_call("streamer")
         if streamer and len(input_ids) > 1:
             raise DataError(f"generate: a streamer takes one row, and there are {len(input_ids)}")
         if self._borrowed is None or not self._borrowed.is_of(model):
@@ -227,46 +239,62 @@ class Speculative:
         return rows
 
 
-def _streamer_of_the_call() -> BaseStreamer | None:
-    """The streamer that was handed to the `generate` which is calling us.
+def _of_the_call(name: str) -> Any:
+    """A variable of the `generate` which is calling us.
 
-    generate hands a callable every argument but this one, which it has shown the prompt. Its own
-    variable is the only place where a streamer that would stay silent can be found.
+    generate hands a callable every argument but a streamer, which it has shown the prompt, and does
+    not say which encoder_outputs are its own. Its variables are the only place where a streamer
+    that would stay silent, and outputs that would be made again, can be found.
     """
     frame = inspect.currentframe()
     while frame and frame.f_code is not GENERATE:
         frame = frame.f_back
-    return frame and frame.f_locals.get("streamer")
+    return frame and frame.f_locals.get(name)
 
 
 class BorrowedModel:
     """A copy of a model's structure over the model's own tensors, and a decoder over that."""
 
     def __init__(self, model: PreTrainedModel, make_drafter: MakeDrafter):
-        self._model, self._tensors = weakref.ref(model), _addresses(model)
+        self._model, self._state = weakref.ref(model), _state(model)
         self.target, self.make_drafter = Target.of_model(model), make_drafter
         self._decoder: Decoder | None = None
         self._capacity = 0
 
     def is_of(self, model: PreTrainedModel) -> bool:
-        return self._model() is model and self._tensors == _addresses(model)
+        return self._model() is model and self._state == _state(model)
 
     def decoder(self, call: GenerateCall) -> Decoder:
         """A decoder with a row for every request of a call; the last one, where it is enough."""
         rows = len(call.requests)
         needed = max(len(request.prompt) + request.max_new_tokens for request in call.requests)
         if self._decoder is None or len(self._decoder.rows) < rows or self._capacity < needed:
-            self._capacity = -(-needed // BLOCK) * BLOCK
-            drafter = self.make_drafter(self.target, rows, self._capacity)
+            capacity = -(-needed // BLOCK) * BLOCK
+            drafter = self.make_drafter(self.target, rows, capacity)
             spare = drafter.max_nodes if drafter else 0
             if (limit := position_limit(self.target)) is not None:
-                self._capacity = max(needed, min(self._capacity, limit - spare))
-            self._decoder = Decoder(self.target, drafter, rows, self._capacity + spare)
+                capacity = max(needed, min(capacity, limit - spare))
+            self._decoder = Decoder(self.target, drafter, rows, capacity + spare)
+            self._capacity = capacity  # not before: what is refused leaves all as it was
         return self._decoder
 
 
-def _addresses(model: PreTrainedModel) -> list[int]:
-    return [parameter.data_ptr() for parameter in model.parameters()]
+def _state(model: PreTrainedModel) -> list:
+    """What a copy of a model's structure would have to be made again for: where its tensors lie,
+    and what its modules do with them (an adapter is disabled or merged, a hook comes or goes)."""
+    found: list = [parameter.data_ptr() for parameter in model.parameters()]
+    for module in model.modules():
+        own = vars(module)
+        found += ([*own["_forward_hooks"]], [*own["_forward_pre_hooks"]])
+        found += ((k, repr(v)) for k, v in own.items() if k not in IGNORED and _is_plain(v))
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a setting: of numbers, text and what holds them."""
+    if isinstance(value, dict | list | tuple | set):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _pad(rows: list[list[int]], pad: int | None, like: Tensor) -> Tensor:

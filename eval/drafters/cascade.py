@@ -36,7 +36,7 @@ from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Tree, chain
-from specdraft.eval.families.support import check_can_be_cut
+from specdraft.eval.families.support import check_can_be_cut, position_limit
 from specdraft.models.target import Target
 
 
@@ -48,7 +48,8 @@ class Reviewer:
         self.student = student
         # Beyond its own context a student has learned nothing, and some cannot run at all.
         slots = capacity + max_nodes
-        self.packed = packed_target(student, rows, min(slots, student.context or slots))
+        most = min(student.context or slots, position_limit(student) or slots)
+        self.packed = packed_target(student, rows, min(slots, most))
         self.max_committed = self.packed.pool.capacity - max_nodes
         self.forwards, self.tokens_read, self.seconds = 0, 0, 0.0
         self.cached: list[list[int]] = [[] for _ in range(rows)]  # token ids

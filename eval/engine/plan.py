@@ -156,7 +156,9 @@ class Plan:
         rows, slots = self.mapping
         for kind, fresh in enumerate((key, value)):
             # Indices with a slice between them come first: [N, kv_heads, D] is what is written.
-            self.pool.kv[layer][kind][rows, :, slots] = fresh[0].transpose(0, 1)
+            # Of a forward under autocast, they are less precise than what is kept.
+            cached = self.pool.kv[layer][kind]
+            cached[rows, :, slots] = fresh[0].transpose(0, 1).to(cached.dtype)
 
     def read(self, layer: int, query: Tensor, scores: Scores = PLAIN) -> Tensor:
         """Attend to what is written; query and result are [1, heads, N, D].

@@ -12,6 +12,7 @@ from functools import cache, partial
 from specdraft.data.prompts import Prompt, chat_prompt
 from specdraft.data.template import Messages
 from specdraft.eval.engine.request import Request, Update
+from specdraft.eval.families.support import position_limit
 from specdraft.eval.measure.methods import Engine, make_method
 from specdraft.eval.measure.outcome import DecodingMethod
 from specdraft.eval.measure.questions import make_request
@@ -31,10 +32,11 @@ class Chat:
 
     def __init__(self, recipe: Recipe, target: Target, method: str, context: int | None = None):
         self.recipe, self.target = recipe, target
-        most = target.context - DRAFTS if target.context else context or CONTEXT
+        positions = position_limit(target) or target.context
+        most = positions - DRAFTS if positions else context or CONTEXT
         if most < 1:
             raise RecipeError(
-                f"target.model = {target.name}: it has {target.context} positions, of which a chat "
+                f"target.model = {target.name}: it has {positions} positions, of which a chat "
                 f"keeps {DRAFTS} for drafts; take a target with more"
             )
         self.context = context or min(CONTEXT, most)

@@ -164,6 +164,12 @@ def read_call(
     ends = (c.eos_token_id.tolist() for c in criteria if type(c) is EosTokenCriteria)
     eos_ids = [token for ids in ends for token in ids]
     warpers = [one for one in processors if type(one) not in PROCESSORS]
+    if any(type(one) in PROCESSORS for one in processors[len(processors) - len(warpers) :]):
+        names = ", ".join(type(one).__name__ for one in processors)
+        raise DataError(
+            f"generate: cannot honour this order of logits processors: {names}; put those that "
+            "warp (temperature, top-k, top-p) last"
+        )
     settings = _sampling(warpers, config.do_sample) | {"eos_ids": frozenset(eos_ids)}
     new_tokens = criteria.max_length - input_ids.shape[1]
     read = sources or [([], [])] * len(prompts)
@@ -264,6 +270,8 @@ def _sampling(processors: Sequence, do_sample: bool) -> dict:
     found = dict(zip(kinds, processors, strict=True))
     if any(getattr(warper, "min_tokens_to_keep", 1) != 1 for warper in processors):
         raise DataError("generate: min_tokens_to_keep of a logits warper must be 1")
+    if any(getattr(warper, "filter_value", -torch.inf) != -torch.inf for warper in processors):
+        raise DataError("generate: filter_value of a logits warper must be -inf")
     settings = {"temperature": 1.0 if do_sample else 0.0}
     for kind, name in zip(WARPERS, ("temperature", "top_k", "top_p"), strict=True):
         if kind in found:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from decoding import completions, decode, plain_tokens, prompts
+from random_families import GQA, random_model
 from random_models import VOCAB, random_head, random_target
 from test_lm_drafter import near
 
@@ -312,6 +313,16 @@ def test_nothing_is_drafted_beyond_a_students_context(target):
     assert done.tokens == plain_tokens(target, prompt, 30)
     assert done.steps[1].drafted > 0
     assert done.steps[-1].drafted == 0
+
+
+def test_a_student_whose_frequencies_change_with_length_drafts_up_to_there(target):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    rope["original_max_position_embeddings"] = 30
+    model = random_model("Llama", **GQA, max_position_embeddings=512, rope_parameters=rope)
+    drafter, prompt = cascade((Target(model, None, "dynamic"),), ONE), prompts()[2]
+    done = next(Decoder(target, drafter, 1, 128).run([Request(prompt, 30)]))
+    assert done.tokens == plain_tokens(target, prompt, 30)
+    assert done.steps[1].drafted > 0
 
 
 # -- Max-Gram behind a tree ----------------------------------------------------------------------

@@ -236,6 +236,25 @@ def test_padding_inside_a_source_is_refused(target, place):
         target.model.generate(**inputs, **options, custom_generate=fast)
 
 
+def test_what_an_encoder_said_elsewhere_is_refused_and_so_is_padding_that_counts(target):
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    model, inputs = target.model, batch(SOURCES[:2], "right")
+    said = model.get_encoder()(input_ids=inputs["input_ids"])
+    with pytest.raises(DataError, match="encoder_outputs of your own"):
+        model.generate(**inputs, encoder_outputs=said, **options, custom_generate=Speculative())
+    start = next(iter(target.start_ids))
+    inputs["decoder_input_ids"] = torch.tensor([[0, 0, start, 5], [start, 7, 8, 9]])
+    inputs["decoder_attention_mask"] = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    expected = model.generate(**inputs, **options)
+    try:
+        ours = model.generate(**inputs, **options, custom_generate=Speculative())
+    except DataError as error:
+        assert "give decoder_input_ids of one length" in str(error)
+        assert target.context  # learned positions
+    else:
+        assert torch.equal(ours, expected)
+
+
 def test_generate_samples_several_answers_to_each_source(target):
     options = {"max_new_tokens": 10, "do_sample": True, "num_return_sequences": 3}
     options |= {"pad_token_id": 0, "return_dict_in_generate": True}

@@ -110,6 +110,13 @@ def test_a_target_of_few_positions_is_named_and_minus_one_is_no_end(positions, l
         Chat(recipe, target, "plain")
 
 
+def test_a_chat_ends_where_a_targets_frequencies_would_change(monkeypatch):
+    target = Target.load("tiny")
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
+    monkeypatch.setattr(target.config, "rope_parameters", rope)
+    assert Chat(load_recipe("recipes/tiny.yaml", SMALL), target, "plain").context == 512 - 128
+
+
 def test_an_answer_stopped_before_its_first_token_takes_its_question_along(talk):
     answer(talk, FIRST)
     before = list(talk.messages)

@@ -1,0 +1,93 @@
+"""What happens to a model between two calls, or around one, is what `generate` makes of it."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from random_families import random_model
+from random_models import HIDDEN, VOCAB, random_head, random_target
+from transformers import (
+    LogitsProcessorList,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from specdraft.eval.custom_generate import Speculative, falcon, prompt_lookup
+from specdraft.models.target import Target
+from specdraft.recipes.errors import DataError, TargetError
+
+PROMPTS = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 3, 2, 2, 9, 1], [3, 3, 2, 9, 9, 1]])
+
+
+def generated(model, prompts=PROMPTS[:1], **options) -> list[list[int]]:
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(input_ids=prompts, **options)[:, prompts.shape[1] :].tolist()
+
+
+def test_adapters_that_are_set_disabled_and_merged_are_followed():
+    lora = LoraConfig(
+        r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    model, fast, seen = get_peft_model(random_target().model, lora), Speculative(), []
+    torch.manual_seed(5)
+    model.add_adapter("other", lora)
+
+    def check() -> None:
+        seen.append(generated(model)[0])
+        assert generated(model, custom_generate=fast)[0] == seen[-1]
+
+    check()
+    model.set_adapter("other")
+    check()
+    with model.disable_adapter():
+        check()
+    check()
+    model.merge_adapter()
+    assert generated(model, custom_generate=fast) == generated(model)
+    assert len({*map(tuple, seen)}) == 3
+
+
+def test_a_hook_that_comes_and_goes_is_followed():
+    model, fast = random_target().model, Speculative()
+    before = generated(model, custom_generate=fast)
+    push = 3 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(0))
+    hook = model.model.layers[0].register_forward_hook(lambda _, __, out: out + push)
+    with_hook = generated(model, custom_generate=fast)
+    assert with_hook == generated(model) != before
+    hook.remove()
+    assert generated(model, custom_generate=fast) == before
+
+
+def test_a_call_that_is_refused_leaves_room_for_the_next():
+    model = random_model("GPT2", n_positions=1024, max_position_embeddings=1024).eval()
+    fast, prompt = Speculative(prompt_lookup()), 1 + torch.arange(1000)[None] % (VOCAB - 1)
+    generated(model, prompt[:, :100], custom_generate=fast)
+    with pytest.raises(TargetError, match="exceeds the 1024 positions"):
+        generated(model, prompt, max_new_tokens=200, custom_generate=fast)
+    shorter = prompt[:, :500]
+    assert generated(model, shorter, custom_generate=fast) == generated(model, shorter)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_under_autocast_the_tokens_are_those_of_generate_under_it(rows):
+    model = random_target().model
+    head = random_head(Target.of_model(model), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = generated(model, PROMPTS[:rows])
+        assert generated(model, PROMPTS[:rows], custom_generate=Speculative()) == expected
+        fast = Speculative(falcon(head, tree="tiny_k2"))
+        assert len(generated(model, PROMPTS[:rows], custom_generate=fast)) == rows
+
+
+@pytest.mark.parametrize(
+    ("processors", "message"),
+    [
+        ([TemperatureLogitsWarper(0.5), SequenceBiasLogitsProcessor({(3,): 2.0})], "this order"),
+        ([TopKLogitsWarper(2, filter_value=1.0)], "filter_value"),
+    ],
+    ids=["order", "filter_value"],
+)
+def test_processors_that_would_be_read_otherwise_are_refused(processors, message):
+    options = {"do_sample": True, "top_k": 0, "logits_processor": LogitsProcessorList(processors)}
+    with pytest.raises(DataError, match=message):
+        generated(random_target().model, custom_generate=Speculative(), **options)
