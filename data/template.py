@@ -47,8 +47,8 @@ def check_characters(text: str) -> str:
     except UnicodeEncodeError as error:
         half = text[error.start].encode("ascii", "backslashreplace").decode()
         raise UnrenderableError(
-            f"{half} at character {error.start} is half of a pair, and no character by itself; "
-            "remove it or write the pair"
+            f"{half} at character {error.start} is half of a pair, or a byte that is no UTF-8, "
+            "and no character by itself; remove it or write it whole"
         ) from None
     return text
 

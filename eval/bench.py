@@ -86,7 +86,7 @@ def main() -> None:
 
 def variants(options: argparse.Namespace) -> list[list[str]]:
     """One list of overrides per combination of prompts, batch size and temperature."""
-    common = [f"eval.methods=[{options.methods}]"] if options.methods else []
+    common = [f"eval.methods=[{options.methods}]"] if options.methods is not None else []
     many = {
         "--prompts": ("eval.prompts", options.prompts),
         "--batch-sizes": ("eval.batch_size", options.batch_sizes),

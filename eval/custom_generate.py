@@ -63,10 +63,17 @@ def method(
     """Draft by any method of ours (`python eval/bench.py --help` names them).
 
     settings: sections of a recipe that differ from their defaults. trained: what it needs, by its
-    kind (eval/methods/trained.py), or the folder or Hub id of it.
+    kind (eval/methods/trained.py), or the folder or Hub id of it; several for a cascade.
 
         method("gsd", {"drafting": {"tau": 1}}, student="you/draft-lm")
+
+    Raises DataError for what no method drafts with.
     """
+    if unknown := trained.keys() - KINDS.keys():
+        raise DataError(
+            f"method({name!r}): {', '.join(sorted(unknown))} is nothing that drafts; what is "
+            f"trained is given as {', '.join(KINDS)}"
+        )
     # What a recipe has to say, and no drafter reads.
     base = {"name": name, "data": {"sources": ["tiny"]}, "train": {"steps": 1}}
     recipe = from_dict(base | (settings or {}))
@@ -76,13 +83,19 @@ def method(
     def make(target: Target, rows: int, capacity: int) -> Drafter | None:
         if target not in loaded:  # once, however often rows or capacity change
             parts = {
-                kind: KINDS[kind].fetch(one, revision, target) if isinstance(one, Source) else one
+                kind: KINDS[kind].fetch(one, revision, target) if is_named(one) else one
                 for kind, one in trained.items()
             }
             loaded[target] = Trained(**parts)
         return make_drafter(name, Setup(recipe, target, loaded[target], rows, capacity))
 
     return make
+
+
+def is_named(part: Any) -> bool:
+    """Whether what is trained is given by its folder or Hub id, or by those of several."""
+    parts = part if isinstance(part, list | tuple) else (part,)
+    return bool(parts) and all(isinstance(one, Source) for one in parts)
 
 
 def load(

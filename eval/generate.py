@@ -76,8 +76,8 @@ def chat(talk: Chat, console: Screen) -> None:
 
 def questions(console: Screen) -> Iterator[str]:
     """What the user says, line by line; what is pasted at a terminal, as a whole."""
-    if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin)
+    if not at_terminal():
+        yield from (line.strip() for line in sys.stdin or ())
         return
     with suppress(ImportError):
         import readline  # which makes `input` an editor with a history
@@ -97,6 +97,11 @@ def questions(console: Screen) -> Iterator[str]:
         yield said.strip()
 
 
+def at_terminal() -> bool:
+    """Whether questions are typed: not from a pipe, nor from a stdin that is closed."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def answer(talk: Chat, question: str, console: Screen) -> None:
     """Answer one question; Ctrl-C at a terminal ends the answer, elsewhere everything."""
     steps, forgotten = talk.ask(question)
@@ -109,7 +114,7 @@ def answer(talk: Chat, question: str, console: Screen) -> None:
     try:
         show(growing, steps, console)
     except KeyboardInterrupt as interrupt:
-        if isinstance(interrupt, Terminated) or not sys.stdin.isatty():
+        if isinstance(interrupt, Terminated) or not at_terminal():
             raise
         notice(console, "(stopped)", "dim")
     finally:

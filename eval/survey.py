@@ -11,7 +11,7 @@ from specdraft.recipes.entry import entry
 import logging
 from pathlib import Path
 
-from specdraft.eval.checkup.survey import families, page, survey
+from specdraft.eval.checkup.survey import families, kept, page, survey
 from specdraft.recipes.arguments import Parser
 from specdraft.recipes.terminal import say, tell
 
@@ -26,11 +26,10 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     options.out.mkdir(parents=True, exist_ok=True)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    rows, names = [], options.families or families()
-    for row in survey(options.out / "families.json", names, options.seconds):
-        rows.append(row)
+    names, file = options.families or families(), options.out / "families.json"
+    for row in survey(file, names, options.seconds):
         say(f"{row['family']}: {row['result']} {row['why']}")
-    text = page(rows, "python eval/survey.py")
+    text = page(kept(file), "python eval/survey.py")
     (options.out / "families.md").write_text(text, encoding="utf-8")
     tell(f"wrote {options.out / 'families.md'}")
 

@@ -44,6 +44,7 @@ from specdraft.models.saved import (
 )
 from specdraft.models.weights.prepacked import Packable
 from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Tokens, Width, shown
+from specdraft.recipes.find import HEADS
 
 
 @dataclass(frozen=True)
@@ -376,5 +377,6 @@ def load_falcon(
     Raises HeadError when there is none or it is damaged, HubError when the Hub does not give it,
     and TargetError when it is another target's.
     """
-    maker = "accelerate launch train/falcon.py"
+    kind = Path(source).name  # of its folder in a run
+    maker = f"accelerate launch train/{kind if kind in HEADS else 'falcon'}.py"
     return load_for(target_identity, FalconHead, source, revision, noun="trained head", maker=maker)

@@ -197,7 +197,8 @@ def with_names(recipe: Recipe, report: dict | None) -> Recipe:
     there = report["recipe"] if report else {}
     model = there.get("target", {}).get("model", recipe.target.model)
     sources = there.get("data", {}).get("sources", recipe.data.sources)
-    target = replace(recipe.target, model=portable(model))
+    template = portable(recipe.target.chat_template)
+    target = replace(recipe.target, model=portable(model), chat_template=template)
     return replace(
         recipe,
         target=target,

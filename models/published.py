@@ -57,7 +57,8 @@ def find_drafter(source: str | Path, revision: str | None = None) -> tuple[str, 
         kind = kind_there(folder)
         return kind, drafter_folder(folder, kind)
     kind = kind_of(read_config(folder))
-    if kind == "student" and "fc.weight" in Weights(folder, {}).places:
+    files = any(folder.glob("*.safetensors"))
+    if kind == "student" and files and "fc.weight" in Weights(folder, {}).places:
         kind = "eagle"  # in the layout of an engine, whose config is that of a model
     return kind, source if is_hub_id(source) else folder
 
@@ -89,7 +90,8 @@ def load_head(
         return load_falcon(folder, target.identity())
     try:
         head = _published(folder, config, target).eval()
-    except (HeadError, ValueError, TypeError) as error:  # of a value that is no such thing
+    # Of a value that is no such thing: text for a mapping, a number beyond floats, ids of nothing.
+    except (HeadError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise HeadError(f"the head at {folder} cannot be read: {in_a_line(error)}") from error
     head.folder = folder
     return head
@@ -124,7 +126,8 @@ def _published(folder: Path, config: dict[str, Any], target: Target) -> FalconHe
                 f"{key} = {shown(config.get(key))}, and {target.name} has {size}: it was made for "
                 "another target"
             )
-    if name in EAGLE3_NAMES:
+    # EAGLE's own authors call both kinds LlamaForCausalLM.
+    if name in EAGLE3_NAMES or "midlayer.hidden_norm.weight" in Weights(folder, {}).places:
         return _eagle3(config, Weights(folder, {"layers.0.": "midlayer."}), target)
     return _eagle(config, Weights(folder, {}), target)
 
@@ -294,7 +297,7 @@ class Weights:
         own = {"embed_tokens.weight": "embedding_weight", "lm_head.weight": "lm_head_weight"}
         for name in sorted(names & self.places.keys()):
             theirs, ours = self[name], getattr(target, own[name]).cpu()
-            coarse = min(theirs.dtype, ours.dtype, key=lambda dtype: dtype.itemsize)
+            coarse = min(ours.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
             if not torch.equal(theirs.to(coarse), ours.to(coarse)):
                 raise HeadError(f"its {name} is not that of {target.name}, and must be")
 

@@ -35,7 +35,7 @@ def recipe_parser(description: str, example: str = "tiny", epilog: str | None = 
         help=f"a YAML file, a bundled one's name, e.g. {example}, or the folder of a run or of a "
         "drafter, or a drafter's Hub id",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     return parser
 
 
@@ -53,11 +53,11 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def comma_separated(option: str, text: str) -> list[str]:
-    """Parse an option's a,b,c. RecipeError where there is nothing before or behind a comma."""
+    """Parse an option's a,b,c, each once. RecipeError where there is nothing beside a comma."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise RecipeError(f"{option} {text:.100}: give values with commas between them")
-    return parts
+    return [*dict.fromkeys(parts)]
 
 
 def whole_numbers(option: str, text: str, least: int = 0, most: int = 2**31 - 1) -> list[int]:

@@ -7,6 +7,7 @@ A `UserError` is a message and exit code 2. Anything else is a fault of ours: on
 from specdraft.recipes.starting import imported
 
 import functools
+import io
 import os
 import re
 import sys
@@ -36,6 +37,9 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(main)
     def guarded() -> None:
         resume = None
+        for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+            if isinstance(stream, io.TextIOWrapper):  # no character ends a command
+                stream.reconfigure(errors=errors)
         with StopRequest():
             try:
                 resume = resume_command()  # asked now: a launcher may be gone by then

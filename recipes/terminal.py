@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import IO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -31,7 +32,18 @@ def _picture(match: re.Match) -> str:
 
 def tell(text: object) -> None:
     """Print a result: on stdout."""
-    print(visible(str(text)))  # noqa: T201
+    try:
+        print(visible(str(text)), flush=True)  # noqa: T201
+    except BrokenPipeError:
+        _go_on_unseen(sys.stdout)
+
+
+def _go_on_unseen(file: IO[str]) -> None:
+    """Let what follows go nowhere where nobody reads any more (`| head`): what else a command
+    makes, a report say, it makes all the same."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, file.fileno())
+    os.close(nowhere)
 
 
 def say(message: str) -> None:
@@ -51,6 +63,10 @@ class Screen(Console):
 
     def __init__(self, **options):
         super().__init__(**{"markup": False, "emoji": False, **options})
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich in place of an exit."""
+        _go_on_unseen(self.file)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

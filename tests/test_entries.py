@@ -16,6 +16,7 @@ SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=1
 SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=8", "train.eval_every=3"]
 # What needs no head, and how a shell gives what is no UTF-8.
 UNTRAINED = ["eval.methods=[prompt_lookup]"]
+EAGLE3 = str(ROOT / "recipes" / "tiny_eagle3.yaml")
 HALF, LONG = b"\xff".decode(errors="surrogateescape"), "eval.max_new_tokens=10000000"
 
 
@@ -152,6 +153,11 @@ def test_a_head_is_not_used_for_another_target(finished):
         ("train/falcon.py", ["recipes/tiny.yaml", "data.sources=[gone.jsonl]"], "gone.jsonl"),
         ("train/falcon.py", ["recipes/tiny.yaml", "target.model=./gone"], "no folder at ./gone"),
         ("eval/bench.py", ["recipes/tiny.yaml", "output.dir=gone"], "no trained head at gone"),
+        (
+            "eval/bench.py",
+            [EAGLE3, "output.dir=gone"],
+            "launch train/eagle3.py",
+        ),
         ("eval/bench.py", ["recipes/tiny.yaml", "--methods", "medusa"], "medusa"),
         ("eval/bench.py", ["recipes/tiny.yaml", "--batch-sizes", ","], "--batch-sizes ,: give"),
         ("eval/bench.py", ["recipes/tiny.yaml", "eval.threads=100000"], "<= 1000"),

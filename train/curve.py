@@ -58,7 +58,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     kinds = chosen("--kinds", options.kinds, METHODS)
     regimes = chosen("--steps", options.steps, POWERS)
-    rows = sorted(set(whole_numbers("--rows", options.rows, least=1)))
+    rows = sorted(whole_numbers("--rows", options.rows, least=1))
     seeds = whole_numbers("--seeds", options.seeds)
     common = [one for one in options.overrides if one.partition(":")[0] not in METHODS]
     of_kind = {kind: [o[len(kind) + 1 :] for o in options.overrides if o.startswith(f"{kind}:")]
@@ -71,7 +71,7 @@ def main() -> None:
     with output_lock(out):
         run_all(list(dict.fromkeys(size.job for _, size in sizes)), options.jobs, "training")
         report = asked(recipe, options, common, of_kind) | make_curves(
-            sizes, learnt_tokens(out / "cache")
+            sizes, learnt_tokens(out / "cache", sizes)
         )
         write_result(report, out / "curve.json")
         print_curves(report)

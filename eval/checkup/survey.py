@@ -32,7 +32,7 @@ from specdraft.eval.measure.identity import ROUNDING_UNITS, first_difference
 from specdraft.eval.measure.report import write_json
 from specdraft.models.target import Target
 from specdraft.models.target_files import auto_class
-from specdraft.recipes.errors import TargetError, in_a_line
+from specdraft.recipes.errors import DataError, TargetError, in_a_line
 
 MOST = 2e7  # parameters of a model that is tiny
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -253,17 +253,25 @@ def survey(path: Path, names: list[str], seconds: float = 60.0) -> Iterator[dict
     path: JSON with the rows so far; what this version of transformers was tried with is not tried
     again.
     """
-    rows, version = {}, transformers.__version__
-    if path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["transformers"] == version:
-            rows = {row["family"]: row for row in kept["rows"]}
+    if unknown := [name for name in names if name not in CONFIG_MAPPING]:
+        raise TargetError(f"{unknown[0]}: no family of transformers {transformers.__version__}")
+    rows, version = {row["family"]: row for row in kept(path)}, transformers.__version__
     for name in names:
         if name not in rows:
             rows[name] = _apart(name, seconds)
             ordered = [rows[name] for name in sorted(rows)]
             write_json({"schema": 1, "transformers": version, "rows": ordered}, path)
         yield rows[name]
+
+
+def kept(path: Path) -> list[dict]:
+    """The rows of this version of transformers; DataError for a file that has none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+        same = content.get("transformers") == transformers.__version__
+        return content["rows"] if same else []
+    except (ValueError, KeyError, AttributeError) as error:
+        raise DataError(f"{path} has no table of families; delete it to try all again") from error
 
 
 def _apart(family: str, seconds: float) -> dict:

@@ -14,6 +14,7 @@ from torch import nn
 
 from specdraft.eval.costing.enlarged import enlarge_all
 from specdraft.eval.costing.shapes import Shape
+from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.eval.methods.registry import drafted_tree, featured, load_trained, needs, problems
 from specdraft.eval.methods.setup import tree_method
 from specdraft.eval.methods.trained import Trained
@@ -115,6 +116,7 @@ def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant],
     entered, left_out = [], {}
     for given, recipe in recipes.items():
         try:
+            recipe = _drafting(recipe)
             trained = load_trained(recipe, target, [featured(recipe.eval.methods)])
             method = _method(recipe, trained)
             alone = replace(recipe, eval=replace(recipe.eval, methods=(method,)))
@@ -149,6 +151,15 @@ def enlarge_entered(
     return large, [replace(one, trained=trained) for one, trained in enlarged]
 
 
+def _drafting(recipe: Recipe) -> Recipe:
+    """The recipe, with its kind's own method where it decodes plainly only, as heads of papers'
+    tables do."""
+    if featured(recipe.eval.methods) != REFERENCE:
+        return recipe
+    method = {"student": "ssd", "table": "maxgram"}.get(recipe.kind, f"{recipe.kind}_tree")
+    return replace(recipe, eval=replace(recipe.eval, methods=(REFERENCE, method)))
+
+
 def _method(recipe: Recipe, trained: Trained) -> str:
     """What a recipe measures; of a head from elsewhere what suits its form: a tree, where one lies
     beside its weights, else a chain."""
@@ -159,9 +170,11 @@ def _method(recipe: Recipe, trained: Trained) -> str:
 
 
 def _short(name: str, every: dict[str, Recipe]) -> str:
-    """The last part of a name, where no other ends with it."""
-    last = Path(name).stem
-    return name if sum(Path(other).stem == last for other in every) > 1 else last
+    """The last part of a name, where no other ends with it and it is not that of plain decoding."""
+    last, *others = (
+        Path(one).name.removesuffix(".yaml") for one in (name, *(every.keys() - {name}))
+    )
+    return str(Path(name).absolute()) if last == REFERENCE else name if last in others else last
 
 
 def _train_records(given: str, recipe: Recipe) -> list[dict]:

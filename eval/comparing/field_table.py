@@ -9,8 +9,6 @@ precision, hardware and versions: without these a figure stands beside nothing.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 
 from specdraft.recipes.errors import DataError
@@ -22,7 +20,9 @@ FIGURES = (
     *("temperature", "batch_size", "max_new_tokens", "tokens_per_second"),
     *("tokens_per_step", "accepted_per_step"),
 )
+SAME = ("outputs", "max_new_tokens", "tokens", "steps")  # where a run is only measured again
 FIGURE_LISTS = ("acceptance_by_depth", "acceptance_by_node")
+OF_ALL = "accepted_by_depth"  # not in reports of earlier versions
 NOTHING = "-"
 _LATEX = str.maketrans(
     {c: f"\\{c}" for c in "#$%&_{}"} | {"~": r"\~{}", "^": r"\^{}", "τ": r"$\tau$"}
@@ -60,7 +60,8 @@ class Table:
 def field_table(files: Sequence[Path]) -> Table:
     """Make the table of one report, or of several of one target on one machine.
 
-    Raises: DataError for a file that is no report, and for another target or machine.
+    Raises: DataError for a file that is no report, for another target or machine, and for two runs
+    of one method in one setting that differ in more than their times.
     """
     reports = [_read(file) for file in files]
     for report, file in zip(reports, files, strict=True):
@@ -76,7 +77,14 @@ def field_table(files: Sequence[Path]) -> Table:
     grouped: dict[tuple, dict[int, dict]] = {}  # set, temperature and method: run by rows
     for run in runs:
         place = run["prompt_set"], run["temperature"], run["method"]
-        grouped.setdefault(place, {})[run["batch_size"]] = run
+        before = grouped.setdefault(place, {}).setdefault(run["batch_size"], run)
+        if any(before.get(key) != run.get(key) for key in SAME):
+            raise DataError(
+                f"{run['method']} on {run['prompt_set']} at temperature {run['temperature']:g}, "
+                f"{run['batch_size']} row(s), is in two of the reports, by other drafters or "
+                "lengths: one would hide the other; give one of them, or compare drafters with: "
+                "python eval/compare.py RUN RUN"
+            )
     sizes = sorted({run["batch_size"] for run in runs})
     lines = [_line(place, by_rows, sizes) for place, by_rows in grouped.items()]
     headings = ["method", "draft", "prompts", "T", "τ", "τ - 1", "P(n given n - 1)", "P(n)"]
@@ -101,6 +109,7 @@ def _read(file: Path) -> dict:
 def _is_run(run: dict) -> bool:
     """Whether a run failed at every prompt, or has the figures of a line."""
     lists = all(isinstance(run.get(key), list) for key in FIGURE_LISTS)
+    lists &= isinstance(run.get(OF_ALL, []), list)
     figures = all(isinstance(run.get(key), int | float) for key in FIGURES)
     # None: transformers does not tell how many nodes its drafts have.
     nodes = isinstance(run.get("drafted_per_step", ""), int | float | None)
@@ -117,7 +126,8 @@ def _line(place: tuple, by_rows: dict[int, dict], sizes: Iterable[int]) -> list[
     prompts, temperature, method = place
     run = by_rows[min(by_rows)]
     given = run["acceptance_by_depth"][:POSITIONS]
-    by_position = (" ".join(f"{p:.2f}" for p in ps) for ps in (given, accumulate(given, mul)))
+    reached = run.get(OF_ALL, [])[:POSITIONS]
+    by_position = (" ".join(f"{p:.2f}" for p in ps) for ps in (given, reached))
     return [
         method,
         _draft(run),
@@ -156,7 +166,8 @@ def _caption(report: dict, runs: Sequence[dict]) -> str:
         f"Target {recipe['target']['model']} in {recipe['target']['dtype']}; {outputs} answers of "
         f"up to {lengths} new tokens. τ: tokens per step with the bonus token, the prompt's "
         f"forward counted as a step; τ - 1: without. P(n given n - 1): position n = 1 to "
-        f"{POSITIONS} accepted where the one before was; P(n): the first n accepted. These and "
+        f"{POSITIONS} accepted where the one before was and n was drafted; P(n): the first n "
+        f"accepted, of all drafts, however deep. These and "
         f"x plain at {rows[0]} row(s); tokens/s of all rows together, by wall-clock. {hardware}; "
         f"specdraft on torch {where['torch']}, transformers {where['transformers']}."
     )

@@ -65,7 +65,9 @@ def race(
         "fit": None,
         "runs": rows,
         "samples": [],
-        "headline": max(rows[1:], key=lambda row: row.get("speedup") or 0.0)["method"],
+        "headline": max(rows[1:], key=lambda row: (not row["failures"], row.get("speedup") or 0.0))[
+            "method"
+        ],
         "contestants": contestants,
         "left_out": left_out,
         "advice": advice(rows, contestants),
@@ -81,7 +83,8 @@ def _drafted_per_second(parts: Sequence[Outcome]) -> float | None:
 
 def advice(rows: Sequence[dict], contestants: Sequence[dict]) -> str:
     """Say in a sentence which of them to take, by their speeds and what they cost to train."""
-    speed = {row["method"]: row["speedup"] for row in rows[1:] if row.get("speedup")}
+    whole = [row for row in rows[1:] if not row.get("failures")]
+    speed = {row["method"]: row["speedup"] for row in whole if row.get("speedup")}
     if not speed:
         return "None of them decoded all prompts: see what failed."
     cost = {one["name"]: one["training_minutes"] for one in contestants}

@@ -26,7 +26,7 @@ class Difference:
     position: int  # in the new tokens
     plain: int | None
     ours: int | None
-    gap: float  # in logits, at any temperature
+    gap: float | None  # in logits, at any temperature; None: one stops where the other goes on
     near_tie: bool
 
 
@@ -41,7 +41,7 @@ def first_difference(
         min(len(plain), len(ours)),
     )
     if shared in (len(plain), len(ours)):  # one stops where the other goes on: never a near-tie
-        return Difference(shared, None, None, float("inf"), False)
+        return Difference(shared, None, None, None, False)
     read = [*request.prompt, *plain[:shared]]
     ids = torch.tensor([read], device=target.device)
     source = torch.tensor([request.source], device=target.device) if request.source else None

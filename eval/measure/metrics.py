@@ -57,6 +57,7 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
         "accepted_per_step": ratio - 1,
         "acceptance_rate": (ratio - 1) / ratio,
         "acceptance_by_depth": acceptance_by_depth(steps),
+        "accepted_by_depth": accepted_by_depth(steps),
         "acceptance_by_node": acceptance_by_node(steps),
         "matchness": accepted / drafted_depth if drafted_depth else None,
         "graph_success": of_drafts(step.copied > 0 for step in steps),
@@ -81,6 +82,17 @@ def acceptance_by_depth(steps: Sequence[Step]) -> list[float]:
             break
         rates.append(sum(step.accepted >= depth for step in reached) / len(reached))
     return rates
+
+
+def accepted_by_depth(steps: Sequence[Step]) -> list[float]:
+    """P(the first d tokens accepted), of all drafts however deep, for d = 1, 2, ...
+
+    Where drafts are of several depths this is no product of `acceptance_by_depth`.
+    """
+    drafts = [step for step in steps if step.depth]
+    most = max((step.accepted for step in drafts), default=0)
+    counts = (sum(step.accepted >= depth for step in drafts) for depth in range(1, most + 1))
+    return [count / len(drafts) for count in counts]
 
 
 def acceptance_by_node(steps: Sequence[Step], limit: int = NODES) -> list[dict]:

@@ -288,9 +288,11 @@ def describe() -> str:
 def make_drafter(name: str, setup: Setup) -> Drafter | None:
     """Build the drafter of one of our methods; None for plain decoding.
 
-    Raises RecipeError where something it drafts with is missing.
+    Raises RecipeError where something it drafts with is missing, and for a method of transformers.
     """
     method, _ = find(name)
+    if not method.is_ours:
+        raise RecipeError(f"{name} is transformers' own way to draft, and no drafter of ours")
     method.check(setup.trained)
     return method.make(setup)
 

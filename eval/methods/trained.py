@@ -57,7 +57,8 @@ class Kind:
 
     remedy: str  # what a method that has none of it needs, and what to do
     load: Callable[[Recipe, Target, Path], Any]  # of a run's folder
-    fetch: Callable[[Source, str | None, Target], Any] | None = None  # by its own name; revision
+    # By its own name, or theirs, of students of a cascade; revision.
+    fetch: Callable[[Any, str | None, Target], Any]
     # What is wrong with a recipe whose eval.methods have a method, by its name, that needs it.
     problems: Callable[[str, Sections], list[str]] = lambda method, sections: []
 
@@ -165,6 +166,10 @@ KINDS: dict[str, Kind] = {
         load=lambda recipe, target, run: tuple(
             load_student(name, None, target, key="cascade.students")
             for name in recipe.cascade.students
+        ),
+        fetch=lambda names, revision, target: tuple(
+            load_student(name, revision, target, target.dtype)
+            for name in ([names] if isinstance(names, Source) else names)
         ),
         problems=_without_cascade,
     ),

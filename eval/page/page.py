@@ -125,22 +125,23 @@ def _fastest(report: dict) -> Run | None:
 def _section(runs: list[Run], every: Sequence[Run]) -> dict:
     """What the page shows of one setting. Columns that no run has a figure for are left out."""
     colours = method_colours(run["method"] for run in every)
+    prompts = _names(every)[runs[0]["prompt_set"]]
     columns = [key for key in COLUMNS if any(run.get(key) is not None for run in runs)]
     entries = [entry for run in runs for entry in run.get("categories", [])]
     categories = list(dict.fromkeys(entry["category"] for entry in entries))
     return {
-        "prompts": _prompts(runs[0]),
+        "prompts": prompts,
         "runs": runs,
         "columns": columns,
-        "plots": _plots(runs, colours),
+        "plots": _plots(prompts, runs, colours),
         "categories": categories if len(categories) > 1 else [],
         "troubled": [run for run in runs if run.get("failures")],
     }
 
 
-def _plots(runs: list[Run], colours: dict[str, str]) -> list[Plot]:
+def _plots(prompts: str, runs: list[Run], colours: dict[str, str]) -> list[Plot]:
     first = runs[0]
-    tag = _slug(f"{_prompts(first)}-t{first['temperature']:g}-b{first['batch_size']}")
+    tag = _slug(f"{prompts}-t{first['temperature']:g}-b{first['batch_size']}")
     speeds, lengths = _by_method(runs, "speedup"), _by_method(runs, "tokens_per_step")
     repeats, rates = _by_method(runs, "speedup_repeats"), _by_method(runs, "acceptance_by_depth")
     spreads = {method: (min(values), max(values)) for method, values in repeats.items()}
@@ -177,8 +178,9 @@ def _batch_curves(runs: Sequence[Run]) -> list[Plot]:
     """Speedup by batch size, one plot for each prompt set and temperature with several sizes."""
 
     def setting(run: Run) -> tuple:
-        return _prompts(run), run["temperature"]
+        return names[run["prompt_set"]], run["temperature"]
 
+    names = _names(runs)
     colours = method_colours(run["method"] for run in runs)
     plots = []
     for (prompts, temperature), group in groupby(sorted(runs, key=setting), setting):
@@ -264,9 +266,11 @@ def _hash(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _prompts(run: Run) -> str:
-    """The name of a run's prompts, without the place of their file."""
-    return Path(run["prompt_set"].partition(":")[0]).stem
+def _names(runs: Sequence[Run]) -> dict[str, str]:
+    """The name of each prompt set: without the place of its file, where no other is called so."""
+    short = {run["prompt_set"]: Path(run["prompt_set"].partition(":")[0]).stem for run in runs}
+    names = [*short.values()]
+    return {every: name if names.count(name) == 1 else every for every, name in short.items()}
 
 
 def _slug(text: str) -> str:

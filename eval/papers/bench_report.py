@@ -20,6 +20,11 @@ from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.yaml_file import read_value
 
+OPTIONS = {  # of eval/bench.py, where several are measured
+    "--prompts": "prompt_set",
+    "--batch-sizes": "batch_size",
+    "--temperatures": "temperature",
+}
 VARIED = {"prompt_set": "{}", "temperature": "T = {:g}", "batch_size": "batch {}"}
 
 
@@ -102,8 +107,9 @@ def command(report: dict, path: str, overrides: Sequence[str]) -> list[str]:
     if contestants := report.get("contestants"):
         runs = (f"runs/{one['name']}" for one in contestants)
         words = ["python", "eval/compare.py", *runs, *overrides]
-    sizes = list(dict.fromkeys(str(run["batch_size"]) for run in report["runs"]))
-    words += ["--batch-sizes", ",".join(sizes)] if len(sizes) > 1 else []
+    for option, key in OPTIONS.items():
+        values = list(dict.fromkeys(f"{run[key]}" for run in report["runs"]))
+        words += [option, ",".join(values)] if len(values) > 1 else []
     _, enlarged, shape = (report.get("target") or "").rpartition(ENLARGED)
     return words + (["--shape", shape] if enlarged else [])
 

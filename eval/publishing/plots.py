@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
-from itertools import accumulate, cycle
-from operator import mul
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,8 @@ def save(drawn: Figure, path: Path) -> Path:
 
 
 def acceptance_by_position(runs: Sequence[dict]) -> Figure:
-    """Draw `acceptance_by_depth` of a report's runs: given the position before, and of all drafts.
+    """Draw `acceptance_by_depth` and `accepted_by_depth` of a report's runs: given the position
+    before, and of all drafts.
 
     Raises DataError where no run drafts.
     """
@@ -61,12 +61,13 @@ def acceptance_by_position(runs: Sequence[dict]) -> Figure:
     colours = method_colours(run["method"] for run in drafting)
     strokes = {method: cycle(("-", "--", ":", "-.")) for method in colours}  # of its settings
     for run in drafting:
-        rates, method = run["acceptance_by_depth"], run["method"]
+        method = run["method"]
         style = {"color": colours[method], "linestyle": next(strokes[method])}
         style |= {"marker": "o", "markersize": 3}
-        depths = range(1, len(rates) + 1)
-        given.plot(depths, rates, label=_label(run, drafting), **style)
-        reached.plot(depths, list(accumulate(rates, mul)), **style)
+        label = {"label": _label(run, drafting)}
+        for axes, key, more in ((given, "acceptance", label), (reached, "accepted", {})):
+            rates = run.get(f"{key}_by_depth", [])  # earlier reports lack the second
+            axes.plot(range(1, len(rates) + 1), rates, **style, **more)
     given.set(title="accepted, where the token before was", ylabel="probability", ylim=(0, 1.02))
     reached.set(title="accepted, and all before it")
     for axes in (given, reached):

@@ -143,7 +143,9 @@ class Proposer:
     def load_model(self, target_model: nn.Module) -> None:
         """Make the drafter for the model that is served."""
         served, scheduler = ServedModel(target_model, self.config), self.config.scheduler_config
-        trained = Trained(**{kind: fetch(kind, of, served) for kind, of in self.sources.items()})
+        trained = Trained(
+            **{kind: KINDS[kind].fetch(of, None, served) for kind, of in self.sources.items()}
+        )
         capacity, slots = self.config.model_config.max_model_len, scheduler.max_num_seqs
         if trained.head is not None:
             check_sizes(trained.head, served)
@@ -265,13 +267,6 @@ def recipe_of(method: str, length: int, settings: dict) -> Recipe:
         section, key = place
         tree[section] = {key: length} | tree.get(section, {})
     return from_dict(tree)
-
-
-def fetch(kind: str, source: str | list[str], served: ServedModel) -> Any:
-    """Load what is trained; the students of a cascade are several."""
-    if kind == "cascade":
-        return tuple(KINDS["student"].fetch(one, None, served) for one in source)
-    return KINDS[kind].fetch(source, None, served)
 
 
 def check_sizes(head: FalconHead, served: ServedModel) -> None:

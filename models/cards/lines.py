@@ -40,6 +40,7 @@ output = model.generate(**inputs, custom_generate=fast, max_new_tokens=64)
 print(tokenizer.decode(output[0]))
 """
 TEXT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
+TEMPLATE = "tokenizer.chat_template = read_chat_template({name})\n"
 CHAT = """\
 chat = [{"role": "user", "content": "Tell me a story about a fox."}]
 shape = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
@@ -91,13 +92,17 @@ def usage(recipe: Recipe, card: Card, repo: str, chat: bool) -> str:
     imports = f"Speculative, {call.partition('(')[0]}"
     if bundled:
         imports += "\nfrom specdraft.models.target_files import bundled_target_dir"
+    inputs = CHAT if chat else TEXT
+    if chat and target.chat_template is not None:  # that the target's own tokenizer has not
+        imports += "\nfrom specdraft.models.target_files import read_chat_template"
+        inputs = TEMPLATE.format(name=json.dumps(target.chat_template)) + CHAT
     return USAGE.format(
         imports=imports,
         source="bundled_target_dir()" if bundled else json.dumps(target.model),
         pin=f', revision="{target.revision}"' if target.revision else "",
         dtype=target.dtype,
         drafter=f"{call}{revision})",
-        inputs=CHAT if chat else TEXT,
+        inputs=inputs,
     )
 
 

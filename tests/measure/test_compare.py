@@ -203,6 +203,21 @@ def test_the_advice_follows_from_the_figures(speeds, minutes, told):
     assert re.search(told, advice(figures(**speeds), costs(**minutes)))
 
 
+def test_who_failed_at_a_prompt_is_not_recommended():
+    rows = figures(a=2.0, b=9.0)
+    rows[2]["failures"] = ["math-00"]
+    assert advice(rows, costs(a=1.0, b=1.0)).startswith("Take a: 2.00 x")
+
+
+def test_a_head_that_was_only_trained_drafts_by_its_tree(tiny, tmp_path):
+    """As those of the papers' tables are: their recipes decode plainly."""
+    name = finished(tmp_path, "plain", falcon(tiny, 3), (), "eval.methods=[plain]")
+    other = finished(tmp_path, "lr0.1", falcon(tiny, 3))
+    (first, second), _ = enter(read_recipes([name, other], SMALL), tiny)
+    assert (first.method, second.method) == ("falcon_tree", "falcon_tree")
+    assert (first.name, second.name) == (str(tmp_path / "plain"), "lr0.1")
+
+
 def test_the_frontier_joins_those_that_no_cheaper_one_outruns():
     points = {"slow": (1.0, 1.1), "dear": (9.0, 2.0), "fast": (3.0, 2.5), "same": (1.0, 1.0)}
     assert outrun_by_none(points) == ["slow", "fast"]

@@ -84,7 +84,10 @@ def test_the_best_assignment_has_the_surer_drafter_first():
 
 RUNS = [
     {"method": "plain", "acceptance_by_depth": [], "batch_size": 1, "temperature": 0.0},
-    {"method": "ssd", "acceptance_by_depth": [0.8, 0.5], "batch_size": 1, "temperature": 0.0},
+    {
+        **{"method": "ssd", "acceptance_by_depth": [0.8, 0.5], "accepted_by_depth": [0.8, 0.3]},
+        **{"batch_size": 1, "temperature": 0.0},
+    },
     {"method": "ssd", "acceptance_by_depth": [0.7], "batch_size": 4, "temperature": 0.0},
 ]
 
@@ -94,7 +97,7 @@ def test_acceptance_is_drawn_as_it_was_measured(tmp_path):
     drawn = acceptance_by_position(RUNS)
     given, reached = drawn.axes
     assert [list(line.get_ydata()) for line in given.lines] == [[0.8, 0.5], [0.7]]
-    assert list(reached.lines[0].get_ydata()) == [0.8, 0.4]
+    assert list(reached.lines[0].get_ydata()) == [0.8, 0.3]
     assert [line.get_label() for line in given.lines] == ["ssd, batch 1", "ssd, batch 4"]
     path = save(drawn, tmp_path / "new" / "figure.png")
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -54,10 +54,7 @@ def test_every_cell_is_a_figure_of_the_report(tmp_path, report):
         )
         assert row["tokens/s at 1"] == f"{run['tokens_per_second']:.0f}"
         by_depth = run["acceptance_by_depth"][:5]
-        reached, product = [], 1.0
-        for rate in by_depth:
-            product *= rate
-            reached.append(f"{product:.2f}")
+        reached = [f"{share:.2f}" for share in run["accepted_by_depth"][:5]]
         assert row["P(n given n - 1)"] == (" ".join(f"{p:.2f}" for p in by_depth) or "-")
         assert row["P(n)"] == (" ".join(reached) or "-")
     drafts = {row["method"]: row["draft"].split(",")[0] for row in cells(table.markdown())}
@@ -120,6 +117,16 @@ def test_figures_of_two_are_no_comparison(tmp_path, report, change, message):
     part[key] = value
     with pytest.raises(DataError, match=message):
         field_table([write(tmp_path / "a", report), write(tmp_path / "b", other)])
+
+
+def test_of_two_drafters_none_hides_the_other(tmp_path, report):
+    other = copy.deepcopy(report)
+    tree = next(run for run in other["runs"] if run["method"] == "falcon_tree")
+    tree |= {"steps": tree["steps"] + 1}
+    with pytest.raises(DataError, match=r"falcon_tree on .* is in two of the reports"):
+        field_table([write(tmp_path / "a", report), write(tmp_path / "b", other)])
+    again = field_table([write(tmp_path / "a", report), write(tmp_path / "c", report)])
+    assert again.markdown() == field_table([tmp_path / "a" / "report.json"]).markdown()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"runs": []}', '{"runs": [{"method": "x"}]}'])

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from random_models import random_eagle3, random_head
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdraft.eval.custom_generate import load
+from specdraft.eval.custom_generate import Speculative, load, method
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
-from specdraft.recipes.errors import HeadError
+from specdraft.recipes.errors import DataError, HeadError, RecipeError
 from specdraft.recipes.static_trees import TREES as BUNDLED
 
 KINDS = ("falcon", "eagle", "eagle3", "medusa", "student", "table")
@@ -90,6 +91,35 @@ def test_a_drafter_of_any_kind_is_loaded_by_its_folder(run, kind, model, tokeniz
         assert fast.last.steps > 0
     if kind == "student":  # the target itself
         assert fast.last.tokens_per_step > 2
+
+
+def test_a_student_may_be_a_pickled_model(run, tmp_path):
+    """As a small model of the target's family may be: it is no export of ours, which is asked."""
+    copied = shutil.copytree(run / "student", tmp_path / "mine")
+    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    load(copied)
+
+
+def test_students_of_a_cascade_are_given_by_their_folders(run, model, tokenizer):
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    plain = model.generate(**inputs, do_sample=False, max_new_tokens=10)
+    student, table = str(run / "student"), run / "table"
+    for students in (student, [student], (run / "student",)):
+        fast = Speculative(method("cascade", cascade=students, table=table))
+        options = {"do_sample": False, "max_new_tokens": 10, "custom_generate": fast}
+        assert torch.equal(model.generate(**inputs, **options), plain)
+        assert fast.last.tokens_per_step > 1.5
+
+
+def test_what_no_method_of_ours_drafts_with_is_told(model, tokenizer):
+    with pytest.raises(
+        DataError, match=r"method\('ssd'\): teacher is nothing that drafts; .*student"
+    ):
+        method("ssd", teacher="you/model")
+    inputs = tokenizer("Once", return_tensors="pt")
+    with pytest.raises(RecipeError, match="hf_prompt_lookup is transformers' own way"):
+        model.generate(**inputs, custom_generate=Speculative(method("hf_prompt_lookup")))
 
 
 def test_a_run_with_one_drafter_is_its_name_and_one_with_several_is_asked(run, tmp_path):

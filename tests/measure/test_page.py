@@ -268,6 +268,14 @@ def test_plots_are_written_as_png_where_the_extra_is_there(report, tmp_path, mon
     assert [path.name for path in without.parent.iterdir()] == ["report.html"]
 
 
+def test_prompts_of_two_files_with_one_name_are_two(report, tmp_path):
+    runs = [run | {"prompt_set": f"{place}/x.jsonl"} for place in "ab" for run in report["runs"]]
+    page = Page(write_page(report | {"runs": runs}, tmp_path).read_text())
+    plots = [svg["attributes"]["data-plot"] for svg in page.all("svg")]
+    assert len(plots) == len({*plots})
+    assert {name[6] for name in plots if name.startswith("batch-")} == {"a", "b"}
+
+
 def test_a_disk_too_full_for_a_plot_is_told_with_its_file(tmp_path, monkeypatch):
     if not importlib.util.find_spec("matplotlib"):
         pytest.skip("no matplotlib: pip install specdraft[plots]")

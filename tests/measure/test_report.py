@@ -27,6 +27,7 @@ from specdraft.eval.measure.metrics import (
     Costs,
     acceptance_by_depth,
     acceptance_by_node,
+    accepted_by_depth,
     counts,
     times,
 )
@@ -104,6 +105,13 @@ def test_a_drafters_pass_costs_what_it_does_beside_a_plain_step_of_a_row():
 def test_acceptance_by_depth_is_conditional_on_the_depth_before():
     assert acceptance_by_depth(STEPS) == [2 / 3, 1 / 2, 1 / 1, 0 / 1]
     assert acceptance_by_depth([Step(1, 0, 0, 0)]) == []
+
+
+def test_of_drafts_of_several_depths_all_count_at_every_depth():
+    steps = [Step(1, 0, 0, 0), Step(3, 2, 2, 2), Step(2, 1, 1, 1), Step(1, 4, 4, 0)]
+    assert acceptance_by_depth(steps) == [2 / 3, 1 / 1, 0 / 1][:2]
+    assert accepted_by_depth(steps) == [2 / 3, 1 / 3]
+    assert accepted_by_depth(steps[:1]) == []
 
 
 def test_acceptance_by_node_counts_paths_of_ranks():

@@ -42,3 +42,13 @@ def test_the_command_writes_the_table(tmp_path):
     written = json.loads((tmp_path / "families.json").read_text())
     assert [row["family"] for row in written["rows"]] == ["llama"]
     assert "| llama |" in (tmp_path / "families.md").read_text()
+    # Another by itself leaves the others on the page.
+    assert run_here("eval/survey.py", "mistral", "--out", str(tmp_path)).returncode == 0
+    page = (tmp_path / "families.md").read_text()
+    assert "| llama |" in page
+    assert "| mistral |" in page
+    unknown = run_here("eval/survey.py", "lama", "--out", str(tmp_path))
+    assert (unknown.returncode, "lama: no family of transformers" in unknown.stderr) == (2, True)
+    (tmp_path / "families.json").write_text("{")
+    broken = run_here("eval/survey.py", "llama", "--out", str(tmp_path))
+    assert (broken.returncode, "has no table of families" in broken.stderr) == (2, True)

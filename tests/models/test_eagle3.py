@@ -35,6 +35,7 @@ from specdraft.models.eagle3 import Eagle3Head, load_eagle3, vocabulary_of
 from specdraft.models.falcon import block_index
 from specdraft.models.published import load_head
 from specdraft.models.serving import serve_eagle, serve_eagle3
+from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.load import load_recipe
@@ -486,6 +487,28 @@ def test_other_names_and_orders_of_the_same_head_are_read(target, tmp_path):
     torch.testing.assert_close(load_head(folder, target).state_dict(), expected)
 
 
+def test_the_authors_own_name_for_both_kinds_is_told_apart_by_the_weights(target, tmp_path):
+    """EAGLE's configs call an EAGLE-3 head LlamaForCausalLM, as they do an EAGLE-1 head."""
+    folder = published(target, tmp_path / "served", draft_vocab=9)
+    expected = load_head(folder, target)
+    edit(folder, {"architectures": ["LlamaForCausalLM"]})
+    assert load_head(folder, target).config == expected.config
+
+
+def test_embeddings_beside_a_head_may_be_in_another_half_precision(tmp_path):
+    """As EAGLE's are, in float16, of targets that are run in bfloat16."""
+    half = random_target().model.half()
+    exact = {"embed_tokens.weight": half.model.embed_tokens.weight.detach().clone()}
+    target = Target(half.bfloat16(), None, "random-0")
+    head = random_head(target, 1, fusion="linear", input_norm=False)
+    serve_eagle(head, "vllm", 64).write(tmp_path / "served")
+    edit(tmp_path / "served", tensors=exact)
+    assert load_head(tmp_path / "served", target).config.block_size == 1
+    edit(tmp_path / "served", tensors={"embed_tokens.weight": 2 * exact["embed_tokens.weight"]})
+    with pytest.raises(HeadError, match=r"embed_tokens.weight is not that of"):
+        load_head(tmp_path / "served", target)
+
+
 def test_layers_that_a_config_does_not_name_are_the_engines(tmp_path):
     target = random_target(layers=8)
     folder = published(target, tmp_path / "served", feature_layers=(2, 4, 5))
@@ -540,6 +563,8 @@ def test_a_published_eagle_1_head_drafts_as_it_was(target, tmp_path, engine, bia
         ({}, {"fc.weight": torch.full((16, 48), torch.nan)}, "fc.weight has values that are no"),
         ({}, {"embed_tokens.weight": torch.ones(23, 16)}, "embed_tokens.weight is not that of"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state = False"),
+        ({"rope_scaling": "linear"}, {}, "'str' object has no attribute"),
+        ({"rope_theta": 10**400}, {}, "too large"),
     ],
 )
 def test_a_head_that_cannot_be_read_is_refused_with_the_reason(

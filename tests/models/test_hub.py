@@ -24,6 +24,7 @@ from random_models import random_eagle3
 from specdraft.eval.methods.trained import CARDS
 from specdraft.models.cards.card import PICTURE, head_facts, model_card, results
 from specdraft.models.cards.curve import curve
+from specdraft.models.cards.lines import usage
 from specdraft.models.cards.log import LOG, records
 from specdraft.models.hub import fetch, is_hub_id
 from specdraft.models.publish import contents, portable
@@ -313,6 +314,39 @@ def test_paths_of_target_and_data_become_names(head_run, tmp_path):
     assert "drafts for **my-model**" in card
     assert "datasets:\n- owner/name\n" in card
     from_dict(recipe)
+
+
+def test_a_cards_lines_ask_in_the_form_that_the_head_was_trained_on():
+    """By the template of its recipe: the target's own tokenizer may have none, or another."""
+    recipe = load_recipe("tiny", ["hub.repo_id=you/t", "target.chat_template=vicuna"])
+    lines = usage(recipe, CARDS["falcon"], "you/t", chat=True)
+    known: dict = {}
+    asked = lines.replace('falcon("you/t")', "no_drafter").replace("falcon", "no_drafter")
+    exec(asked.partition("output =")[0], known)
+    assert "ASSISTANT:" in known["tokenizer"].decode(known["inputs"]["input_ids"][0])
+
+
+def test_a_recipe_of_the_hub_says_neither_whose_code_runs_nor_where_files_go(
+    hub, nursery, runs, tmp_path
+):
+    files = dict(hub.commits["you/falcon"]["main"][-1])
+    recipe = yaml.safe_load(files["recipe.yaml"])
+    recipe["target"]["trust_remote_code"] = True
+    recipe["output"], recipe["data"]["cache_dir"] = {"dir": str(tmp_path / "there")}, "/anywhere"
+    hub.commits["them/head"] = {"main": [files | {"recipe.yaml": yaml.safe_dump(recipe).encode()}]}
+    hub.private["them/head"] = False
+    (tmp_path / "read.py").write_text(READ)
+    done = run(nursery, tmp_path / "read.py")
+    assert done.stdout.split() == ["False", "runs/tiny", "cache", "True", "mine"], done.stderr
+
+
+READ = """
+from specdraft.recipes.load import load_recipe
+told = load_recipe("them/head")
+print(told.target.trust_remote_code, told.output.dir, told.data.cache_dir)
+told = load_recipe("them/head", ["target.trust_remote_code=true", "output.dir=mine"])
+print(told.target.trust_remote_code, told.output.dir)
+"""
 
 
 def test_a_card_shows_what_a_name_would_have_a_terminal_do(runs):

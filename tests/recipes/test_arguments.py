@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_list_is_what_stands_between_commas():
-    assert comma_separated("--prompts", "a, b") == ["a", "b"]
+    assert comma_separated("--prompts", "a, b, a") == ["a", "b"]
     assert whole_numbers("--lengths", "2, 30", least=2, most=30) == [2, 30]
 
 
@@ -41,6 +41,12 @@ def test_what_is_refused_is_shown_and_not_obeyed(capsys):
         said = capsys.readouterr().err
         assert "␛" in said
         assert "\x1b" not in said
+
+
+def test_of_what_is_missing_only_what_has_to_be_there_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        recipe_parser("Do it.").parse_intermixed_args([])
+    assert capsys.readouterr().err.strip().endswith("are required: recipe")
 
 
 def test_every_command_shows_what_it_refuses():

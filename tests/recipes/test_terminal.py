@@ -3,7 +3,10 @@
 from specdraft.recipes.entry import entry
 
 import io
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from rich.live import Live
@@ -139,3 +142,54 @@ def test_long_findings_are_wrapped_below_where_they_begin():
     piped = Screen(file=io.StringIO(), width=80, soft_wrap=True)
     print_findings([failed("a line", note, "do this")], piped)
     assert len(piped.file.getvalue().splitlines()) == 3
+
+
+UNHEARD = """
+import sys
+from specdraft.recipes.entry import entry
+from specdraft.recipes.terminal import Screen, say, tell
+
+@entry
+def main():
+    for _ in range(3):
+        tell("a table")
+        Screen().print("a colour")
+    say("and the report is written")
+
+main()
+"""
+
+
+def test_where_nobody_reads_any_more_a_command_goes_on_to_its_end():
+    """As in `bench.py .. | head`: the report has yet to be written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", UNHEARD], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "and the report is written\n")
+
+
+SPOKEN = """
+import sys
+from specdraft.recipes.entry import entry
+from specdraft.recipes.terminal import tell
+
+@entry
+def main():
+    tell("\\u03c4 = 2")
+    tell(len(sys.stdin.readline()))
+
+main()
+"""
+
+
+def test_no_character_that_an_encoding_lacks_ends_a_command():
+    done = subprocess.run(
+        [sys.executable, "-c", SPOKEN],
+        input=b"Gr\xfc\xdfe",
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii:strict"},
+    )
+    assert done.stdout.splitlines() == [rb"\u03c4 = 2", b"5"], done.stderr

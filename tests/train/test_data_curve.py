@@ -146,6 +146,13 @@ def test_a_curve_is_drawn_with_all_its_points_and_bands(tmp_path):
     assert len(colours) > 50  # and its band
 
 
+def test_the_minutes_of_a_training_are_told_whatever_its_log_ends_with(tmp_path):
+    (_, size), *_ = made_sizes(tmp_path)
+    with (size.job.folder / "log.jsonl").open("a") as log:
+        log.write('{"kind": "eval", "step": 4, "tokens_per_step": 1.0}\n')
+    assert size.minutes == 0.5
+
+
 def test_a_curve_says_what_ten_times_would_bring_and_how_the_first_sizes_missed(tmp_path):
     report = make_curves(made_sizes(tmp_path), {n: 90 * n for n in ROWS})
     (curve,) = report["curves"].values()

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from random_models import random_target
 from torch import nn
 
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.student import Student
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.sections.training import OptimSection
@@ -63,6 +65,14 @@ def test_muon_has_the_matrices_and_adamw_the_rest():
     assert {"fuse.weight", "reading.weight", "layers.0.qkv.weight"} < names(module, muon)
     rest = {name for name, one in module.named_parameters() if one.ndim != 2} | {"lm_head.weight"}
     assert names(module, adamw) == rest > {"layers.0.mlp_norm"}
+
+
+def test_muon_has_the_matrices_of_a_student_too():
+    student = Student(random_target().model.requires_grad_(True))
+    adamw, muon = make_optimizer(student, OptimSection(name="muon"), CPU).parts
+    matrices = {f"model.model.layers.0.{of}.weight" for of in ("self_attn.q_proj", "mlp.up_proj")}
+    assert matrices < names(student, muon)
+    assert {"model.model.embed_tokens.weight", "model.lm_head.weight"} < names(student, adamw)
 
 
 def test_parts_step_as_each_would_alone():

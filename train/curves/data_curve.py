@@ -47,12 +47,16 @@ def make_curves(sizes: Sequence[tuple[str, Size]], learnt: Mapping[int, int]) ->
     }
 
 
-def learnt_tokens(cache: Path) -> dict[int, int]:
+def learnt_tokens(cache: Path, sizes: Sequence[tuple[str, Size]]) -> dict[int, int]:
     """Return the tokens that are learnt from of every size in a curve's own cache, on average over
-    its subsets."""
+    its subsets. Caches of other trainings, which the folder may hold too, do not count."""
+    trained = [size.job.report()["recipe"]["data"] for _, size in sizes]
     found: dict[int, list[int]] = {}
     for one in map(TokenCache.open, sorted(cache.glob("tokens-*"))):
-        found.setdefault(one.meta["settings"]["limit"], []).append(one.stats["supervised"])
+        made = one.meta["settings"]
+        keys = made.keys() & trained[0].keys() - {"sources"}  # which are hashed there
+        if any(all(made[key] == data[key] for key in keys) for data in trained):
+            found.setdefault(made["limit"], []).append(one.stats["supervised"])
     return {rows: round(fmean(tokens)) for rows, tokens in found.items()}
 
 

@@ -47,7 +47,8 @@ class Size:
     def minutes(self) -> float | None:
         """What the training took. A table, which is counted, keeps no log: None."""
         log = self.job.folder / "log.jsonl"
-        return json.loads(log.read_text().splitlines()[-1])["minutes"] if log.is_file() else None
+        lines = map(json.loads, log.read_text().splitlines() if log.is_file() else [])
+        return max((line["minutes"] for line in lines if line["kind"] == "train"), default=None)
 
 
 def plan_sizes(

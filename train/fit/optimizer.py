@@ -29,7 +29,8 @@ def make_optimizer(
 
     if optim.name == "adamw":
         return adamw(trained)
-    vocabulary = drafter.config.vocab_size
+    config = getattr(drafter, "config", None) or drafter.model.config.get_text_config()
+    vocabulary = config.vocab_size
     heads = {id(one) for name, one in drafter.named_parameters() if "lm_head" in name}
     matrices = [
         one
