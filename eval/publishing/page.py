@@ -27,8 +27,8 @@ def write_page(folder: Path = RESULTS) -> Path:
 
 def check_page(folder: Path = RESULTS) -> None:
     """DataError where the page is not what its files make."""
-    path = folder / NAME
-    if not path.is_file() or path.read_text(encoding="utf-8") != page_of(folder):
+    path, made = folder / NAME, page_of(folder)
+    if not path.is_file() or path.read_text(encoding="utf-8") != made:
         raise DataError(f"{path} is stale; make it again: python eval/paper.py --write")
 
 
