@@ -339,6 +339,12 @@ def test_a_result_stands_in_the_section_that_it_links_to():
 ROWS = [(name, row) for row in table(section(FRONT, "Recipes")) for name in quoted(row[0])]
 
 
+def test_every_bundled_recipe_stands_in_the_table_of_its_page():
+    rows = table(section(ROOT / "recipes" / "README.md", "The recipes"))
+    told = sorted(name for row in rows for name in quoted(row[0]))
+    assert told == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+
+
 @pytest.mark.parametrize(("name", "row"), ROWS, ids=[name for name, _ in ROWS])
 def test_the_table_of_recipes_is_what_the_plan_says(name, row, tmp_path):
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", [f"data.cache_dir={tmp_path}"])
