@@ -26,12 +26,12 @@ class DraftingSection(Section):
     trees drawn without replacement (RSD, arXiv 2402.14160) and i.i.d. (SpecInfer, arXiv 2305.09781;
     SpecTr, arXiv 2310.15141). Every key names the methods that read it; sizes are in nodes."""
 
-    gamma: Draft = 5  # ssd, rsd_s, spectr: tokens of a path
+    gamma: Draft = 5  # ssd, rsd_s, spectr, hf_assisted: tokens of a path
     depth: Draft = 10  # tsd, gsd, ssd_dynamic: levels
     out_degree: Draft = 4  # tsd, gsd, ssd_dynamic: children of a node
     theta_prob: Fraction = 0.2  # ssd, tsd, gsd: a less probable token ends its path; 0: none does
-    theta_sib: Fraction = 0.3  # tsd, gsd: so does one less probable than this share of its best
-    sibling_pruning: Literal["leaf", "drop"] = "leaf"  # sibling; drop: it is not even added
+    theta_sib: Fraction = 0.3  # tsd, gsd: so does one below this share of its best sibling
+    sibling_pruning: Literal["leaf", "drop"] = "leaf"  # tsd, gsd: drop: it is not even added
     max_nodes: Nodes = 256  # tsd, gsd: nodes of a draft, copies not counted
     tau: Natural = 2  # gsd: tokens after which paths that agree share what follows
     max_copies: Copies = 100  # gsd: nodes copied before verification

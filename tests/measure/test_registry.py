@@ -1,5 +1,11 @@
 """The registry: a new drafter is one row, and everything that knows of methods knows of it."""
 
+import re
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from commands import run_here
@@ -11,6 +17,7 @@ from specdraft.eval.bench import measure
 from specdraft.eval.custom_generate import Speculative, method
 from specdraft.eval.engine.tree import Tree, chain
 from specdraft.eval.measure.tuning import Scorer, sample_settings
+from specdraft.eval.methods import registry
 from specdraft.eval.methods.registry import (
     METHODS,
     WAYS,
@@ -22,10 +29,13 @@ from specdraft.eval.methods.registry import (
     registered,
     space_of,
 )
+from specdraft.eval.methods.setup import Setup
 from specdraft.eval.methods.trained import KINDS, Trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError
 from specdraft.recipes.load import from_dict, load_recipe
+from specdraft.recipes.sections import drafting
+from specdraft.recipes.sections.drafting import DraftingSection
 
 SMALL = ["eval.limit=4", "eval.max_new_tokens=32", "train.threads=1"]
 
@@ -192,3 +202,31 @@ def test_the_commands_describe_every_method():
         shown = run_here(script, "--help").stdout
         for row in METHODS.values():
             assert row.description in shown
+
+
+class Reads:
+    """A section that remembers which of its keys were asked for."""
+
+    def __init__(self, section):
+        self.section, self.keys = section, set()
+
+    def __getattr__(self, key):
+        self.keys.add(key)
+        return getattr(self.section, key)
+
+
+def test_a_key_of_drafting_names_the_methods_that_read_it(monkeypatch):
+    monkeypatch.setattr(registry, "measured_costs", lambda setup: None)
+    lines = Path(drafting.__file__).read_text(encoding="utf-8").splitlines()
+    told, read = set(), set()
+    for line in lines[: lines.index("class MaxgramSection(Section):")]:
+        if found := re.fullmatch(r"    (\w+): .*  # ([a-z_, ]+)(:.*)?", line):
+            key, names, _ = found.groups()
+            told |= {(name, key) for name in names.split(", ") if name in METHODS}
+    for name, row in METHODS.items():
+        section = Reads(DraftingSection())
+        setup = Setup(SimpleNamespace(drafting=section), *[MagicMock()] * 4)
+        with suppress(Exception):  # what is made of mocks: only what it is made with matters
+            (row.make or row.generate)(setup)
+        read |= {(name, key) for key in section.keys}
+    assert told == read
