@@ -31,7 +31,7 @@ class EvalSection(Section):
     # auto: fitted when training ends, and beside the weights; or a file of recipes/trees without
     # .yaml, or a path.
     tree: str = AUTO
-    chain_depth: Draft = 6  # of falcon_chain, eagle_chain, eagle3_chain
+    chain_depth: Draft = 6  # of a head's chains; of Medusa heads as many as there are, at most
     threads: Few | None = None  # of a CPU while decoding; null: as torch takes
     # Whether a head's passes over a single greedy row are made one graph each, in half a minute
     # that the machine remembers; needs a C++ compiler. What is said stays the same.

@@ -28,7 +28,7 @@ class OptimSection(Section):
 
     # muon: torch's, for the matrices of a drafter, AdamW for the rest (train/fit/optimizer.py).
     name: Literal["adamw", "muon"] = "adamw"
-    lr: Positive = 3.0e-5  # peak learning rate; 3.0e-3 suits heads of width 128 to 200
+    lr: Positive = 3.0e-5  # peak learning rate; by the target's width: recipes/own.yaml
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)  # of AdamW
     weight_decay: NonNegative = 0.0
     warmup: Fraction = 0.05  # share of all steps

@@ -55,6 +55,21 @@ def test_the_recipes_of_the_paper_have_its_settings(name: str):
     assert (recipe.glance.enabled, recipe.glance.start) == (True, 0.4)
 
 
+def test_learning_rates_are_those_that_recipes_own_names_by_width():
+    text = (RECIPES / "own.yaml").read_text(encoding="utf-8")
+    told = {int(width): float(rate) for rate, width in re.findall(r"(\d\.\de-\d) at (\d+)", text)}
+    assert len(told) == 5
+    for path in FILES:
+        recipe = load_recipe(path)
+        found = re.search(r"hidden (\d+)", path.read_text(encoding="utf-8"))
+        if recipe.head.coupling == "none" or not found:  # another form, or no width is told
+            continue
+        width = int(found[1])
+        least = told[min((w for w in told if w >= width), default=max(told))]
+        most = told[max(w for w in told if w <= width)]
+        assert least <= recipe.optim.lr <= most, path.name
+
+
 @pytest.mark.parametrize("name", ["vicuna7b", "tiny"])
 def test_the_papers_head_has_a_recipe_of_its_own(name: str):
     ours, paper = (load_recipe(RECIPES / f"{stem}.yaml") for stem in (name, f"{name}_paper"))
