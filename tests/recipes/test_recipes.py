@@ -83,6 +83,13 @@ def test_the_papers_head_has_a_recipe_of_its_own(name: str):
     assert (ours.target, replace(ours.data, feature_layers=())) == (paper.target, paper.data)
 
 
+@pytest.mark.parametrize("name", ["tiny", "tinystories", "tiny_t5", "own"])
+def test_heads_whose_slots_hear_each_other_glance_at_nothing(name: str):
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    assert recipe.head.coupling == "recurrent"
+    assert not recipe.glance.enabled
+
+
 RELIED_ON = """target.model target.dtype data.sources data.format data.answers data.max_length
     data.cache_dir data.features head.block_size head.fusion head.layers glance.enabled
     glance.start loss.distill_weight loss.soft_weight loss.feature_noise optim.lr train.steps
