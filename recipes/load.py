@@ -119,10 +119,9 @@ def _build(section: str, kind: type[Section], values: Any) -> Section:
 def _override(tree: dict, override: str) -> None:
     """Write one `section.key=value`, or a part of a recipe, into the tree. Raises RecipeError."""
     if override.endswith(".yaml") and "=" not in override:
-        for section, values in read_mapping(Path(override)).items():
+        # A section with nothing in it says nothing; one that is null, that its defaults hold.
+        for section, values in read_mapping(Path(override), blanks=False).items():
             there = tree.get(section) or {}
-            if values is None:  # a section with nothing in it says nothing
-                continue
             both = isinstance(values, dict) and isinstance(there, dict)
             tree[section] = {**there, **values} if both else values
         return

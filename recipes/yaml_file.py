@@ -97,14 +97,15 @@ def _problem(place: yaml.Event | yaml.Node, what: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=what, problem_mark=place.start_mark)
 
 
-def read_mapping(path: Path) -> dict:
+def read_mapping(path: Path, blanks: bool = True) -> dict:
     """Return the mapping that a YAML file holds.
 
+    blanks: with its keys that have nothing behind them, not even `null`.
     Raises: RecipeError if the file cannot be read, is no YAML, or holds something else.
     """
     try:
         with path.open(encoding="utf-8") as file:
-            content = _load(file.read(LONGEST_FILE + 1), LONGEST_FILE)
+            content = _load(file.read(LONGEST_FILE + 1), LONGEST_FILE, blanks)
     except (OSError, ValueError) as error:
         reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else in_a_line(error)
         reason = error.strerror if isinstance(error, OSError) else reason
@@ -124,12 +125,15 @@ def read_value(text: str) -> Any:
     return _load(text, LONGEST_TEXT)
 
 
-def _load(text: str, longest: int) -> Any:
+def _load(text: str, longest: int, blanks: bool = True) -> Any:
     if len(text) > longest:
         raise yaml.YAMLError(f"longer than {longest} characters")
     loader = _Loader(text)
     try:
-        return loader.get_single_data()
+        node = loader.get_single_node()
+        if not blanks and isinstance(node, yaml.MappingNode):
+            node.value = [pair for pair in node.value if pair[1].end_mark != pair[1].start_mark]
+        return loader.construct_document(node) if node else None
     finally:
         loader.dispose()
 

@@ -354,6 +354,14 @@ def test_a_part_of_a_recipe_with_an_empty_section_leaves_it_alone(tmp_path: Path
     assert load_recipe("tiny", [str(tmp_path / "part.yaml")]).eval == load_recipe("tiny").eval
 
 
+def test_a_section_that_a_part_of_a_recipe_makes_null_has_its_defaults(tmp_path: Path):
+    (tmp_path / "part.yaml").write_text("glance: null\nloss:\n")
+    recipe, whole = load_recipe("tiny", [str(tmp_path / "part.yaml")]), load_recipe("tiny")
+    assert recipe.glance != whole.glance
+    assert recipe.glance == type(recipe.glance)()
+    assert recipe.loss == whole.loss
+
+
 def test_what_is_written_to_may_begin_at_home(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("HOME", str(tmp_path))
     recipe = load_recipe("tiny", ["output.dir=~/run", "data.cache_dir=~/cache"])
