@@ -299,6 +299,7 @@ def test_what_does_not_alter_a_step_may_change():
     "change",
     [
         {"train.forward_tokens": 40},
+        {"train.threads": 1},  # as recipes/tiny.yaml says for two processes
         {"target.prepack_gib": 0.0},
         {"data.batch_rows": 4, "data.timeout": 9.0, "data.retries": 1},
         {"drafting.gamma": 3, "maxgram.n": 4, "cascade.leniency": 2.0},

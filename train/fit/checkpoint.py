@@ -28,7 +28,8 @@ from specdraft.recipes.terminal import say
 
 # What may change between a checkpoint and its continuation: nothing here alters a single step.
 # train.steps and train.epochs may, too: they move the end of the schedules, which is how a run is
-# prolonged; train.accumulation and train.forward_tokens only cut the same batch differently.
+# prolonged; train.accumulation, train.forward_tokens and train.threads only cut the same batch
+# differently, as the number of processes does.
 FREE = {
     "name", "output", "hub", "eval", "drafting", "maxgram", "cascade",
     "target.device_map", "target.max_memory", "target.prepack_gib",
@@ -36,7 +37,7 @@ FREE = {
     "data.batch_rows", "data.timeout", "data.retries",
     "train.steps", "train.epochs", "train.accumulation", "train.forward_tokens",
     "train.eval_every", "train.save_every", "train.keep", "train.log_every", "train.max_minutes",
-    "train.checkpointing", "train.trackers",
+    "train.checkpointing", "train.trackers", "train.threads",
 }  # fmt: skip
 # What tokens per step are measured with: the best by one of these is nothing to another.
 MEASURING = {
