@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -72,7 +73,7 @@ class Job:
             key, (old, new) = next(iter(differing.items()))
             raise RecipeError(
                 f"{self.folder} is a run with {key} = {old}, not {new}: remove it, or give "
-                "another folder (--runs)"
+                "another folder (--runs; of a curve, --out)"
             )
         return True
 
@@ -139,4 +140,6 @@ def _start(job: Job, log: Path) -> subprocess.Popen:
 def _check(code: int, job: Job, log: Path) -> None:
     if code:
         reason = (log.read_text().strip().splitlines() or ["no reason given"])[-1]
+        if code < 0:  # what it said last is no reason; of SIGKILL it is mostly want of memory
+            reason = f"ended by {signal.Signals(-code).name}"
         raise RecipeError(f"{' '.join(job.command)} failed: {reason}")

@@ -122,6 +122,15 @@ def test_a_run_is_not_repeated_and_a_failure_is_told(tmp_path):
         run_all([missing], 1, "training")
 
 
+def test_a_run_that_is_killed_is_told_as_such(tmp_path):
+    (script := tmp_path / "killed.py").write_text(
+        "import os, sys\nsys.stderr.write('train 3/9')\nsys.stderr.flush()\nos.kill(os.getpid(), 9)"
+    )
+    killed = Job(str(script), "recipes/tiny.yaml", (), tmp_path / "run")
+    with pytest.raises(RecipeError, match="failed: ended by SIGKILL"):
+        run_all([killed], 1, "training")
+
+
 def test_figures_over_seeds():
     assert over_seeds([1.0]) == {"values": [1.0], "mean": 1.0, "standard_error": None}
     figure = over_seeds([1.0, 3.0])
