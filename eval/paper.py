@@ -63,6 +63,10 @@ def make(options: argparse.Namespace) -> None:
         raise RecipeError(f"--seeds {options.seeds}: nothing is drawn for {name}; leave it out")
     seeds = whole_numbers("--seeds", options.seeds) if options.seeds else table.seeds
     others = tuple(each for each in overrides if each not in settings)
+    given = [*others, *([f"--recipe {options.recipe}"] if options.recipe else [])]
+    if given and not table.reads_recipe:
+        own = ", ".join(f"{TABLE}{key}" for key in table.settings())
+        raise RecipeError(f"{given[0]:.100}: {name} reads no recipe; it has {own}")
     made = table.make(Plan(options.runs, others, options.recipe, settings), seeds, options.jobs)
     out = options.out or options.runs / f"{name}.json"
     write_result(made, out)

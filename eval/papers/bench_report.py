@@ -32,6 +32,8 @@ VARIED = {"prompt_set": "{}", "temperature": "T = {:g}", "batch_size": "batch {}
 class ReportTable(Table):
     """Methods as rows."""
 
+    reads_recipe = False
+
     report: str = "runs/tiny/report.json"
     methods: tuple[str, ...] = ()  # none: all
 

@@ -29,6 +29,8 @@ CASES, LENGTH = 100, 3
 class ExpectationTable(SeededTable):
     """The formula beside coins, which a seed throws."""
 
+    reads_recipe = False
+
     alpha: Fraction = 0.8  # of the larger drafter
     cost: NonNegative = 0.1  # share of a target forward
     small_alpha: Fraction = 0.4

@@ -28,6 +28,8 @@ Size = Annotated[int, Interval(1, 10_000_000)]
 class SuffixTable(SeededTable):
     """Strings and kinds of continuation as rows, contexts as columns."""
 
+    reads_recipe = False
+
     contexts: tuple[Size, ...] = (1024, 8192, 65536)
     count: Size = 10  # tokens proposed
 

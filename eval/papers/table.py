@@ -65,6 +65,7 @@ class Found:
 class Table(Section):
     """What tables.yaml says of a table. The fields that a kind of table adds are the user's."""
 
+    reads_recipe = True  # else nothing is trained or measured by one
     name: str
     source: str  # where the paper has it
     recipe: str = "recipes/tiny.yaml"  # what is trained or measured

@@ -173,6 +173,8 @@ def test_an_unknown_table_names_the_known_ones():
         (["tau", "--seeds", "1"], "--seeds 1: nothing is drawn for tau"),
         (["fusion", "--seeds", "a"], "--seeds a: give whole numbers"),
         (["report", "table.report=gone.json"], "gone.json: cannot be read"),
+        (["ewif", "tabel.alpha=0.5"], "tabel.alpha=0.5: ewif reads no recipe; it has table.alpha"),
+        (["report", "--recipe", "tiny"], "--recipe tiny: report reads no recipe; it has table.re"),
     ],
 )
 def test_what_a_table_does_not_have_is_refused(words, message):
