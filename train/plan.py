@@ -33,6 +33,7 @@ from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
 from specdraft.recipes.static_trees import AUTO
 from specdraft.train.draft_cost import compared
+from specdraft.train.fit.batches import rows_per_forward
 from specdraft.train.fit.schedules import total_steps
 from specdraft.train.student_plan import StudentPlan
 
@@ -92,7 +93,8 @@ def make_plan(
         kept = tokens if stored is None else stored
         cache_bytes = feature_bytes(tokens, kept, shape.hidden_size, Storage.of(recipe.data))
     train = recipe.train
-    per_forward = max(1, train.batch_size // (train.accumulation * ranks))
+    cut = train.batch_size, train.accumulation, ranks
+    per_forward = rows_per_forward(*cut) if parameters else 1
     memory = (
         student.memory(per_forward) if student else _memory(recipe, shape, parameters, per_forward)
     )

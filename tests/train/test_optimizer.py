@@ -17,6 +17,7 @@ from specdraft.train.fit.accelerator import check_launch, processes_here
 from specdraft.train.fit.checkpoint import SHARDING
 from specdraft.train.fit.muon import Float32Muon, orthogonal
 from specdraft.train.fit.optimizer import Together, make_optimizer
+from specdraft.train.plan import make_plan
 
 VOCABULARY = 64
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of a Newton-Schulz step, torch's
@@ -142,6 +143,17 @@ def test_where_weights_are_cut_muon_and_cut_forwards_are_refused(kind):
         check_launch(load_recipe("recipes/tiny.yaml", ["optim.name=muon"]), launched)
     with pytest.raises(RecipeError, match=rf"forward_tokens = 99.*{kind.value}.*accumulation"):
         check_launch(load_recipe("recipes/tiny.yaml", ["train.forward_tokens=99"]), launched)
+
+
+def test_a_batch_that_processes_cannot_share_is_refused_before_caches_and_in_the_plan():
+    recipe = load_recipe("recipes/tiny.yaml")
+    told = r"train.batch_size is 8: it must be a multiple of .* = 1 x 3"
+    with pytest.raises(RecipeError, match=told):
+        check_launch(recipe, SimpleNamespace(num_processes=3, distributed_type=None))
+    with pytest.raises(RecipeError, match=told):
+        make_plan(recipe, ranks=3)
+    as_it_is = load_recipe("recipes/llama2_70b_draft.yaml")  # nothing is trained
+    check_launch(as_it_is, SimpleNamespace(num_processes=3, distributed_type=None))
 
 
 def test_cores_are_shared_by_the_processes_of_one_machine(monkeypatch):

@@ -12,6 +12,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.schema import Recipe
+from specdraft.train.fit.batches import rows_per_forward
 from specdraft.train.fit.checkpoint import SHARDING
 from specdraft.train.fit.trackers import BOARD, check_trackers
 
@@ -76,20 +77,22 @@ def load_target(recipe: Recipe, accelerator: Accelerator, alone: bool = False) -
 
 def check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
     """Raise RecipeError where training would need the target in several processes that cannot
-    each have it, or whole matrices where no process has them."""
-    kind = accelerator.distributed_type
+    each have it, whole matrices where no process has them, or a batch that they cannot share."""
+    train, kind = recipe.train, accelerator.distributed_type
+    if recipe.student.training != "none":
+        rows_per_forward(train.batch_size, train.accumulation, accelerator.num_processes)
     if recipe.optim.name == "muon" and kind in SHARDING:
         raise RecipeError(
             f"optim.name = 'muon': it updates whole matrices, and under {kind.value} no process "
             "has them; set optim.name=adamw"
         )
-    most = recipe.train.forward_tokens
+    most = train.forward_tokens
     if most is not None and kind in SHARDING:
         raise RecipeError(
             f"train.forward_tokens = {most}: cuts each process's rows by themselves, and under "
             f"{kind.value} all take equally many forwards; set train.accumulation"
         )
-    every = recipe.train.eval_every
+    every = train.eval_every
     if recipe.target.device_map and accelerator.num_processes > 1 and every is not None:
         raise RecipeError(
             f"{_everywhere(recipe, accelerator)}; set train.eval_every=null (now {every}): then it "

@@ -176,6 +176,18 @@ def padded(rows: list[dict], name: str) -> Tensor:
     return nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True)
 
 
+def rows_per_forward(batch_size: int, accumulation: int, ranks: int) -> int:
+    """Return how many rows of a batch a process takes at once. Raises RecipeError where it cannot
+    be cut so."""
+    per_rank, rest = divmod(batch_size, accumulation * ranks)
+    if rest:
+        raise RecipeError(
+            f"train.batch_size is {batch_size}: it must be a multiple of "
+            f"train.accumulation x processes = {accumulation} x {ranks}"
+        )
+    return per_rank
+
+
 class Loader:
     """This rank's micro-batches of each step; the next step is read while one computes."""
 
@@ -191,12 +203,7 @@ class Loader:
         forward_tokens: int | None = None,
         copies: int = 1,  # that `collate` makes of every row
     ):
-        per_rank, rest = divmod(plan.batch_size, accumulation * ranks)
-        if rest:
-            raise RecipeError(
-                f"train.batch_size is {plan.batch_size}: it must be a multiple of "
-                f"train.accumulation x processes = {accumulation} x {ranks}"
-            )
+        per_rank = rows_per_forward(plan.batch_size, accumulation, ranks)
         self.data, self.plan, self.collate, self.pin = data, plan, collate, pin
         self.forward_tokens, self.copies = forward_tokens, copies
         first = rank * accumulation * per_rank
