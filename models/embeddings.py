@@ -38,6 +38,7 @@ class TargetEmbeddings:
     embedding: Tensor
     lm_head_weight: Tensor
     finish: Finish = PLAIN
+    embed_scale: float = 1.0  # what the family's own module multiplies its embeddings by
 
     @classmethod
     def load(
@@ -69,11 +70,14 @@ class TargetEmbeddings:
                 what = what if tensor.shape != matrix.shape else "no finite numbers"
                 raise TargetError(f"{name}: {min(alias)} in {folder} is {what}")
         found = (tensor.to(device=device, dtype=DTYPES[dtype]) for tensor in found)
-        return cls(*found, finish_of(empty))
+        return cls(*found, finish_of(empty), embed_scale_of(ends[0]))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embedding: ids [..] to vectors [.., H]."""
-        return nn.functional.embedding(ids, self.embedding)
+        embedded = nn.functional.embedding(ids, self.embedding)
+        if self.embed_scale == 1.0:
+            return embedded
+        return embedded * self.embedding.new_tensor(self.embed_scale)
 
 
 class DraftVocabulary:
@@ -121,6 +125,14 @@ class DraftVocabulary:
             return probs
         whole = probs.new_zeros(*probs.shape[:-1], self._target.vocab_size)
         return whole.index_copy_(-1, self.ids, probs)
+
+
+def embed_scale_of(embedding: nn.Module) -> float:
+    """What an input embedding, its weights or not, multiplies its vectors by: sqrt(H) in Gemma and
+    BART, whose drafters would else be trained on others than they read."""
+    # Gemma has it as a buffer, too, which on the meta device is no number.
+    names = ("scalar_embed_scale", "embed_scale")
+    return float(next((getattr(embedding, n) for n in names if hasattr(embedding, n)), 1.0))
 
 
 def check_no_bias(lm_head: nn.Module | None, name: str) -> None:

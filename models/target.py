@@ -22,6 +22,7 @@ from specdraft.models.embeddings import (
     DTYPES,
     TargetEmbeddings,
     check_no_bias,
+    embed_scale_of,
     model_without_weights,
 )
 from specdraft.models.families.encoder_decoder import (
@@ -259,7 +260,7 @@ class Target:
         a bias."""
         check_no_bias(self.lm_head, self.name)
         matrices = self.embedding_weight.detach(), self.lm_head_weight.detach()
-        return TargetEmbeddings(*matrices, self.finish)
+        return TargetEmbeddings(*matrices, self.finish, embed_scale_of(self.embedding))
 
     @property
     def eos_ids(self) -> frozenset[int]:

@@ -161,6 +161,7 @@ def test_files_give_the_same_target(target, tmp_path):
     torch.testing.assert_close(features, target.features(ids, source=ids))
     both = TargetEmbeddings.load(str(tmp_path))
     assert torch.equal(both.embedding, target.embedding.weight)
+    assert torch.equal(both.embed(ids), target.embed(ids))  # mBART's are scaled
     logits = both.finish(features @ both.lm_head_weight.T)
     torch.testing.assert_close(logits, target.logits(features))
 

@@ -58,6 +58,15 @@ def test_what_comes_after_lm_head_is_found_with_and_without_weights(name, tmp_pa
     assert finish_of(target.model.to(torch.bfloat16)) == target.finish
 
 
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "granite"])
+def test_training_embeds_tokens_as_drafting_does(name, tmp_path):
+    target = scored(name)
+    target.model.save_pretrained(tmp_path)
+    ids = torch.arange(1, 9)  # the first may be padding, whose embedding is zero
+    for embeddings in (target.embeddings(), TargetEmbeddings.load(str(tmp_path))):
+        assert torch.equal(embeddings.embed(ids), target.embed(ids))
+
+
 @pytest.mark.parametrize(("name", "forgotten"), [("gpt_oss", "sinks"), ("gemma2", "cap")])
 def test_sinks_and_caps_that_are_forgotten_would_be_noticed(name, forgotten, monkeypatch):
     target = scored(name)
