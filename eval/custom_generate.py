@@ -275,7 +275,8 @@ class BorrowedModel:
         self._capacity = 0
 
     def is_of(self, model: PreTrainedModel) -> bool:
-        return self._model() is model and self._state == _state(model)
+        same = self._model() is model and self._state == _state(model)
+        return same and not self.target.prepacked.have_missed_a_change()
 
     def decoder(self, call: GenerateCall) -> Decoder:
         """A decoder with a row for every request of a call; the last one, where it is enough."""

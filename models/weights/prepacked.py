@@ -123,7 +123,8 @@ class PrepackedWeights:
     worth it; of weights beyond `most` bytes there are none."""
 
     def __init__(self, most: float = MOST) -> None:
-        self._copies: dict[tuple, tuple[Tensor, tuple[int, int], Tensor | None]] = {}
+        # Of each: the whole weight, its version, the copy, and sums of the rows of the whole.
+        self._copies: dict[tuple, tuple[Tensor, tuple[int, int], *tuple[Tensor | None, ...]]] = {}
         self.most, self.size = most, 0  # bytes
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -137,7 +138,7 @@ class PrepackedWeights:
         """The packed copy, of the weight as it is now; None where there is none."""
         whole = weight if weight._base is None else weight._base
         part = id(whole), weight.storage_offset(), weight.shape, weight.stride()
-        known, version, packed = self._copies.get(part, (None, None, None))
+        known, version, packed, sums = self._copies.get(part, (None, None, None, None))
         if known is whole and version == _version(weight):
             return packed
         if packed is not None:  # of a weight that has changed since
@@ -145,10 +146,20 @@ class PrepackedWeights:
         packed = None
         if self.size + _size(weight) <= self.most:
             self.size += _size(weight)
-            packed = layout.pack(weight.detach())
+            packed, sums = layout.pack(weight.detach()), _sums(whole)
         # The weight itself is held, so that its id stays its own.
-        self._copies[part] = (whole, _version(weight), packed)
+        self._copies[part] = (whole, _version(weight), packed, sums)
         return packed
+
+    def have_missed_a_change(self) -> bool:
+        """Whether a weight was written to since, and does not tell: neither fused optimisers nor
+        `.data` count what they write. It reads every weight that has a copy."""
+        return any(
+            packed is not None
+            and version[1] == _version(whole)[1]
+            and not torch.equal(sums, _sums(whole))
+            for whole, version, packed, sums in self._copies.values()
+        )
 
 
 class Packable:
@@ -231,6 +242,15 @@ def _version(weight: Tensor) -> tuple[int, int]:
     """What tells whether it has changed since: its place and, unless it was made in inference mode,
     how often it was written to."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def _sums(weight: Tensor) -> Tensor:
+    """Sums of a weight's rows: of their bits, eight bytes at a time, which is as fast as memory in
+    any dtype; of their values, where the bytes do not divide."""
+    try:
+        return weight.detach().view(torch.int64).sum(-1)
+    except RuntimeError:
+        return weight.detach().sum(-1)
 
 
 def _is_run() -> bool:

@@ -9,6 +9,7 @@ from random_models import random_head, random_target
 from random_seq2seq import asked, generated, random_seq2seq
 from torch import nn
 
+from specdraft.eval.custom_generate import Speculative
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
@@ -171,6 +172,23 @@ def test_heads_decode_the_targets_own_tokens(rows, drafted):
     drafter = FalconDrafter(head, target, StaticTree.chain(4, 2), rows, 128)
     check_as_plain(target, drafter, rows)
     assert target.prepacked.size > 0
+
+
+@pytest.mark.parametrize("how", ["counted", "fused", "data"])
+def test_generate_follows_weights_that_are_written_to_between_its_calls(how):
+    model, fast, ids = random_target().model, Speculative(), torch.tensor([[1, 2, 3, 4, 5, 6]])
+    options = {"input_ids": ids, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(**options, custom_generate=fast), model.generate(**options))
+    before = model.generate(**options)
+    if how == "data":
+        model.lm_head.weight.data.copy_(model.lm_head.weight.data.roll(1, 0))
+    else:  # torch's fused ones do not count what they write
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=how == "fused")
+        model.requires_grad_(True)(ids, labels=ids).loss.backward()
+        optimizer.step()
+    kept = model.generate(**options, custom_generate=fast)
+    assert torch.equal(kept, model.generate(**options))
+    assert not torch.equal(kept, before)
 
 
 def test_encoder_decoders_decode_as_their_own_generate():
