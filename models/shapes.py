@@ -39,10 +39,16 @@ class TargetShape:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "TargetShape":
-        """Read the shape from a config of transformers."""
+        """Read the shape from a config of transformers; of one that sees, too, what writes.
+
+        Without attention (Mamba 2) its heads are those that a drafter takes: of 64 channels.
+        """
+        config = config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
-        heads = config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        rope = rope.get("full_attention") or rope  # Gemma 3 and OLMo 3 have one per kind of layer
+        attends = hasattr(config, "num_attention_heads")
+        heads = config.num_attention_heads if attends else max(config.hidden_size // 64, 1)
+        dim = (attends and getattr(config, "head_dim", None)) or config.hidden_size // heads
         mlps = (getattr(config, key, None) for key in ("intermediate_size", *_DECODER_MLPS))
         return cls(
             hidden_size=config.hidden_size,

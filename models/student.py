@@ -150,7 +150,7 @@ def make_student(section: StudentSection, target: Target, seed: int = 0) -> Stud
 def own_config(section: StudentSection, target: Target) -> LlamaConfig:
     """Return the config of a Llama of the section's sizes; what it leaves open is the target's."""
     shape = own_shape(section, TargetShape.of(target.config))
-    return llama_config(shape, target.context or 2048, target.config)
+    return llama_config(shape, target.context or 2048, target.config.get_text_config())
 
 
 def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedModel:
@@ -160,7 +160,7 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
     trained. Raises RecipeError for layers that the target does not have, or that are built unlike
     those whose places they take: the first ones of a mixture of experts are often dense.
     """
-    key, count = decoder_depth(target.config)
+    key, count = decoder_depth(target.config.get_text_config())
     check_layers(keep, count, target.name)
     target.check_runs()
     if is_kept_elsewhere(target.model):
@@ -170,9 +170,10 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
             "student.layers"
         )
     config = copy.deepcopy(target.config)
-    setattr(config, key, len(keep))
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in keep]
+    text = config.get_text_config()  # of a model that sees, too, a part of its config
+    setattr(text, key, len(keep))
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[layer] for layer in keep]
     model = auto_class(config).from_config(config).float()
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = target.embedding.weight is target.lm_head.weight

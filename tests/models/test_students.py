@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from random_families import LATENT, random_model
+from random_families import GQA, LATENT, MLP, random_model
 from random_models import HIDDEN, VOCAB, kept_for_backward, random_target
 from small_tokenizer import small_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -113,6 +113,19 @@ def test_a_pruned_student_is_the_target_without_some_layers(tied, embeddings):
 def test_all_layers_kept_is_the_target(target):
     ids = torch.arange(9)[None]
     assert torch.equal(logits(pruned(target, (0, 1), False), ids), logits(target.model, ids))
+
+
+def test_students_of_a_target_that_also_sees_are_made_of_what_writes():
+    settings = {**GQA, **MLP, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "head_dim": 8, **settings}
+    model = random_model("Gemma3", text_config=text, vision_config=vision)
+    target, ids = Target(model, None, "seeing"), torch.tensor([[1, 2, 3, 4]])
+    assert torch.equal(logits(pruned(target, (0, 1, 2), False), ids), logits(model, ids))
+    kept = pruned(target, (0, 2), False)
+    assert kept.config.get_text_config().num_hidden_layers == 2
+    assert student_of(target, layers=1).model.config.hidden_size == HIDDEN
 
 
 def test_layers_the_target_does_not_have_are_told(target):

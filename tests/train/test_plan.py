@@ -9,7 +9,15 @@ import torch
 from accelerate.state import AcceleratorState
 from commands import run_here
 from test_loop import SCALE, ToyRows
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    LlamaConfig,
+    Mamba2Config,
+    Olmo3Config,
+    Qwen3Config,
+)
 
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconHead, block_index
@@ -196,6 +204,24 @@ def test_shapes_are_read_from_a_config():
     assert (shape.hidden_size, shape.layers, shape.heads, shape.kv_heads) == (64, 3, 4, 2)
     assert (shape.intermediate_size, shape.vocab_size) == (96, 77)
     assert shape.linear_layers["k_proj"] == (64, 32)
+
+
+def test_shapes_of_models_that_see_are_those_of_what_writes():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 32}
+    config = Gemma3Config(text_config={**sizes, "vocab_size": 77})
+    assert TargetShape.of(config) == TargetShape.of(config.get_text_config())
+    assert TargetShape.of(config).heads == 4
+
+
+def test_a_rotation_per_kind_of_layer_gives_a_head_that_of_full_attention():
+    assert TargetShape.of(Olmo3Config()).rope_theta == 500000.0
+    assert TargetShape.of(Gemma3Config()).rope_theta == 1e6
+
+
+def test_a_head_for_a_target_without_attention_has_heads_of_64_channels():
+    shape = TargetShape.of(Mamba2Config(hidden_size=256, num_heads=16, head_dim=32, vocab_size=77))
+    config = head_config(load("tiny"), shape)
+    assert (config.heads, config.head_dim) == (4, 64)
 
 
 def test_attention_heads_may_be_wider_than_their_share():
