@@ -193,6 +193,12 @@ class Speculative:
         **model_kwargs,
     ) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
         """Decode, called by `generate`; returns [B, T + new tokens of the longest row]."""
+        preparing = getattr(model.prepare_inputs_for_generation, "__func__", None)
+        if preparing is not type(model).prepare_inputs_for_generation:
+            raise DataError(  # of the object alone: peft puts virtual tokens before the prompt
+                "generate: inputs that the model does not prepare itself cannot be honoured, as "
+                "those of prompt or prefix tuning; take an adapter of weights (LoRA, IA3)"
+            )
         sources, output = None, GenerateDecoderOnlyOutput
         if is_encoder_decoder(model.config):
             if (_of_the_call("kwargs") or {}).get("encoder_outputs") is not None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from random_families import random_model
 from random_models import HIDDEN, VOCAB, random_head, random_target
 from transformers import (
@@ -45,6 +45,16 @@ def test_adapters_that_are_set_disabled_and_merged_are_followed():
     model.merge_adapter()
     assert generated(model, custom_generate=fast) == generated(model)
     assert len({*map(tuple, seen)}) == 3
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens_before_a_prompt_are_refused(kind):
+    model = get_peft_model(random_target().model, kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    generated(model)
+    with pytest.raises(DataError, match="prompt or prefix tuning"):
+        generated(model, custom_generate=Speculative())
+    inside = model.get_base_model()
+    assert generated(inside, custom_generate=Speculative()) == generated(inside)
 
 
 def test_a_hook_that_comes_and_goes_is_followed():
