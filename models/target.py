@@ -344,6 +344,12 @@ class Target:
         """Refuse models whose logits are not those of their features."""
         if self.lm_head is None:
             raise TargetError(f"{self.name}: only models with lm_head work")
+        for end in (self.embedding, self.lm_head):
+            if not isinstance(getattr(end, "weight", None), Tensor):
+                raise TargetError(
+                    f"{self.name}: the weight of its {type(end).__name__} is no matrix of numbers; "
+                    "leave embedding and lm_head as they are where other layers are quantised"
+                )
         if self.reads_source and not self.start_ids:
             raise TargetError(
                 f"{self.name}: its config names no decoder_start_token_id, so an encoder-decoder's "

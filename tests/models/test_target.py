@@ -239,3 +239,17 @@ def test_a_tied_lm_head_and_what_was_never_a_weight_may_be_there_or_not(tmp_path
         if more:
             with_tensors(folder, lambda t, more=more: t | {more: t[EMBEDDING].clone()})
         assert torch.equal(Target.load(str(folder)).model(ids).logits, expected)
+
+
+class Int8(torch.nn.Module):
+    """What torch's own quantised layers look like: asked for its weight, it makes one."""
+
+    def weight(self) -> torch.Tensor:
+        return torch.zeros(1)
+
+
+def test_an_lm_head_without_a_matrix_is_refused():
+    model = random_target("Llama").model
+    model.set_output_embeddings(Int8())
+    with pytest.raises(TargetError, match="its Int8 is no matrix of numbers; leave embedding"):
+        Target.of_model(model)
