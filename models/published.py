@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head, load_eagle3
+from specdraft.models.embeddings import embed_scale_of
 from specdraft.models.falcon import FalconConfig, FalconHead, load_falcon
 from specdraft.models.hub import fetch, is_hub_id
 from specdraft.models.saved import CONFIG
@@ -148,6 +149,7 @@ def _eagle(config: dict[str, Any], weights: "Weights", target: Target) -> Falcon
         layers=config.get("num_hidden_layers", 1),
         input_norm=False,
         rope_theta=rope["rope_theta"],
+        embed_scale=embed_scale_of(target.embedding),  # it reads embeddings as they lie in the file
     )
     weights.check_shared(target, {"embed_tokens.weight", "lm_head.weight"})
     return weights.fill(FalconHead, ours, eagle_tensors)

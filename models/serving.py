@@ -64,12 +64,17 @@ class Served:
 
 
 def serve_eagle(
-    head: FalconHead, engine: str, positions: int | None, dtype: torch.dtype = torch.float32
+    head: FalconHead,
+    engine: str,
+    positions: int | None,
+    dtype: torch.dtype = torch.float32,
+    token_scale: float = 1.0,
 ) -> Served:
     """Convert an EAGLE-1 head for an engine.
 
-    positions: the target's context, if it has an end. Raises HeadError for a head that the layout
-    cannot hold, with the reason.
+    positions: the target's context, if it has an end. token_scale: what the target multiplies its
+    embeddings by (models/embeddings.py); the layout reads them as they lie in its file. Raises
+    HeadError for a head that the layout cannot hold, with the reason.
     """
     config, tensors = head.config, {}
     _check_eagle(config)
@@ -77,7 +82,7 @@ def serve_eagle(
         tensors[name] = tensor.double() * _scale(name, config)
     # fc for inputs that have not been divided by their scales, [H, 2H].
     embed, feature = tensors["fc.weight"].chunk(2, 1)
-    embed = embed * (config.feature_scale / config.embed_scale)
+    embed = embed * (config.feature_scale / config.embed_scale * token_scale)
     tensors["fc.weight"] = torch.cat((embed, feature), 1)
     if engine == "sglang":  # its `fc` has a bias, which would stay as it was initialised
         tensors["fc.bias"] = torch.zeros(config.hidden_size)

@@ -5,7 +5,12 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from specdraft.models.eagle3 import load_eagle3
-from specdraft.models.embeddings import DTYPES, TargetEmbeddings
+from specdraft.models.embeddings import (
+    DTYPES,
+    TargetEmbeddings,
+    embed_scale_of,
+    model_without_weights,
+)
 from specdraft.models.falcon import load_falcon
 from specdraft.models.medusa import load_medusa
 from specdraft.models.serving import Served, serve_eagle, serve_eagle3, serve_medusa
@@ -31,4 +36,6 @@ def served_head(recipe: Recipe, engine: str) -> Served:
     source = recipe.head.model or drafter_folder(out, recipe.head.kind)
     if recipe.head.fusion == "layers":
         return serve_eagle3(load_eagle3(source, whose), *settings)
-    return serve_eagle(load_falcon(source, whose), *settings)
+    empty = model_without_weights(folder, dtype, section.trust_remote_code)
+    scale = embed_scale_of(empty.get_input_embeddings())
+    return serve_eagle(load_falcon(source, whose), *settings, scale)

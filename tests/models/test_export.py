@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_families import GQA, random_model
 from random_models import random_head, random_target
 from safetensors.torch import load_file
 from test_medusa import naive_logits, random_heads
 from torch import nn
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from specdraft.eval.serve.layouts import served_head
 from specdraft.models.falcon import block_index
+from specdraft.models.published import load_head
 from specdraft.models.serving import serve_eagle, serve_medusa
+from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError
 from specdraft.recipes.load import load_recipe
 
@@ -121,6 +124,28 @@ def test_an_exported_eagle_head_gives_the_same_features(target, tmp_path, engine
     torch.testing.assert_close(
         target.logits(theirs), target.logits(ours), rtol=1e-3, atol=1e-3 * float(ours.std())
     )
+
+
+def test_engines_read_embeddings_as_they_lie_in_the_targets_file(tmp_path):
+    """Gemma's own module multiplies them by sqrt(H), and a head of ours reads what it gives."""
+    random_model("Gemma", **GQA, head_dim=8).save_pretrained(tmp_path / "target")
+    target = Target.of_model(AutoModelForCausalLM.from_pretrained(tmp_path / "target"))
+    head = eagle(target)
+    head.save_pretrained(tmp_path / "eagle")
+    changes = [f"target.model={tmp_path / 'target'}", f"head.model={tmp_path / 'eagle'}"]
+    recipe = load_recipe(RECIPES / "tiny_eagle.yaml", changes)
+    served_head(recipe, "vllm").write(tmp_path / "served")
+    config = AutoConfig.from_pretrained(tmp_path / "served", attn_implementation="eager")
+    served = load_exactly(EagleLayout(config, bias=False), tmp_path / "served")
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    features, ahead = target.features(ids)[:, :-1].clone(), target.embed(ids[:, 1:])
+    raw, blocks = target.embedding_weight[ids[:, 1:]], block_index(7, 1, 1)[None]
+    with torch.no_grad():
+        ours = head(ahead, features, blocks)[0]
+        theirs = served(raw, features)
+        again = load_head(tmp_path / "served", target)(ahead, features, blocks)[0]
+    for found in (theirs, again):
+        torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-4 * float(ours.std()))
 
 
 @pytest.mark.parametrize("lm_heads", ["own", "shared"])
