@@ -33,8 +33,7 @@ from specdraft.eval.methods.registry import problems
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import COSTS
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser, whole, whole_numbers
-from specdraft.recipes.errors import DataError, RecipeError
+from specdraft.recipes.arguments import check_writable, recipe_parser, whole, whole_numbers
 from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
@@ -60,7 +59,7 @@ def main() -> None:
     grid, shape = grid_of(options), options.shape and find_shape(options.shape)
     name = f"costs_{shape.name}.json" if shape else COSTS
     out = options.out or Path(recipe.output.dir) / name
-    check_writable(out)
+    check_writable(out, ".json")
     with (
         output_lock(out.parent),
         keeping(lambda: f"{out} has what was measured"),
@@ -78,21 +77,6 @@ def grid_of(options: argparse.Namespace) -> Grid:
         for name, most in (("nodes", 4096), ("rows", 1000), ("cached", 10**6))
     )
     return Grid(*(tuple(sorted(set(part))) for part in numbers), repeats=options.repeats)
-
-
-def check_writable(out: Path) -> None:
-    """Raise RecipeError or DataError where costs cannot be written, before anything is loaded."""
-    if out.suffix != ".json":
-        raise RecipeError(f"--out {out}: give the name of a file that ends in .json")
-    probe = out.with_name(f".{out.name}.partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise DataError(
-            f"{out} cannot be written ({error.strerror}); give another --out or output.dir"
-        ) from error
 
 
 def loaded(recipe: Recipe) -> tuple[Target, Trained]:

@@ -25,7 +25,7 @@ from specdraft.eval.costing.show import print_fit, print_settings
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.eval.methods.registry import METHODS, find, fitted, problems
 from specdraft.models.target import Target
-from specdraft.recipes.arguments import recipe_parser, whole
+from specdraft.recipes.arguments import check_writable, recipe_parser, whole
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 
@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: tree.yaml beside the weights, or "
                         "output.dir/fitted_METHOD.yaml")  # fmt: skip
     options = parser.parse_intermixed_args()
+    if options.out:
+        check_writable(options.out, ".yaml", ".yml")
     method = options.method or fitted(load_recipe(options.recipe, options.overrides).eval.methods)
     drafts_tree = find(method)[0].drafts_tree
     # What is measured is made here: the recipe's tree need not fit its head.

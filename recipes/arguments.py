@@ -5,9 +5,10 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
-from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.terminal import visible
 
 
@@ -70,3 +71,19 @@ def whole_numbers(option: str, text: str, least: int = 0, most: int = 2**31 - 1)
             f"e.g. {example}"
         )
     return [int(part) for part in parts]
+
+
+def check_writable(out: Path, *endings: str) -> None:
+    """Raise RecipeError or DataError where the file of --out, whose name has one of these endings,
+    cannot be written: now, and not behind all that it is to hold."""
+    if out.suffix not in endings:
+        raise RecipeError(f"--out {out}: give the name of a file that ends in {endings[0]}")
+    probe = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise DataError(
+            f"{out} cannot be written ({error.strerror}); give another --out or output.dir"
+        ) from error

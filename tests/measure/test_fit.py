@@ -17,7 +17,7 @@ from random_seq2seq import generated, random_seq2seq
 from shallow import shallow_target
 
 from specdraft.eval.costing.drafts import shape_of
-from specdraft.eval.costing.fitting import is_fitted
+from specdraft.eval.costing.fitting import is_fitted, write_tree
 from specdraft.eval.costing.rehearsal import rehearse
 from specdraft.eval.costing.replay import Load, Ranks
 from specdraft.eval.costing.search import Candidate, candidates, finalists
@@ -44,6 +44,7 @@ from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.shapes import TargetShape, head_config
 from specdraft.models.target import Target
 from specdraft.models.target_files import hash_weights
+from specdraft.recipes.arguments import check_writable
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import InvalidRecipeError, plain
 from specdraft.recipes.fitted_tree import Fit, fitted_tree, read_fit
@@ -277,6 +278,24 @@ def test_a_fit_from_anywhere_is_data(change, message, tmp_path):
 
 
 # -- the entry -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("out", "said"), [("tree.json", "ends in .yaml"), ("README.md/tree.yaml", "cannot be written")]
+)
+def test_where_nothing_can_be_written_nothing_is_fitted(tmp_path, out, said):
+    done = run_here("eval/fit.py", "recipes/tiny.yaml", f"output.dir={tmp_path}", "--out", out)
+    assert done.returncode == 2
+    assert out in done.stderr
+    assert said in done.stderr
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_tree_may_be_written_into_a_new_folder(tmp_path):
+    file = tmp_path / "new" / "tree.yaml"
+    check_writable(file, ".yaml")
+    write_tree(file, 2, "by hand", [(0,), (0, 0)])
+    assert load_tree_paths(str(file)) == [(0,), (0, 0)]
 
 
 def test_a_fit_that_gains_no_time_says_so(capsys):
