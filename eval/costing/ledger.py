@@ -12,6 +12,8 @@ target are dropped, those of another drafter where drafts are what was measured.
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +29,8 @@ BUSY = 0.08  # unrest of a machine that does something else, too
 PATIENCE = 1.0  # seconds of measuring that may be lost: to write takes longer than most points
 # Of the environment, what does not say which machine it is.
 ELSEWHERE = ("commit", "python")
+_verify_terms = partial(verify_terms, knots=(1,))
+TERMS = {"verify": _verify_terms, "ragged": _verify_terms, "loop": loop_terms, "draft": draft_terms}
 
 
 class Ledger:
@@ -50,10 +54,10 @@ class Ledger:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             if content["schema"] != SCHEMA:
                 raise ValueError
-            for point in content["points"]:
-                key_of(point), median(point["tries"])
+            if not all(map(is_sound, content["points"])):
+                raise ValueError
             list(differing(content, self.subject))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise DataError(
                 f"{self.path} holds no costs; delete it, or give another --out"
             ) from error
@@ -132,6 +136,13 @@ def at_of(point: Mapping[str, Any]) -> dict[str, Any]:
 def key_of(point: Mapping[str, Any]) -> Key:
     """The key of the cell that a point is of."""
     return Cell(point["what"], at_of(point), open=lambda: float).key
+
+
+def is_sound(point: Mapping[str, Any]) -> bool:
+    """Whether a curve can go through a point. Raises KeyError or TypeError for what is none."""
+    ms = [point["ms"], *point["tries"]]
+    numbers = [*ms, *TERMS[point["what"]](**at_of(point)).values()]
+    return all(map(isfinite, numbers)) and min(numbers) >= 0 and min(ms) > 0 and len(ms) > 1
 
 
 def differing(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:

@@ -100,7 +100,7 @@ def fit_shown(
     fit = read_fit(Path(file)) if file and recipe.eval.tree == AUTO else None
     if fit is None:
         return None
-    return plain(asdict(fit)) | {"verify_ms": _curve(costs_file(recipe, target))}
+    return plain(asdict(fit)) | {"verify_ms": verify_curve(costs_file(recipe, target))}
 
 
 def training_shown(recipe: Recipe, method: str) -> list[dict]:
@@ -112,19 +112,19 @@ def training_shown(recipe: Recipe, method: str) -> list[dict]:
     return training_curve(log_in(drafter_folder(run, recipe.kind), run).parent)
 
 
-def _curve(path: Path) -> list[dict]:
+def verify_curve(path: Path) -> list[dict]:
     """Milliseconds of verifying one batch of the fewest rows, by nodes; none without costs."""
     try:
         costs = load_costs(path)
-    except DataError:
-        return []
-    points = [p for p in json.loads(path.read_text())["points"] if p["what"] == "verify"]
-    place = {key: min(point[key] for point in points) for key in ("rows", "cached")}
-    own = sorted((p["nodes"], p["ms"]) for p in points if place.items() <= p.items())
-    return [
-        {"nodes": nodes, "measured": ms, "curve": costs.verify_ms(nodes=nodes, **place)}
-        for nodes, ms in own
-    ]
+        points = [p for p in json.loads(path.read_text())["points"] if p["what"] == "verify"]
+        place = {key: min(point[key] for point in points) for key in ("rows", "cached")}
+        own = sorted((p["nodes"], float(p["ms"])) for p in points if place.items() <= p.items())
+        return [
+            {"nodes": nodes, "measured": ms, "curve": costs.verify_ms(nodes=nodes, **place)}
+            for nodes, ms in own
+        ]
+    except (DataError, ValueError, KeyError, TypeError, OverflowError):
+        return []  # of what was measured for the report, nothing is lost
 
 
 def _samples(done: Measurement, method: str) -> list[dict]:

@@ -159,13 +159,22 @@ class CostModel:
         """The decoder's own part of a step: packing, accepting, moving the cache."""
         return self.loop.ms(loop_terms(rows, nodes))
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether all parts of a step have a price. Raises what curves raise that are none."""
+        prices = [self.verify_ms(2, 2, 1), self.loop_ms(2, 2)]
+        prices += [self.draft_ms([1, 1], [1, 1], 2)] if self.draft else []
+        curves = filter(None, (self.verify, self.loop, self.draft))
+        weights = [weight for curve in curves for weight in curve.weights.values()]
+        return min(prices) > 0 and all(0 <= float(weight) < inf for weight in weights)
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         return asdict(self) | {"knots": [*self.knots]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave. Raises TypeError or KeyError for anything else."""
+        """What `to_dict` gave. Raises TypeError or KeyError where parts are missing."""
         parts = {name: values[name] for name in ("verify", "loop", "draft")}
         curves = {name: part and Curve(**part) for name, part in parts.items()}
         return cls(knots=tuple(values["knots"]), **curves)
@@ -189,8 +198,10 @@ def load_costs(path: Path, target: Target | None = None) -> CostModel:
         if (model := content["model"]) is None:
             raise DataError(f"{path} is not whole; the command that began it goes on with it")
         costs = CostModel.from_dict(model)
+        if not costs.is_sound:
+            raise ValueError
         name, weights = (content["target"][key] for key in ("name", "weights"))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} holds no costs; delete it and measure them again") from error
     if target is not None and target.identity()["weights"] != weights:
         raise DataError(

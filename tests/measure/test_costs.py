@@ -25,6 +25,7 @@ from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.measure.environment import processor
+from specdraft.eval.measure.report import verify_curve
 from specdraft.eval.methods.setup import Way
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, Curve, load_costs, verify_terms
@@ -250,6 +251,57 @@ def test_a_file_that_holds_no_costs_is_refused(tmp_path, text):
         Ledger(tmp_path / "costs.json", "tiny", SUBJECT)
     with pytest.raises(DataError, match="holds no costs"):
         load_costs(tmp_path / "costs.json")
+
+
+POINT = {"what": "draft", "rows": 1, "paths": [1], "levels": [1], "ms": 2.0, "tries": [2.0, 2.1]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"what": "drafts"}, {"what": ["draft"]}, {"rows": None}, {"rows": 10**400}, {"levels": []},
+        {"paths": 1}, {"nodes": 3}, {"ms": "2"}, {"ms": 0}, {"ms": float("nan")}, {"tries": []},
+        {"tries": [2.0, None]}, {"tries": [float("inf")]},
+    ],
+)  # fmt: skip
+def test_a_point_that_is_none_is_refused_before_anything_is_measured(tmp_path, change):
+    file = tmp_path / "costs.json"
+    for point in (POINT, POINT | change):
+        file.write_text(json.dumps({"schema": 1, **SUBJECT, "points": [POINT, point]}))
+        if point is POINT:
+            assert len(Ledger(file, "tiny", SUBJECT).points) == 1
+    with pytest.raises(DataError, match="holds no costs; delete it"):
+        Ledger(file, "tiny", SUBJECT)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("verify", None), ("loop", {}), ("knots", []), ("knots", ["4"]), ("weights", []),
+        ("weights", {}), ("weights", {"forward": None}), ("weights", {"forward": -1.0}),
+        ("weights", {"pads": float("nan")}), ("weights", {"pads": 10**400}), ("weights", {"x": 1}),
+    ],
+)  # fmt: skip
+def test_prices_that_are_none_are_refused(tmp_path, part, value):
+    content = {**SUBJECT, "model": fitted(verified(), loop(), []).to_dict(), "points": []}
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(content))
+    load_costs(file)
+    place = content["model"]["verify"] if part == "weights" else content["model"]
+    place[part] = place[part] | value if part == "weights" and value else value
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="holds no costs; delete it"):
+        load_costs(file)
+
+
+@pytest.mark.parametrize("points", [[], None, [None], [{"what": "verify"}], "whole"])
+def test_a_report_is_written_whatever_the_points_have_become(tmp_path, points):
+    whole = [{"what": "verify", "tries": [1.0], **point} for point in verified()]
+    content = {**SUBJECT, "model": fitted(verified(), loop(), []).to_dict()}
+    content["points"] = whole if points == "whole" else points
+    (tmp_path / "costs.json").write_text(json.dumps(content))
+    shown = verify_curve(tmp_path / "costs.json")
+    assert [one["nodes"] for one in shown] == ([*Grid().nodes] if points == "whole" else [])
 
 
 def test_a_busy_machine_is_known_by_its_tries():
