@@ -11,10 +11,9 @@ running rows read. Prompts and tokens differ in number as those of decoding do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import wait
-from specdraft.eval.methods.setup import Way
+from specdraft.eval.methods.setup import PLAIN, Way
 from specdraft.eval.methods.trained import KINDS, Trained
 from specdraft.eval.pricing.cost import CostModel, Curve
 from specdraft.models.eagle3 import Eagle3Head
@@ -53,9 +52,6 @@ SEVERAL = (4, 16)  # rows, beside one
 GAMMAS = (1, 2, 4)  # levels of a student's draft
 PASSES = (1, 2, 3, 4)  # of a head's chains
 
-DRAFTERS = ("head", "medusa", "student")  # in `Trained`
-
-PLAIN = Way()  # of a head's passes, unless a recipe says more
 Make = Callable[[int], Drafter]  # of rows
 Draft = tuple[list[int], list[int], Make]  # with its paths by pass and distributions by round
 
@@ -83,20 +79,6 @@ def trained_drafter(recipe: Recipe, target: Target) -> Trained:
         return Trained()
     part = "head" if kind in HEADS else kind
     return Trained(**{part: KINDS[part].load(recipe, target, run)})
-
-
-def drafter_identity(trained: Trained, way: Way = PLAIN) -> dict[str, Any] | None:
-    """Which drafter this is, and how it is run, as costs.json has it; None where nothing is
-    trained."""
-    for kind in DRAFTERS:
-        part = getattr(trained, kind)
-        if part is not None:
-            config = {} if kind == "student" else asdict(part.config) | {"target": {}}
-            known = {"kind": kind, "weights": trained.weights(), "config": config}
-            if way.dtype is not PLAIN.dtype:
-                known["dtype"] = str(way.dtype).removeprefix("torch.")
-            return known | ({"compiled": True} if way.compiles else {})
-    return None
 
 
 class DraftBench:

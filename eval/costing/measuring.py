@@ -8,12 +8,12 @@ from typing import Any
 from tqdm import tqdm
 
 from specdraft.eval.costing.bench import Cell, TargetBench, turns, visit
-from specdraft.eval.costing.drafts import DraftBench, drafter_identity
+from specdraft.eval.costing.drafts import DraftBench
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, unrest
 from specdraft.eval.costing.room import most_rows, row_bytes
 from specdraft.eval.measure.environment import cpu_threads, environment
-from specdraft.eval.methods.setup import Way
+from specdraft.eval.methods.setup import Way, drafter_form
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import costs_file
 from specdraft.models.shapes import TargetShape
@@ -66,10 +66,11 @@ def subject(target: Target, trained: Trained, way: Way) -> Mapping[str, Any]:
         # Read by the decoder beside the last feature: part of what a forward costs.
         "feature_layers": trained.head.config.feature_layers if trained.head else (),
     }
+    form = drafter_form(trained, way)
     return {
         "environment": environment(target),
         "target": target.identity() | sizes,
-        "drafter": drafter_identity(trained, way),
+        "drafter": form and form | {"weights": trained.weights()},
     }
 
 

@@ -145,7 +145,7 @@ ROWS = (
            lambda s: GSD(*s.student, s.drafting.tau, s.drafting.max_copies, **s.pruned),
            **STUDENT, tuned=GSD_SPACE),
     Method("ssd_dynamic", "a draft LM, as much as is worth it",
-           lambda s: BestFirst(*s.student, measured_costs(s), s.drafting.depth,
+           lambda s: BestFirst(*s.student, measured_costs(s, "student"), s.drafting.depth,
                                s.drafting.out_degree),
            **STUDENT, is_priced=True),
     Method("rsd_c", "a draft LM, siblings without replacement (RSD-C)",

@@ -3,8 +3,8 @@
 A row of eval/methods/registry.py says in a line how its drafter is made; what takes more is here.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -65,6 +65,24 @@ class Way(NamedTuple):
         return cls(settings.compile, dtype)
 
 
+PLAIN = Way()  # unless a recipe says more
+DRAFTERS = ("head", "medusa", "student")  # in `Trained`, that eval/costs.py measures
+
+
+def drafter_form(trained: Trained, way: Way = PLAIN) -> dict[str, Any] | None:
+    """What the time of a draft depends on, as costs.json has it: the kind of a drafter, its sizes,
+    and how it is run; None where nothing is trained."""
+    for kind in DRAFTERS:
+        part = getattr(trained, kind)
+        if part is not None:
+            config = {} if kind == "student" else asdict(part.config) | {"target": {}}
+            known = {"kind": kind, "config": config}
+            if way.dtype is not PLAIN.dtype:
+                known["dtype"] = str(way.dtype).removeprefix("torch.")
+            return known | ({"compiled": True} if way.compiles else {})
+    return None
+
+
 def tree_method(config: FalconConfig | Eagle3Config) -> str:
     """The method of a head of this config that drafts trees."""
     if config.fusion == "layers":
@@ -99,13 +117,18 @@ def make_dynamic(setup: Setup, only: str | None = None) -> DynamicFalcon:
     head, sizes = setup.trained.head, (setup.rows, setup.capacity)
     _check_head(only, head.config)
     how = Way.of(setup.recipe.eval, setup.target)._asdict()
-    return DynamicFalcon(head, setup.target, measured_costs(setup), *sizes, **how)
+    return DynamicFalcon(head, setup.target, measured_costs(setup, "head"), *sizes, **how)
 
 
-def measured_costs(setup: Setup) -> CostModel | None:
-    """What eval/costs.py has measured for the run, if it has."""
+def measured_costs(setup: Setup, kind: str) -> CostModel | None:
+    """What eval/costs.py has measured for the run, if it has; kind: of the drafter, whose drafts
+    have no price where those of another one, which shares the run's folder, were measured last."""
     path = costs_file(setup.recipe, setup.target)
-    return load_costs(path, setup.target) if path.is_file() else None
+    if not path.is_file():
+        return None
+    own = Trained(**{kind: getattr(setup.trained, kind)})
+    way = Way.of(setup.recipe.eval, setup.target)
+    return load_costs(path, setup.target, drafter_form(own, way))
 
 
 def make_medusa(setup: Setup, tree: bool = False) -> MedusaDrafter:

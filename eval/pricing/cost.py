@@ -25,7 +25,7 @@ cached tokens of a row, N tokens of all.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -186,9 +186,12 @@ def costs_file(recipe: Recipe, target: Target) -> Path:
     return Path(recipe.output.dir) / (f"costs_{own}.json" if target.is_enlarged else COSTS)
 
 
-def load_costs(path: Path, target: Target | None = None) -> CostModel:
+def load_costs(
+    path: Path, target: Target | None = None, form: Mapping[str, Any] | None = None
+) -> CostModel:
     """Read what eval/costs.py has written, for a target, if one is given.
 
+    form: of the drafter that drafts; what was measured of drafts of another form is left out.
     Raises DataError where there is none, half of it, or another target's.
     """
     if not path.is_file():
@@ -201,6 +204,7 @@ def load_costs(path: Path, target: Target | None = None) -> CostModel:
         if not costs.is_sound:
             raise ValueError
         name, weights = (content["target"][key] for key in ("name", "weights"))
+        there = {**(content["drafter"] or {}), "weights": None}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} holds no costs; delete it and measure them again") from error
     if target is not None and target.identity()["weights"] != weights:
@@ -208,4 +212,6 @@ def load_costs(path: Path, target: Target | None = None) -> CostModel:
             f"{path} is of {name}, not of {target.name}; measure this one: "
             "python eval/costs.py RECIPE"
         )
+    if form is not None and there != json.loads(json.dumps({**form, "weights": None})):
+        return replace(costs, draft=None)
     return costs

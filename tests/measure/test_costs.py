@@ -20,13 +20,14 @@ from specdraft.eval.costing.curves import fit, knots, nonnegative
 from specdraft.eval.costing.drafts import DraftBench, shape_of
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, fitted, unrest
+from specdraft.eval.costing.measuring import subject
 from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.measure.environment import processor
 from specdraft.eval.measure.report import verify_curve
-from specdraft.eval.methods.setup import Way
+from specdraft.eval.methods.setup import Setup, Way, measured_costs
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, Curve, load_costs, verify_terms
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
@@ -302,6 +303,30 @@ def test_a_report_is_written_whatever_the_points_have_become(tmp_path, points):
     (tmp_path / "costs.json").write_text(json.dumps(content))
     shown = verify_curve(tmp_path / "costs.json")
     assert [one["nodes"] for one in shown] == ([*Grid().nodes] if points == "whole" else [])
+
+
+def test_drafts_have_no_price_where_those_of_another_drafter_were_measured(tmp_path):
+    """Kinds of drafters share a run's folder, and a pass of Medusa heads is no pass of a head."""
+    target = random_target(vocab=40)
+    head, other = random_head(target, 3), random_head(target, 3, seed=2)
+    heads = MedusaHeads.of(MedusaConfig(target.hidden_size, 40, heads=2), target.lm_head_weight)
+    recipe = load_recipe("recipes/tiny.yaml", [f"output.dir={tmp_path}"])
+    setup = Setup(recipe, target, Trained(head=head), 1, 64)
+    assert measured_costs(setup, "head") is None
+    costs = fitted(verified(), loop(), [POINT])
+    for trained, way, priced in [
+        (Trained(head=head), Way(), True),
+        (Trained(head=other), Way(), True),  # as large
+        (Trained(head=head), Way(compiles=True), False),
+        (Trained(head=random_head(target, 2)), Way(), False),
+        (Trained(medusa=heads), Way(), False),
+        (Trained(), Way(), False),
+    ]:
+        content = {**subject(target, trained, way), "model": costs.to_dict()}
+        (tmp_path / "costs.json").write_text(json.dumps(content))
+        found = measured_costs(setup, "head")
+        assert found.verify == costs.verify
+        assert found.draft == (costs.draft if priced else None)
 
 
 def test_a_busy_machine_is_known_by_its_tries():
