@@ -18,6 +18,7 @@ from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import costs_file
 from specdraft.models.shapes import TargetShape
 from specdraft.models.target import Target
+from specdraft.models.weights.prepacked import MOST
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import say
 
@@ -66,10 +67,15 @@ def subject(target: Target, trained: Trained, way: Way) -> Mapping[str, Any]:
         # Read by the decoder beside the last feature: part of what a forward costs.
         "feature_layers": trained.head.config.feature_layers if trained.head else (),
     }
+    unusual = {}  # ways to run it
+    if target.device.type == "cpu" and target.prepacked.most != MOST:
+        unusual["prepacked_bytes"] = target.prepacked.most
+    if target.device.type == "cuda" and not target.cuda_graphs:
+        unusual["cuda_graphs"] = False
     form = drafter_form(trained, way)
     return {
         "environment": environment(target),
-        "target": target.identity() | sizes,
+        "target": target.identity() | sizes | unusual,
         "drafter": form and form | {"weights": trained.weights()},
     }
 

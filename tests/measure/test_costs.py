@@ -33,6 +33,7 @@ from specdraft.eval.pricing.cost import CostModel, Curve, load_costs, verify_ter
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.student import pruned
 from specdraft.models.target import Target
+from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import load_recipe
 
@@ -215,6 +216,17 @@ def test_costs_of_something_else_are_named_and_measured_again(tmp_path, part, va
     ledger, again = measured(path, SUBJECT | {part: value})
     assert said in ledger.note
     assert again == first
+
+
+def test_a_target_that_is_run_in_another_way_is_measured_again(tmp_path):
+    target, path = random_target(vocab=40), tmp_path / "costs.json"
+    usual = subject(target, Trained(), Way())
+    measured(path, usual)
+    assert measured(path, subject(random_target(vocab=40), Trained(), Way()))[1] == []
+    target.prepacked = PrepackedWeights(0)
+    ledger, again = measured(path, subject(target, Trained(), Way()))
+    assert "another target: measuring again" in ledger.note
+    assert again
 
 
 def test_another_commit_is_no_other_machine(tmp_path):
