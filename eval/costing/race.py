@@ -6,6 +6,7 @@ from dataclasses import replace
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.eval.measure.methods import make_method
+from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.rounds import capacity_for, take_turns
 from specdraft.eval.methods.trained import Trained
@@ -52,5 +53,11 @@ def speedups(
     for number, own in enumerate(recipes):
         runners[str(number)] = make_method(method, own, target, trained, capacity)
     outcomes = take_turns(runners, requests, settings)
-    plain, *seconds = (sum(part.seconds for part in outcomes[name]) for name in runners)
-    return [plain / own for own in seconds]  # all of them bring the same tokens
+    plain, *drafted = (_ms_per_token(outcomes[name]) for name in runners)
+    return [plain / own for own in drafted]
+
+
+def _ms_per_token(outcomes: Sequence[Outcome]) -> float:
+    """Of all batches: samples by other rules than the shared noise's differ, in length as well."""
+    tokens = sum(len(answer.tokens) for part in outcomes for answer in part.completions)
+    return 1e3 * sum(part.seconds for part in outcomes) / tokens

@@ -16,6 +16,8 @@ from random_models import random_head, random_target
 from random_seq2seq import generated, random_seq2seq
 from shallow import shallow_target
 
+from specdraft.data.prompts import Prompt
+from specdraft.eval.costing import race
 from specdraft.eval.costing.drafts import shape_of
 from specdraft.eval.costing.fitting import is_fitted, write_tree
 from specdraft.eval.costing.rehearsal import rehearse
@@ -37,7 +39,9 @@ from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.token_graph import GSD
 from specdraft.eval.engine.decoder import Decoder
-from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.request import Completion, Request
+from specdraft.eval.engine.timing import Timing
+from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.pricing.cost import CostModel, Curve, draft_terms, loop_terms, verify_terms
 from specdraft.models.falcon import FalconHead
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
@@ -275,6 +279,17 @@ def test_a_fit_from_anywhere_is_data(change, message, tmp_path):
     file.write_text(yaml.safe_dump({"paths": [[0]], "fit": plain(asdict(FIT)) | change}))
     with pytest.raises(InvalidRecipeError, match=message):
         read_fit(file)
+
+
+def test_speeds_are_of_tokens_where_samples_differ_in_length(monkeypatch):
+    def outcome(tokens: int, seconds: float) -> Outcome:
+        return Outcome([Completion(0, [1] * tokens, [], "length")], seconds, Timing())
+
+    outcomes = {"plain": [outcome(10, 1.0)] * 2, "0": [outcome(5, 0.25)] * 2}
+    monkeypatch.setattr(race, "take_turns", lambda *_: outcomes)
+    monkeypatch.setattr(race, "make_method", lambda *_: None)
+    recipe, asked = load_recipe("recipes/tiny.yaml"), [Prompt("a", "", [5], "")] * 2
+    assert race.speedups("falcon_tree", [recipe], None, None, asked, 1.0) == [2.0]
 
 
 # -- the entry -------------------------------------------------------------------------------------
