@@ -63,7 +63,8 @@ def find_shape(name: str) -> Shape:
             f"--shape {name:.200}: neither a file nor a shape; known: {', '.join(SHAPES)} (nearest "
             f"is {nearest(name[:100], SHAPES)}), or the path of a config.json"
         )
-    return Shape(file.parent.name if file.name == "config.json" else file.stem, read_config(file))
+    own = file.resolve().parent.name if file.name == "config.json" else file.stem  # of ".", too
+    return Shape(own, read_config(file))
 
 
 def read_config(file: Path) -> PretrainedConfig:

@@ -561,6 +561,14 @@ def test_what_has_no_room_is_refused_before_anything_is_allocated():
         shapes.build(skeleton, recipe, 384, torch.device("cpu"))
 
 
+def test_a_shape_that_lies_here_has_the_name_of_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.chdir(tmp_path / "mine")
+    for name in (".", "config.json", "../mine", str(tmp_path / "mine" / "config.json")):
+        assert shapes.find_shape(name).name == "mine"
+
+
 def test_a_shape_that_nobody_knows_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(RecipeError, match="nearest is llama7b"):
         shapes.find_shape("llama7")
