@@ -23,7 +23,7 @@ from torch import nn
 from specdraft.models.hub import PAGE, SUMS, fetch, push
 from specdraft.models.portable import portable_json
 from specdraft.models.target_files import hash_weights
-from specdraft.recipes.errors import HeadError, TargetError, in_a_line
+from specdraft.recipes.errors import HeadError, TargetError, UntrainedError, in_a_line
 from specdraft.recipes.fields import Interval, coerce_fields, shown
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -140,7 +140,7 @@ def load_saved(
     folder = fetch(source, revision)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise HeadError(
+            raise (UntrainedError if name == CONFIG else HeadError)(
                 f"no {noun} at {folder} ({name} is missing); make one with: {maker} and the same "
                 "recipe"
             )

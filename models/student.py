@@ -43,7 +43,7 @@ from specdraft.models.target_files import (
     model_folder,
 )
 from specdraft.models.weights.placement import is_kept_elsewhere
-from specdraft.recipes.errors import HeadError, RecipeError, TargetError, in_a_line
+from specdraft.recipes.errors import RecipeError, TargetError, UntrainedError, in_a_line
 from specdraft.recipes.schema import StudentSection
 
 SPECIAL = ("bos_token", "eos_token", "unk_token")
@@ -221,12 +221,12 @@ def load_student(
 def finished_student(section: StudentSection, folder: Path, target: Target) -> Target:
     """Load what decoding drafts with: the student trained into `folder`, or one used as it is.
 
-    Raises HeadError when nothing has been trained yet, TargetError as `load_student`.
+    Raises UntrainedError when nothing has been trained yet, TargetError as `load_student`.
     """
     if section.training == "none":
         return load_student(section.model, section.revision, target, target.dtype)
     if not (folder / "config.json").is_file():
-        raise HeadError(
+        raise UntrainedError(
             f"no trained student at {folder}; train one: accelerate launch train/distill.py RECIPE"
         )
     return load_student(folder, None, target)

@@ -23,6 +23,10 @@ class HeadError(UserError):
     """A trained head or a counted table that is missing, damaged or none."""
 
 
+class UntrainedError(HeadError):
+    """Nothing has been trained yet where a drafter is looked for."""
+
+
 class HubError(UserError):
     """A Hub that does not give or take a drafter."""
 

@@ -15,9 +15,8 @@ from specdraft.eval.methods.trained import Trained
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.feature_layers import cache_command
-from specdraft.models.saved import CONFIG
 from specdraft.models.target import Target
-from specdraft.recipes.errors import HeadError, TargetError, UserError
+from specdraft.recipes.errors import HeadError, TargetError, UntrainedError, UserError
 from specdraft.recipes.find import drafter_folder
 from specdraft.recipes.schema import Recipe
 
@@ -48,27 +47,39 @@ def check_drafters(
 def _check_drafter(
     recipe: Recipe, method: str, target: Target, manifest: dict[str, Any] | None
 ) -> tuple[Trained | None, list[Finding]]:
-    run, need = Path(recipe.output.dir), " and ".join(needs(method))
-    # A head may lie elsewhere.
-    folder = run / need
-    if need == "head":
-        folder = Path(recipe.head.model or drafter_folder(run, recipe.head.kind))
+    need = " and ".join(needs(method))
+    places = " and ".join(_place(recipe, kind) for kind in needs(method))
     whole, owner = f"{need} files", f"{need}'s target"
     try:
-        trained = load_trained(recipe, target, [method], run)
-    except HeadError as error:
+        trained = load_trained(recipe, target, [method])
+    except (HeadError, TargetError) as error:
         problem, _, remedy = str(error).partition("; ")
-        if not (folder / CONFIG).exists():
+        if isinstance(error, UntrainedError):
             return None, [skipped(whole, problem, remedy), skipped(owner, "nothing is trained")]
-        remedy = f"delete {folder} and {RETRAIN}"
+        # A student that cannot be read is told with its cause, one of another target without.
+        if isinstance(error, TargetError) and error.__cause__ is None:
+            return None, [passed(whole, f"whole at {places}"), failed(owner, problem, remedy)]
+        remedy = f"delete it and {RETRAIN}"
         return None, [failed(whole, problem, remedy), skipped(owner, "its files are damaged")]
-    except TargetError as error:
-        problem, _, remedy = str(error).partition("; ")
-        return None, [passed(whole, f"whole at {folder}"), failed(owner, problem, remedy)]
-    findings = [passed(whole, f"whole at {folder}"), passed(owner, f"made for {target.name}")]
+    findings = [passed(whole, f"whole at {places}"), passed(owner, f"made for {target.name}")]
     if trained.head is not None:
         findings.append(check_shape(trained.head, target, manifest))
     return trained, findings
+
+
+def _place(recipe: Recipe, kind: str) -> str:
+    """Where a recipe has what its methods draft with: in its run, or where it says."""
+    run, student = Path(recipe.output.dir), recipe.student
+    if kind == "cascade" and recipe.cascade.students is not None:
+        return " and ".join(recipe.cascade.students)
+    if kind in ("student", "cascade"):
+        return str(student.model if student.training == "none" else run / "student")
+    own = {
+        "head": recipe.head.model or drafter_folder(run, recipe.head.kind),
+        "medusa": recipe.medusa.model or run / "medusa",
+        "table": recipe.maxgram.table or run / "table",
+    }
+    return str(own[kind])
 
 
 def check_shape(

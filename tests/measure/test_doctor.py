@@ -22,7 +22,9 @@ from specdraft.eval.checkup import drafters as drafter_checkup
 from specdraft.eval.checkup.served import check_served
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.methods.trained import Trained
+from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.saved import write_sums
+from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.load import load_recipe
 
@@ -213,6 +215,36 @@ def test_a_fault_fails_exactly_its_own_line(doctor, ill, fault, lines, remedy, u
     for line in lines:
         assert remedy in remedies[line]
     assert [line for line, outcome in outcomes.items() if outcome == "skipped"] == unseen
+
+
+def test_what_lies_elsewhere_or_drafts_together_is_judged_where_it_lies(doctor, ill, tmp_path):
+    table = tmp_path / "elsewhere"
+    both = ["eval.methods=[plain,falcon_maxgram]", f"maxgram.table={table}"]
+    code, outcomes, remedies, _ = doctor(ill, *both)
+    assert (code, outcomes["head and table files"]) == (0, "skipped")
+    assert "train/maxgram.py" in remedies["head and table files"]
+    counted = MaxGramTable(MaxGramConfig(Target.load("tiny").vocab_size))
+    for count in counted.buffers():
+        count.fill_(1)
+    counted.save_pretrained(table)
+    code, *_, text = doctor(ill, *both)
+    assert code == 0
+    assert f"whole at {ill / 'run' / 'falcon'} and {table}" in text
+    (table / "model.safetensors").write_bytes((table / "model.safetensors").read_bytes()[:-4])
+    code, outcomes, *_ = doctor(ill, *both)
+    assert (code, failing(outcomes)) == (1, ["head and table files"])
+
+
+def test_a_student_that_cannot_be_read_fails_the_line_of_its_files(tmp_path):
+    student, tiny = tmp_path / "student", Target.load("tiny")
+    shutil.copytree(bundled_target_dir(), student)
+    alone = ["eval.methods=[ssd]", f"student.model={student}", "student.training=none"]
+    recipe = load_recipe(ROOT / "recipes" / "tiny_maxgram.yaml", alone)
+    _, (whole, owner) = drafter_checkup.check_drafters(recipe, tiny, None)
+    assert (whole.outcome, whole.note, owner.outcome) == ("pass", f"whole at {student}", "pass")
+    (student / "model.safetensors").write_bytes(b"damaged")
+    _, (whole, owner) = drafter_checkup.check_drafters(recipe, tiny, None)
+    assert (whole.outcome, owner.outcome) == ("fail", "skipped")
 
 
 def test_another_template_and_another_tokenizer_fail_their_lines(doctor, ill, tmp_path):
