@@ -10,6 +10,7 @@ Shapes: T tokens of a row, H hidden.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,7 +192,9 @@ def check_shift(recipe: Recipe, target: Target, rows: list[dict[str, Tensor]]) -
         for ahead in agreed:
             tokens = row["input_ids"][ahead : len(best) - 2 + ahead]
             agreed[ahead] += int((best[:-2] == tokens)[supervised].sum())
-    shares = {ahead: hits / max(count, 1) for ahead, hits in agreed.items()}
+    if not count:
+        return skipped("shift", f"no token behind an answer's in {len(rows)} rows to compare with")
+    shares = {ahead: hits / count for ahead, hits in agreed.items()}
     own = recipe.data.answers == "target" and recipe.data.samples == 1
     good = max(shares, key=shares.get) == 1 and shares[1] >= (OWN_AGREEMENT if own else 0)
     note = f"argmax of feature i is token i + 1 at {shares[1]:.0%} of {count} answer tokens "
@@ -209,6 +212,7 @@ def _gap(cached: list[Tensor], live: list[Tensor], places: int) -> float:
         end = len(theirs) - abs(places)
         a = ours[max(places, 0) :][:end].float()
         b = theirs[max(-places, 0) :][:end].float()
-        gaps.append(float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max()))
+        if end > 0:  # of a row with one feature, moved, nothing is left
+            gaps.append(float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max()))
     # max() of a list forgets NaN depending on its place in it.
-    return float(torch.tensor(gaps).max())
+    return float(torch.tensor(gaps).max()) if gaps else math.inf

@@ -386,6 +386,18 @@ def test_the_doctor_knows_how_features_were_stored(make, dtype, context):
     assert outcomes(wrong)["features"] == "fail"
 
 
+def test_the_doctor_compares_rows_with_one_stored_feature(make):
+    settings, _, target = made = make(feature_context=1)
+    cache, rows = build(made), []
+    for row in (cache[n] for n in range(4)):  # cut behind the first token that is learnt
+        end = int(row["loss_mask"].int().argmax()) + 1
+        rows.append({name: values[:end] for name, values in row.items()})
+    found = {line.line: line.outcome for line in check_rows(settings, target, cache, rows)}
+    assert (found["features"], found["scale"], found["shift"]) == ("pass", "pass", "skipped")
+    wrong = [row | {"features": 3 * row["features"]} for row in rows]
+    assert next(check_rows(settings, target, cache, wrong)).outcome == "fail"
+
+
 def test_another_storage_is_another_cache(make):
     made = [make(feature_dtype=dtype, feature_context=context) for dtype, context in STORED]
     assert len({build(one).directory for one in made}) == len(STORED)
