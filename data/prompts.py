@@ -193,7 +193,8 @@ def _of_file(name: str) -> Iterator[_Question]:
             messages, text, later = _question(row.value)
         except BrokenRowError as error:
             raise DataError(f"{place}: no prompt: {error}") from error
-        identifier = next((row.value[key] for key in _IDS if key in row.value), row.line)
+        ids = (row.value.get(key) for key in _IDS)  # None: a column that other rows have
+        identifier = next((one for one in ids if one is not None), row.line)
         category = row.value.get("category") or path.stem
         yield place, str(identifier), str(category), messages, text, later
 
@@ -203,20 +204,20 @@ def _question(value: Any) -> tuple[Messages, str | None, tuple[str, ...]]:
     if not isinstance(value, dict):
         raise BrokenRowError(f"{type(value).__name__} is not an object")
     for key in ("messages", "conversations"):
-        if key in value:
+        if value.get(key) is not None:
             turns = read_turns(value[key])
             messages = _open_question([{"role": r, "content": c} for r, c in turns])
             if not messages or messages[-1]["role"] == "system":
                 raise BrokenRowError("no user turn before the first answer")
             return messages, None, ()
-    if isinstance(value.get("text"), str) and value["text"].strip():
-        return [], value["text"], ()
     turns = value.get("turns") if isinstance(value.get("turns"), list) else []
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise BrokenRowError("turns holds an empty one, or one that is no text")
     candidates = turns[:1]
     candidates += [value.get(key) for key in ("prompt", "question", "instruction")]
     content = next((c for c in candidates if isinstance(c, str) and c.strip()), None)
+    if content is None and isinstance(value.get("text"), str) and value["text"].strip():
+        return [], value["text"], ()  # beside an instruction it is that with its answer: Alpaca's
     if content is None:
         raise BrokenRowError(
             "none of messages, conversations, turns, prompt, question, instruction, text "

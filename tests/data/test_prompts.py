@@ -55,6 +55,22 @@ def test_a_row_of_any_benchmark_becomes_a_prompt(tmp_path, row, text):
     assert (prompt.id, prompt.category) == ("7", "math")
 
 
+def test_a_question_goes_before_the_text_that_repeats_it_with_its_answer(tmp_path):
+    """The Hub's copy of Alpaca has both."""
+    tokenizer, row = st.small_tokenizer(), {"instruction": "Hello", "input": "", "output": "Hi"}
+    (prompt,) = prompts(tmp_path, [row | {"text": "Below is: Hello. Hi"}], tokenizer)
+    assert tokenizer.decode(prompt.input_ids) == ASKED
+
+
+@pytest.mark.parametrize("name", ["", "gsm8k:"])
+def test_columns_that_are_empty_in_a_row_are_no_values(tmp_path, name):
+    """As a table has them of rows of several kinds."""
+    row = dict.fromkeys(("id", "messages", "conversations", "text", "category"))
+    rows = write(tmp_path / "table.jsonl", [{**row, "question": "Hello"}] * 3)
+    found = prompts(tmp_path, name + rows)
+    assert [prompt.id for prompt in found] == ["1", "2", "3"]
+
+
 @pytest.mark.parametrize("row", [{"prompt": "a\ud800b"}, {"text": "a\ud800b"}])
 def test_half_of_a_surrogate_pair_is_refused_with_its_place(tmp_path, row):
     half = r"bench.jsonl:2: \\ud800 at character \d+ is half of a pair"
