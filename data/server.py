@@ -211,8 +211,10 @@ class Server:
             reason, ids = choice["finish_reason"], choice.get("token_ids")
             if counted := ids is not None:
                 _check_ids(ids)
+            elif isinstance(said := choice["text"], str):  # tokenizers take lists, too
+                ids = self.tokenizer.encode(said, add_special_tokens=False)
             else:
-                ids = self.tokenizer.encode(choice["text"], add_special_tokens=False)
+                raise TypeError(f"text = {shown(said)}")
         # A wrong type somewhere, or brackets without an end.
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UnansweredError(f"the response is no completion: {_brief(text)}") from error

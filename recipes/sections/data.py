@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from specdraft.recipes.fields import (
     Count,
@@ -100,5 +101,14 @@ class DataSection(Section):
         elif self.drafter != "plain":
             what = "a server drafts as it was started; set one of the two to null or plain"
             yield self.complaint(("drafter", "server"), what)
-        elif not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", self.server):
+        elif not _is_url(self.server):
             yield self.complaint("server", "must be a URL, e.g. http://127.0.0.1:8000/v1")
+
+
+def _is_url(text: str) -> bool:
+    """Whether a text is the address of a server, with a port that there can be."""
+    try:
+        known = urlsplit(text).hostname and urlsplit(text).port != 0
+    except ValueError:  # a port beyond 65535, or half of a bracket
+        return False
+    return bool(known and re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", text))

@@ -211,6 +211,7 @@ def test_many_failures_are_an_error_and_are_asked_about_again(server, target, tm
         ({"text": "", "token_ids": [], "finish_reason": "length"}, "the answer is empty"),
         ({"text": None, "token_ids": None}, "is no completion"),
         ({"text": 5, "token_ids": None}, "is no completion"),
+        ({"text": ["I", "heard"], "token_ids": None}, "is no completion"),
         ({"text": "\ud800", "token_ids": None}, "is no completion"),
         ({"token_ids": ["7", "8"]}, "is no completion"),
         ({"token_ids": [7.0, 8.0]}, "is no completion"),

@@ -163,6 +163,10 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
             ["data.server=localhost:8000", "data.answers=target"],
             "data.server = 'localhost:8000': must be a URL, e.g. http://127.0.0.1:8000/v1",
         ),
+        *(
+            ([f"data.server=http://{host}/v1", "data.answers=target"], "must be a URL, e.g. http")
+            for host in ("127.0.0.1:99999", "127.0.0.1:80x", "[::1", ":8000")
+        ),
         (
             ["data.server_model=mine", "data.answers=target"],
             "data.server_model = 'mine': needs data.server",
