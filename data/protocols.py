@@ -41,6 +41,11 @@ class Protocol:
         """
         if settings.temperature not in self.temperatures:
             yield f"temperature {settings.temperature:g}, not {self._allowed()}"
+        if settings.temperature > 0:  # what is cut off is never sampled, and need not be foreseen
+            if settings.top_k > 0:
+                yield f"the likeliest {settings.top_k} tokens, not all"
+            if settings.top_p < 1:
+                yield f"the likeliest tokens up to {settings.top_p:g} of the probability, not all"
         if settings.max_new_tokens != self.max_new_tokens:
             yield f"up to {settings.max_new_tokens} new tokens, not {self.max_new_tokens}"
         if settings.spread > 1:

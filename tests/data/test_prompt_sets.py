@@ -345,6 +345,13 @@ def test_departures_from_a_protocol_are_named_one_by_one():
         "second turns, too",
         "9 questions, not 500",
     ]
+    cut = replace(as_told, top_k=20, top_p=0.8)
+    assert [*gsm8k.departures(cut, False, [1] * 500)] == [
+        "the likeliest 20 tokens, not all",
+        "the likeliest tokens up to 0.8 of the probability, not all",
+    ]
+    greedy = replace(cut, temperature=0.0)  # of which nothing is cut
+    assert [*gsm8k.departures(greedy, False, [1] * 500)] == ["temperature 0, not 1"]
     assert [*mt_bench.departures(settings, True, [2] * 80)] == ["up to 2048 new tokens, not 1024"]
     assert set_of("tiny_chat") is set_of("my/gsm8k.jsonl") is None
 
