@@ -398,6 +398,23 @@ def test_ranks_and_micro_batches_take_the_same_rows_with_the_same_draws():
     assert torch.equal(noise, whole.noise(0.1, HIDDEN)[:, :5])
 
 
+def test_every_row_of_every_step_and_every_seed_has_draws_of_its_own():
+    """Or each step would glance at the same places, under the same noise, as the one before."""
+    data, pairs = ToyRows(count=12), partial(collate, block_size=2)
+    plans = [SamplingPlan(data.lengths, batch_size=4, seed=seed) for seed in (0, 1)]
+    draws = [
+        float(torch.rand((), generator=generator))
+        for plan in plans
+        for step in (0, 1, 3)
+        for batch in Loader(data, plan, pairs).load(step)
+        for purpose in ("glance", "noise")
+        for generator in batch.generators(purpose)
+    ]
+    assert len(set(draws)) == len(draws) == 2 * 3 * 2 * 4
+    orders = [[row for step in range(3) for row in plan.rows(step)] for plan in plans]
+    assert orders[0] != orders[1]
+
+
 def test_a_position_is_supervised_when_the_token_it_drafts_is():
     mask = torch.tensor([0, 0, 1, 1, 0, 1, 1], dtype=torch.bool)
     row = {"input_ids": torch.arange(7), "loss_mask": mask, "features": torch.randn(7, 4)}
