@@ -62,6 +62,40 @@ def test_what_is_revealed_carries_loss_only_where_the_recipe_says_so(tmp_path, k
     assert torch.equal(counted, expected)
 
 
+class Listening:
+    """A head that notes what it is given, and predicts nothing."""
+
+    def __call__(self, ahead, features, *_, passes=1, **given):
+        self.ahead, self.features, self.given = ahead, features, given
+        return torch.zeros(passes, *ahead.shape, requires_grad=True)
+
+
+def test_the_noise_on_input_features_is_a_share_of_their_scale_to_either_side(tmp_path):
+    objective, _, batch = prepared(tmp_path, **{"loss.feature_noise": 0.1})
+    head, true = Listening(), batch.features[:, :-1]
+    objective.plan(head, batch, 0.0)
+    noise = (head.features - true)[batch.valid]
+    reach = 0.1 * objective.feature_scale
+    assert reach == pytest.approx(0.3)
+    assert 0.95 * reach < noise.max() <= reach + 1e-6
+    assert -reach - 1e-6 <= noise.min() < -0.95 * reach
+    assert abs(noise.mean()) < 0.02 * reach
+    assert torch.equal(head.features[~batch.valid], true[~batch.valid])  # pads have none
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_coupled_slots_hear_the_true_tokens_whatever_is_revealed(tmp_path, isolated):
+    objective, _, batch = prepared(tmp_path, **{"glance.isolated": isolated})
+    head, ends = Listening(), objective.target
+    revealed, counted = objective.plan(head, batch, 0.0)
+    assert revealed.any()
+    objective.loss(head, batch, revealed, counted)
+    true = ends.embed(batch.tokens[:, 1:])
+    assert torch.equal(head.given["drafted"], true)
+    shown = head.given["revised"][0] if isolated else head.ahead
+    assert not torch.equal(shown, true)
+
+
 def test_the_loss_is_that_of_every_counted_position_behind_revealed_inputs(tmp_path):
     objective, head, batch = prepared(tmp_path, **{"glance.isolated": False})
     revealed, counted = objective.plan(head, batch, 0.0)
