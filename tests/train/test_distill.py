@@ -25,6 +25,7 @@ from specdraft.train.fit.batches import Loader, SamplingPlan
 from specdraft.train.fit.loop import fit
 from specdraft.train.objectives.distillation import Distillation
 from specdraft.train.objectives.on_policy import OnPolicy, answer_starts, check_prompts
+from specdraft.train.objectives.text import collate_text
 
 RECIPES = ROOT / "recipes"
 MIXED = {"distill.on_policy": 0.5, "distill.max_new_tokens": 5, "distill.jsd": 0.5}
@@ -264,6 +265,23 @@ def test_what_a_row_becomes_does_not_depend_on_its_neighbours():
     rows = [part.row(n) for part, _ in parts for n in range(len(part.lengths))]
     for number, row in enumerate(rows):
         assert torch.equal(row["input_ids"], whole.row(number)["input_ids"])
+
+
+def test_any_answer_of_a_row_is_written_within_its_length_as_its_place_in_training_draws():
+    changes = {"distill.on_policy": 1.0, "distill.max_new_tokens": 6, "data.max_length": 12}
+    recipe, target = make_recipe(**changes), random_target()
+    writer, mask = OnPolicy(recipe, make_student(recipe.student, target)), torch.zeros(16)
+    mask[[3, 4, 9, 10, 13]] = 1  # three answers, the last beyond what a row may have
+    row = {"input_ids": torch.arange(16), "loss_mask": mask.bool()}
+
+    def written(seed: int, step: int) -> list[list[int]]:
+        batch = writer(collate_text([row] * 8, [(seed, step, slot) for slot in range(8)]))
+        return [batch.row(n)["loss_mask"].tolist() for n in range(8)]
+
+    cut = {start: [False] * start + [True] * min(6, 12 - start) for start in (3, 9)}
+    found = [written(seed, step) for seed in (0, 1) for step in (0, 1)]
+    assert all(own in (cut[3], cut[9]) for batch in found for own in batch)
+    assert all(found.count(batch) == 1 and cut[3] in batch and cut[9] in batch for batch in found)
 
 
 def test_the_student_writes_as_it_is_at_that_step():
