@@ -9,12 +9,15 @@ import torch
 from decoding import completions, decode, prompts
 from enumeration import ROOT, branches, law_error, play, random_laws
 from random_models import random_target
+from test_medusa import random_heads
 from test_rules_in_decoder import WARP, check_law, drafter_for, fits
 
 from specdraft.eval.drafters.beam import Beams, StochasticBeam, conditioned, step
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.drawing import DRAFTER_STREAM, draw
 from specdraft.eval.drafters.lm import SSD
+from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
@@ -325,6 +328,13 @@ def test_nodes_and_steps_never_share_their_noise(target, name, rule):
 @pytest.mark.parametrize("rule", [name for name in RULES if name != "walk"])
 def test_the_passes_of_a_falcon_tree_never_share_their_noise(target, rule):
     assert_never_shared(drafter_for(rule, target, 32), rule, target, blocks=True)
+
+
+@pytest.mark.parametrize("rule", ["recursive", "block"])
+def test_the_steps_of_medusa_heads_never_share_their_noise(target, rule):
+    tree = StaticTree.chain(3, 3)
+    drafter = MedusaDrafter(random_heads(target, 3), target, tree, 32)
+    assert_never_shared(drafter, rule, target, blocks=True)
 
 
 def test_drafts_and_rules_never_share_a_number():
