@@ -7,12 +7,14 @@ import pytest
 import torch
 from decoding import PATHS, Foreseeing, completions, decode, plain_tokens, prompts
 from random_models import VOCAB, random_head, random_target
+from small_tokenizer import small_tokenizer
 
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.engine.row import tokens_until_stop
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError, TargetError
 
@@ -172,6 +174,36 @@ def test_a_drafter_that_raises_costs_drafts_not_output(target, fault):
         assert 1 <= len(failed) <= rows  # the others were drafted for to their end
 
 
+def test_rows_whose_drafter_raised_are_not_drafted_for_again(target):
+    """What it knows of them may be anything: all rows of the call, not the first one alone."""
+
+    class Failing(PromptLookup):
+        def draft(self, rows):
+            asked.append(rows)
+            raise RuntimeError("planted")
+
+    asked, requests = [], [Request(prompt, 9) for prompt in prompts(3)]
+    with pytest.warns(RuntimeWarning, match="request 0, 1, 2 goes on by plain decoding"):
+        done = list(Decoder(target, Failing(1, 5, 3), 3, 128).run(requests))
+    assert [one.fallback for one in done] == ["RuntimeError: planted"] * 3
+    assert asked == [[0, 1, 2]]
+
+
+def test_a_run_that_is_given_up_leaves_nothing_to_the_next(target):
+    decoder, (first, second) = Decoder(target, PromptLookup(1, 5, 2), 2, 128), prompts(2)
+    given_up = decoder.stream([Request(first, 40), Request(second, 40)])
+    next(given_up)
+    given_up.close()
+    (done,) = decoder.run([Request(second, 9)])
+    assert (done.index, done.tokens) == (0, plain_tokens(target, second, 9))
+
+
+def test_a_forward_counts_once_for_all_its_rows(target):
+    decoder = Decoder(target, None, 3, 128)
+    list(decoder.run([Request(prompt, 4) for prompt in prompts(3)]))
+    assert decoder.timing.forwards == 4
+
+
 @pytest.mark.parametrize("prefill", [1, 7, 1000])
 def test_prompts_are_read_in_parts_and_requests_admitted_late(target, prefill):
     """More requests than rows, prompts of 3 to 28 tokens, mixed settings, lengths and seeds."""
@@ -260,6 +292,29 @@ def test_a_request_may_bring_its_own_ends(target):
         assert [c.reason for c in done] == ["eos", "length"], name
 
 
+def test_an_end_that_is_the_last_token_allowed_is_an_end(target):
+    """Or an answer that came to its end would count as one that was cut."""
+    prompt = prompts()[2]
+    free = plain_tokens(target, prompt, 12)
+    count = free.index(free[5]) + 1
+    for drafter in (None, Foreseeing({tuple(prompt): free})):
+        request = Request(prompt, count, eos_ids=frozenset([free[5]]))
+        (done,) = Decoder(target, drafter, 1, 128).run([request])
+        assert (done.tokens, done.reason) == (free[:count], "eos")
+
+
+def test_a_request_may_have_no_ends_where_the_target_has_some(target):
+    prompt = prompts()[2]
+    free = plain_tokens(target, prompt, 12)
+    target.model.generation_config.eos_token_id = [free[5]]
+    try:
+        requests = [Request(prompt, 12, eos_ids=frozenset()), Request(prompt, 12)]
+        done = completions(Decoder(target, None, 2, 128), requests)
+    finally:
+        target.model.generation_config.eos_token_id = None
+    assert [(c.tokens == free, c.reason) for c in done] == [(True, "length"), (False, "eos")]
+
+
 def test_stop_strings_end_at_the_token_that_completes_them():
     target = Target.load("tiny")
     ids = target.tokenizer("Once upon a time").input_ids
@@ -273,6 +328,21 @@ def test_stop_strings_end_at_the_token_that_completes_them():
         request = Request(ids, 40, stop=("never said", stop))
         (done,) = completions(Decoder(target, drafter, 1, 128), [request])
         assert (done.tokens, done.reason) == (free[:count], "stop")
+        (done,) = Decoder(target, drafter, 1, 128).run([replace(request, max_new_tokens=count)])
+        assert (done.tokens, done.reason) == (free[:count], "stop")
+    (done,) = Decoder(target, None, 1, 128).run([replace(request, stop=(stop, ""))])
+    assert "stop strings need a tokenizer and must not be empty" in str(done.error)
+
+
+def test_a_stop_string_of_many_tokens_is_seen_whole():
+    """Of three characters, each of three bytes that are tokens; in any number of steps."""
+    tokenizer, stop = small_tokenizer(), "\u65e5\u672c\u8a9e"
+    before, ids = (tokenizer.encode(text, add_special_tokens=False) for text in ("So: ", stop))
+    assert len(ids) == 9
+    for known in range(9):
+        fresh = [*ids[known:], *before]
+        assert tokens_until_stop(tokenizer, before + ids[:known], fresh, ("no", stop)) == 9 - known
+    assert tokens_until_stop(tokenizer, before + ids, before, ("no", stop)) is None
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [3, 0, 5, 2, 1, 4]])
