@@ -97,8 +97,9 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
     assert read_conversations([str(path)]).conversations[0].messages[0]["content"].count("\u2028")
 
 
-def test_leading_answers_and_a_question_at_the_end_are_dropped(tmp_path):
-    turns = [("gpt", "before"), ("human", "q"), ("gpt", "a"), ("human", "and?")]
+@pytest.mark.parametrize("end", [("human", "and?"), ("tool", "42")])
+def test_leading_answers_and_what_nobody_answers_at_the_end_are_dropped(tmp_path, end):
+    turns = [("gpt", "before"), ("human", "q"), ("gpt", "a"), end]
     corpus = read_conversations([write(tmp_path / "rows.jsonl", [sharegpt(*turns)])])
     assert [m["content"] for m in corpus.conversations[0].messages] == ["q", "a"]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import small_tokenizer as st
 from test_tokens import chats, recipe, write
+from tokenizers.processors import TemplateProcessing
 
 from specdraft.data.prompts import load_prompts
 from specdraft.data.sources import bundled_file
@@ -85,6 +86,17 @@ def test_a_text_is_cut_to_its_first_tokens(tmp_path):
     assert text.startswith(prompt.text)
     with pytest.raises(DataError, match=r"eval.prompt_tokens = None"):
         prompts(tmp_path, [{"text": text}], tokenizer)
+
+
+def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_prompt(tmp_path):
+    """Behind it the target would begin another text."""
+    plain, tokenizer = st.small_tokenizer(None), st.small_tokenizer(None)
+    end = [("</s>", tokenizer.eos_token_id)]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=end)
+    assert tokenizer("Hello")["input_ids"][-1] == tokenizer.eos_token_id
+    for row in ({"prompt": "Hello"}, {"text": "Hello"}):
+        (prompt,) = prompts(tmp_path, [row], tokenizer, prompt_tokens=99)
+        assert prompt.input_ids == plain("Hello")["input_ids"]
 
 
 def test_a_base_model_is_given_the_bare_question(tmp_path):

@@ -1,5 +1,6 @@
 """The target rewrites the answers, level by level, and never twice."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -92,6 +93,17 @@ def test_the_first_sample_is_greedy_and_the_others_have_their_own_seeds(tmp_path
     assert contents(again) == contents(cache)
 
 
+def test_another_seed_draws_other_answers_into_another_cache(tmp_path):
+    seeds, names = [], []
+    for seed in (0, 1):
+        parrot = Parrot(st.small_tokenizer())
+        cache = build(rewriting(tmp_path, samples=2, temperature=0.8, seed=seed), parrot)
+        names.append(cache.directory.name)
+        seeds += [ask.seed for ask in parrot.asks if ask.temperature]
+    assert len(set(names)) == 2
+    assert len(set(seeds)) == len(seeds) == 16
+
+
 def test_a_row_ends_at_an_answer_that_came_to_no_end(tmp_path):
     parrot = Parrot(st.small_tokenizer())
     cache = build(rewriting(tmp_path, max_new_tokens=5), parrot)
@@ -158,6 +170,10 @@ def test_another_target_makes_another_cache(tmp_path):
     for key in ("weights", "config"):
         other = build_tokens(settings, parrot.tokenizer, parrot, {**IDENTITY, key: "1" * 64})
         assert first.directory != other.directory
+    rounded = dataclasses.replace(
+        settings, target=dataclasses.replace(settings.target, dtype="bfloat16")
+    )
+    assert first.directory != build(rounded, parrot).directory
 
 
 def test_other_answers_to_the_same_are_other_rows_to_what_is_made_of_them(tmp_path):

@@ -294,6 +294,15 @@ def test_a_disk_too_small_for_the_rows_is_told_with_their_folder(tmp_path):
     assert "make room, and the same command goes on" in errors
 
 
+def test_the_largest_id_of_a_row_has_to_be_below_the_targets_vocabulary(tmp_path):
+    settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(2)))
+    cache = build_tokens(settings, st.small_tokenizer())
+    largest = max(int(cache[n]["input_ids"].max()) for n in range(2))
+    cache.check_vocabulary(largest + 1, "small")
+    with pytest.raises(DataError, match=rf"\.\.{largest}, and small knows 0\.\.{largest - 1}"):
+        cache.check_vocabulary(largest, "small")
+
+
 def test_rows_of_another_models_tokenizer_are_told_before_its_forward(tmp_path):
     target = shutil.copytree(bundled_target_dir(), tmp_path / "model")
     tokenizer = json.loads((target / "tokenizer.json").read_text())
