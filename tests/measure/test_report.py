@@ -12,7 +12,7 @@ from decoding import plain_tokens
 from random_models import random_target
 from rich.console import Console
 
-from specdraft.data.prompts import load_prompts
+from specdraft.data.prompts import Prompt, load_prompts
 from specdraft.eval.costing.tree_growth import best_paths
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.engine.decoder import Decoder
@@ -20,7 +20,7 @@ from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.sampling import perturbed
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.hf_generate import Generate
-from specdraft.eval.measure.identity import first_difference
+from specdraft.eval.measure.identity import ROUNDING_UNITS, first_difference
 from specdraft.eval.measure.measurement import measured_cost, repeat_speedups
 from specdraft.eval.measure.methods import make_method
 from specdraft.eval.measure.metrics import (
@@ -32,7 +32,9 @@ from specdraft.eval.measure.metrics import (
     times,
 )
 from specdraft.eval.measure.outcome import Outcome
+from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.report import evaluate, write_report
+from specdraft.eval.measure.rounds import take_turns
 from specdraft.eval.measure.show import ACCEPTED, Pieces, kinds, replay
 from specdraft.eval.measure.table import identical_outputs, print_report
 from specdraft.eval.methods.registry import METHODS
@@ -43,7 +45,7 @@ from specdraft.models.student import make_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
-from specdraft.recipes.schema import StudentSection
+from specdraft.recipes.schema import EvalSection, StudentSection
 
 STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3, 2, copies=3), Step(1, 10, 4, 0), Step(2, 10, 4, 1)]
 
@@ -143,6 +145,45 @@ def test_repeats_are_kept_and_paired_with_plain():
     assert repeat_speedups(rows["ours"], rows["plain"]) == [4.0, 2.0]
 
 
+def test_of_an_odd_number_of_repeats_the_figures_are_those_of_the_middle_one():
+    seconds = iter([9.0, 5.0, 1.0, 3.0])  # the first is the warm-up
+
+    def run(requests):
+        took = next(seconds)
+        return Outcome([Completion(0, [1], [])] * len(requests), took, Timing(verify=took / 2))
+
+    settings = EvalSection(repeats=3, batch_size=2)
+    requests = make_requests(settings, [Prompt("a", "x", [1], ""), Prompt("b", "x", [2], "")])
+    [outcome] = take_turns({"ours": run}, requests, settings, progress=False)["ours"]
+    assert (outcome.seconds, outcome.timing.verify) == (3.0, 1.5)
+    assert outcome.tries == (5.0, 1.0, 3.0)
+
+
+def test_spread_lengths_are_log_uniform_in_an_order_of_the_seed_and_no_end_cuts_them():
+    prompts = [Prompt(str(n), "x", [n], "") for n in range(7)]
+
+    def lengths(**settings) -> list[int]:
+        asked = make_requests(EvalSection(max_new_tokens=64, **settings), prompts)
+        assert [request.prompt for request in asked] == [[n] for n in range(7)]
+        ends = frozenset() if "spread" in settings else None  # None: the target's
+        assert {request.eos_ids for request in asked} == {ends}
+        return [request.max_new_tokens for request in asked]
+
+    assert lengths() == [64] * 7
+    spread = lengths(spread=8.0)
+    assert sorted(spread) == [8, 11, 16, 23, 32, 45, 64]
+    assert spread not in (sorted(spread), sorted(spread)[::-1])
+    assert lengths(spread=8.0) == spread != lengths(spread=8.0, seed=1)
+
+
+def test_a_request_samples_as_the_recipe_says_with_a_seed_of_its_own():
+    settings = EvalSection(temperature=0.7, top_k=5, top_p=0.9, acceptance="walk", seed=40)
+    asked = make_requests(settings, [Prompt(str(n), "x", [n], "") for n in range(3)])
+    assert [request.seed for request in asked] == [40, 41, 42]
+    found = {(one.temperature, one.top_k, one.top_p, one.rule) for one in asked}
+    assert found == {(0.7, 5, 0.9, "walk")}
+
+
 def test_a_replay_tells_of_every_token_and_draft(tiny):
     recipe = load_recipe("recipes/tiny.yaml", ["eval.limit=3", "eval.max_new_tokens=32"])
     for prompt in load_prompts(recipe, tiny.tokenizer):
@@ -208,6 +249,19 @@ def test_a_token_that_is_cut_is_a_near_tie_at_the_cut_alone():
     assert not fault.near_tie
     move_logit(target, request.prompt, third, fault.gap - 5e-6)
     assert first_difference(target, request, [best], [third]).near_tie
+
+
+def test_how_near_a_near_tie_is_depends_on_the_largest_logit():
+    """Sums that are a hundred times as large round a hundred times as much."""
+    for sharpness in (0.1, 8.0, 800.0):
+        target, request = random_target(sharpness=sharpness), Request([1, 2, 3], 1)
+        logits = target.model(torch.tensor([request.prompt])).logits[0, -1]
+        best, second = logits.topk(2).indices.tolist()
+        limit = ROUNDING_UNITS * torch.finfo(torch.float32).eps * float(logits.abs().max())
+        for gap, near in ((2.0 * limit, False), (0.5 * limit, True)):
+            now = target.model(torch.tensor([request.prompt])).logits[0, -1]
+            move_logit(target, request.prompt, second, float(now[best] - now[second]) - gap)
+            assert first_difference(target, request, [best], [second]).near_tie == near
 
 
 def test_pieces_put_together_are_the_answer(tiny):
