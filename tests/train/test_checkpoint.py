@@ -1,5 +1,6 @@
 """Checkpoints: continued bit for bit, complete or absent, and only by the recipe that made them."""
 
+import itertools
 import json
 import os
 import random
@@ -7,6 +8,8 @@ import shutil
 import signal
 import time
 from collections import namedtuple
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -472,6 +475,33 @@ def test_saving_a_head_never_leaves_a_mixture(tmp_path, monkeypatch):
         save_drafter(failing, tmp_path / "head")
     assert {p.name: p.read_bytes() for p in (tmp_path / "head").iterdir()} == before
     FalconHead.from_pretrained(tmp_path / "head")
+
+
+def test_a_save_that_is_killed_at_any_file_leaves_the_old_head_or_the_new_one(
+    tmp_path, monkeypatch
+):
+    heads, replace = (make_head(), make_head()), Path.replace
+    with torch.no_grad():
+        for weight in heads[1].parameters():
+            weight.add_(1.0)
+    for most in itertools.count():
+        folder, made = tmp_path / f"head-{most}", []
+        save_drafter(heads[0], folder)
+
+        def limited(path, to, made=made, most=most):
+            if len(made) == most:
+                raise KeyboardInterrupt
+            made.append(to)
+            return replace(path, to)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", limited)
+            save_drafter(heads[1], folder)
+            break
+        kept = FalconHead.from_pretrained(folder).state_dict()
+        wholes = [all(torch.equal(kept[n], x) for n, x in h.state_dict().items()) for h in heads]
+        assert wholes in ([True, False], [False, True])
+    assert most >= 3  # config, weights and checksums
 
 
 def test_only_a_second_ctrl_c_skips_a_save_and_none_that_has_begun(capfd):
