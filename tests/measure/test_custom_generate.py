@@ -16,6 +16,8 @@ from transformers import (
     StopStringCriteria,
     TemperatureLogitsWarper,
     TextStreamer,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 from specdraft.eval.custom_generate import Speculative, falcon, no_drafter, prompt_lookup
@@ -388,6 +390,11 @@ def test_a_model_is_not_kept_alive(model):
     assert reference() is None
 
 
+def sampling(*warpers) -> dict:
+    """Settings of a call that samples behind warpers of its own alone."""
+    return {"do_sample": True, "top_k": 0, "logits_processor": LogitsProcessorList(warpers)}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -408,6 +415,12 @@ def test_a_model_is_not_kept_alive(model):
         (
             {"logits_processor": LogitsProcessorList([InfNanRemoveLogitsProcessor()])},
             "logits processors: InfNanRemoveLogitsProcessor",
+        ),
+        (sampling(TopPLogitsWarper(0.9, min_tokens_to_keep=2)), "min_tokens_to_keep .* must be 1"),
+        (sampling(TopKLogitsWarper(5, filter_value=-9.0)), "filter_value .* must be -inf"),
+        (
+            sampling(TopPLogitsWarper(0.9), TopKLogitsWarper(5)),
+            "TopPLogitsWarper, TopKLogitsWarper",
         ),
         ({"prefix_allowed_tokens_fn": lambda _, ids: [1]}, "PrefixConstrainedLogitsProcessor"),
         ({"past_key_values": DynamicCache()}, "past_key_values"),
