@@ -189,9 +189,11 @@ def toy_head(**changes) -> Eagle3Head:
 
 
 @pytest.mark.parametrize("drafted", [None, 12])
-def test_the_loss_is_the_sum_over_passes_of_what_it_says(tmp_path, drafted):
+@pytest.mark.parametrize("lk", [0.0, 0.4])
+def test_the_loss_is_the_sum_over_passes_of_what_it_says(tmp_path, drafted, lk):
     """Value and slopes, by logits that are all kept."""
-    recipe = toy_recipe(tmp_path, **{"train.rollout": 3, "loss.depth_decay": 0.8})
+    changes = {"train.rollout": 3, "loss.depth_decay": 0.8, "loss.lk_weight": lk}
+    recipe = toy_recipe(tmp_path, **changes)
     ends, heads = make_ends(), [toy_head(draft_vocab=drafted) for _ in range(2)]
     objective = TrainingTimeTest(recipe, ends, heads[0].config, heads[0].draft_ids)
     rows = toy_rows(4)
@@ -221,9 +223,19 @@ def naive(head, ends, batch, counted, loss):
             p = (batch.features[b, i + 1, :HIDDEN] @ ends.lm_head_weight[ids].T).softmax(-1)
             token = (ids == batch.tokens[b, i + 2]).nonzero().flatten()
             hard = -q[token].sum()
-            soft = (p * (p.log() - q)).sum()
+            soft = (1 - loss.lk_weight) * (p * (p.log() - q)).sum()
+            soft = soft - loss.lk_weight * torch.minimum(p, q.exp()).sum().log()
             total = total + 0.8**r * (loss.soft_weight * soft + (1 - loss.soft_weight) * hard)
     return loss.distill_weight * total / (1 + 0.8 + 0.64)
+
+
+def test_a_new_heads_lm_head_is_the_targets_at_the_scale_of_its_features():
+    """It reads norms, and so says at once of a feature's norm what the target says of it."""
+    config, ids = toy_head(draft_vocab=5).config, torch.tensor([1, 4, 7, 8, 20])
+    weight = make_ends().lm_head_weight
+    head = Eagle3Head.of(config, weight, ids, 6.7)
+    assert torch.equal(head.draft_ids, ids)
+    torch.testing.assert_close(head.lm_head.detach(), 6.7 * weight[ids])
 
 
 @pytest.mark.parametrize("normed", [False, True])
