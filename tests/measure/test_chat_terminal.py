@@ -91,6 +91,23 @@ def test_a_conversation_that_outgrows_its_context_forgets_its_beginning(tiny):
     assert talk.messages == before
 
 
+def test_what_is_forgotten_are_whole_exchanges(tiny):
+    """Or a conversation would begin with an answer to nothing."""
+    talk = Chat(load_recipe("recipes/tiny.yaml", SMALL), tiny, "plain", context=400)
+    said = [
+        {"role": role, "content": f"{role} " * words}
+        for words in (2, 9, 5)
+        for role in ("user", "assistant")
+    ]
+    found = set()
+    for talk.room in range(40, 200):
+        talk.messages = said
+        _, forgotten = talk.ask("And you?")
+        assert talk.messages == [*said[2 * forgotten :], {"role": "user", "content": "And you?"}]
+        found.add(forgotten)
+    assert found == {0, 1, 2, 3}
+
+
 def test_a_context_must_hold_an_answer_and_fit_the_target(tiny):
     recipe = load_recipe("recipes/tiny.yaml", SMALL)
     for context in (16, 10**6):
