@@ -316,6 +316,11 @@ def test_the_log_has_ratios_and_the_board_has_scalars(tmp_path):
     assert list((tmp_path / "tensorboard").rglob("events.*"))
 
 
+def test_the_last_step_is_logged_whatever_its_number(tmp_path):
+    train(tmp_path, **{"train.steps": 5, "train.log_every": 3})
+    assert [record["step"] for record in log_lines(tmp_path)] == [3, 5]
+
+
 def test_80_columns_of_the_bar_have_what_matters_first(tmp_path, capsys):
     speed = {"tokens_per_step": 2.5}
     train(tmp_path, evaluate=lambda *_: speed, **{"train.eval_every": 6, "train.log_every": 1})
