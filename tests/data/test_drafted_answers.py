@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from decoding import decode
 from random_models import random_target
 from test_placement import accelerator
 from test_regenerate import contents
@@ -14,7 +15,9 @@ from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import LMDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
-from specdraft.eval.generation.answers import build_token_cache, within_context
+from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.request import Request
+from specdraft.eval.generation.answers import answer, build_token_cache, within_context
 from specdraft.eval.methods.registry import problems
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
@@ -51,6 +54,19 @@ def head_of(target: Target, seed: int = 0) -> FalconHead:
         target=target.identity(),
     )
     return FalconHead(config)
+
+
+def test_each_answer_is_sampled_as_its_ask_says():
+    """Greedy, or at a temperature and with a seed of its own; whoever is decoded beside it."""
+    target, prompt = random_target(), [3, 1, 4]
+    settings = [(0.0, 1), (1.5, 1), (1.5, 2), (0.7, 2), (1.5, 1)]
+    asks = [Ask(prompt, 12, temperature, seed) for temperature, seed in settings]
+    found = {index: said.tokens for index, said in answer(target, 2, asks)}
+    for index, (temperature, seed) in enumerate(settings):
+        request = Request(prompt, 12, temperature, seed=seed)
+        assert [found[index]] == decode(Decoder(target, None, 1, 64), [request])
+    assert found[1] == found[4]
+    assert len({tuple(tokens) for tokens in found.values()}) == 4
 
 
 def recipe(out, drafter="plain", **data):
