@@ -84,6 +84,9 @@ def test_a_text_is_cut_to_its_first_tokens(tmp_path):
     (prompt,) = prompts(tmp_path, [{"text": text}], tokenizer, prompt_tokens=5)
     assert prompt.input_ids == tokenizer(text)["input_ids"][:5]
     assert text.startswith(prompt.text)
+    for own, length in ({"prompt_tokens": 5}, 5), ({}, 3):  # those of the data where none are given
+        (prompt,) = prompts(tmp_path, [{"text": text}], tokenizer, {"prompt_tokens": 3}, **own)
+        assert len(prompt.input_ids) == length
     with pytest.raises(DataError, match=r"eval.prompt_tokens = None"):
         prompts(tmp_path, [{"text": text}], tokenizer)
 
