@@ -289,3 +289,32 @@ def test_every_method_with_a_student_has_its_drafter(target, tmp_path):
     }  # fmt: skip
     with pytest.raises(ValueError, match="factors of at least 1"):
         Branching(target, 1, 128, branching=())
+
+
+def test_what_a_recipe_says_of_drafts_reaches_the_drafters_that_it_names(target, tmp_path):
+    """Values that no default has: an option that is dropped on the way drafts as ever."""
+    settings = DraftingSection(
+        gamma=3, depth=7, out_degree=5, theta_prob=0.15, theta_sib=0.45, sibling_pruning="drop",
+        max_nodes=50, tau=4, max_copies=9, branching=(3, 1), equal_siblings="apart", beam_width=3,
+        chains=2,
+    )  # fmt: skip
+    overrides = [f"output.dir={tmp_path}", "eval.lookup_match=3", "eval.lookup_copy=11"]
+    recipe = load_recipe("recipes/tiny_distill.yaml", overrides)
+    recipe = dataclasses.replace(recipe, drafting=settings)
+    setup = Setup(recipe, target, Trained(student=target), 2, 64)
+    pruned = {"depth": 7, "width": 5, "theta_prob": 0.15, "theta_sib": 0.45, "nodes": 50}
+    pruned |= {"drop_siblings": True}
+    wanted = {
+        "prompt_lookup": {"shortest": 3, "count": 11},
+        "ssd": {"gamma": 3, "theta": 0.15},
+        "tsd": pruned,
+        "gsd": pruned | {"tau": 4, "copies": 9},
+        "ssd_dynamic": {"depth": 7, "width": 5},
+        "rsd_c": {"branching": (3, 1), "merged": True},
+        "rsd_s": {"depth": 3, "width": 3},
+        "specinfer": {"branching": (3, 1), "merged": False},
+        "spectr": {"branching": (2, 1, 1)},
+    }
+    for name, values in wanted.items():
+        drafter = make_drafter(name, setup)
+        assert {key: getattr(drafter, key) for key in values} == values, name
