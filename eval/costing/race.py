@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from specdraft.data.prompts import Prompt, load_prompts, validation_prompts
 from specdraft.eval.measure.measurement import REFERENCE
@@ -60,4 +61,4 @@ def speedups(
 def _ms_per_token(outcomes: Sequence[Outcome]) -> float:
     """Of all batches: samples by other rules than the shared noise's differ, in length as well."""
     tokens = sum(len(answer.tokens) for part in outcomes for answer in part.completions)
-    return 1e3 * sum(part.seconds for part in outcomes) / tokens
+    return 1e3 * sum(part.seconds for part in outcomes) / tokens if tokens else inf
