@@ -60,9 +60,7 @@ def main() -> None:
     regimes = chosen("--steps", options.steps, POWERS)
     rows = sorted(whole_numbers("--rows", options.rows, least=1))
     seeds = whole_numbers("--seeds", options.seeds)
-    common = [one for one in options.overrides if one.partition(":")[0] not in METHODS]
-    of_kind = {kind: [o[len(kind) + 1 :] for o in options.overrides if o.startswith(f"{kind}:")]
-               for kind in kinds}  # fmt: skip
+    common, of_kind = divided(options.overrides, kinds)
     recipe = load_recipe(options.recipe, common, check=problems)
     check_sizes(recipe, rows)
     out = options.out or Path("runs") / f"curve_{recipe.name}"
@@ -78,6 +76,21 @@ def main() -> None:
         if importlib.util.find_spec("matplotlib"):
             draw_curves(report, out)
         tell(f"wrote {out / 'curve.json'}")
+
+
+def divided(overrides: Iterable[str], kinds: Iterable[str]) -> tuple[list[str], dict]:
+    """Overrides for all kinds, and those for each. Raises RecipeError for one of a kind that is not
+    trained."""
+    common, of_kind = [], {kind: [] for kind in kinds}
+    for override in overrides:
+        kind, _, own = override.partition(":")
+        if kind not in METHODS:
+            common.append(override)
+        elif kind in of_kind:
+            of_kind[kind].append(own)
+        else:
+            raise RecipeError(f"{override:.100}: no {kind} is trained; add it to --kinds")
+    return common, of_kind
 
 
 def asked(recipe: Recipe, options: Namespace, common: list[str], of_kind: dict) -> dict:

@@ -216,7 +216,7 @@ class Reads:
 
 
 def test_a_key_of_drafting_names_the_methods_that_read_it(monkeypatch):
-    monkeypatch.setattr(registry, "measured_costs", lambda setup: None)
+    monkeypatch.setattr(registry, "measured_costs", lambda setup, kind: None)
     lines = Path(drafting.__file__).read_text(encoding="utf-8").splitlines()
     told, read = set(), set()
     for line in lines[: lines.index("class MaxgramSection(Section):")]:

@@ -183,6 +183,7 @@ def test_a_curve_says_what_ten_times_would_bring_and_how_the_first_sizes_missed(
         (["--steps", "equal,grown"], "--steps grown: there are equal, root, growing"),
         (["--kinds", "falcon,eagel"], "there are falcon, eagle, eagle3, medusa, student, table"),
         (["train.steps=null", "train.epochs=2", "--rows", "1,2,3"], "give the steps that equal"),
+        (["medusa:optim.lr=1", "--kinds", "eagle"], "no medusa is trained; add it to --kinds"),
         (["eagle:optim.lr=1", "optim.lr=no", "--rows", "1,2,3"], "optim.lr"),
     ],
 )
