@@ -117,13 +117,13 @@ class Template:
 
     def _spans(self, messages: Messages, text: str) -> list[Span]:
         """Find every answer in the text of the whole conversation by rendering prefixes."""
-        spans, done = [], 0
+        spans, done, answered = [], 0, 0
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 asked = self._render(messages[:number], prompt=True)[0]
                 start = _common(asked, text)
-                # All that was asked stands in front: what was found behind it is said again there.
-                if start < done and start < len(asked):
+                # All that was asked stands in front: a question behind it is said again there.
+                if start < (done if start < len(asked) else answered):
                     raise UnrenderableError(
                         "the template renders a prefix of this chat unlike the whole; "
                         "mark the answers in it with {% generation %}"
@@ -134,6 +134,7 @@ class Template:
                 rest = len(prefix) - common
                 done = self._end(message["content"].strip(), text, start, common, rest)
                 spans.append((start, done))
+                answered = done
             else:
                 # An answer that seems to start before its question ends shows a prefix that is
                 # no prefix of this chat: the template moves things about.

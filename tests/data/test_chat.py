@@ -268,6 +268,16 @@ def test_an_older_answer_whose_thinking_is_dropped_is_marked_whole(begins):
     assert found[0] == f"{begins} there<|im_end|>"
 
 
+def test_an_answer_that_would_reach_over_the_next_question_is_refused():
+    """Older answers are rewritten, and nothing special ends a turn but the last."""
+    template = st.THOUGHTS_DROPPED.replace("<|im_start|>", "").replace("<|im_end|>", "")
+    tokenizer = st.small_tokenizer(template + "<|im_end|>")
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello there"}
+    chat = [{"role": "user", "content": "how"}, thought, {"role": "user", "content": "and"}]
+    with pytest.raises(UnrenderableError, match="unlike the whole"):
+        Template(tokenizer).render([*chat, {"role": "assistant", "content": "ok"}])
+
+
 def test_the_prompt_is_what_stands_before_the_answer():
     template = Template(st.small_tokenizer(st.VICUNA))
     ids, mask = template.render(CHAT)
