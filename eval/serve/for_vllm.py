@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from specdraft.eval.methods.registry import Setup, make_drafter
 from specdraft.eval.methods.trained import KINDS, Trained
 from specdraft.eval.serve.rows import RowStep, ServedRows
+from specdraft.models.embeddings import model_without_weights
 from specdraft.models.falcon import FalconHead
 from specdraft.models.families.finish import PLAIN
 from specdraft.models.feature_layers import Layers, check_layers
@@ -63,6 +64,7 @@ class ServedModel:
         self.model, self.name, self.revision = model, served.model, served.revision
         self.vocab_size, self.hidden_size = served.get_vocab_size(), served.get_hidden_size()
         self.dtype, self.lm_head = served.dtype, model.lm_head
+        self.trusts = served.trust_remote_code
         self.layers = served.get_total_num_hidden_layers()
         self.prepacked = PrepackedWeights()  # of heads, on a CPU
         self.folder = folder_here(self.name)
@@ -81,6 +83,12 @@ class ServedModel:
     def lm_head_weight(self) -> Tensor:
         """[V, H]; vLLM pads it to more rows, that no id stands for."""
         return self.lm_head.weight[: self.vocab_size]
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The family's own, without weights: by it a published head knows the scale."""
+        empty = model_without_weights(self.folder, self.dtype, self.trusts)
+        return empty.get_input_embeddings()
 
     def identity(self) -> dict:
         return identity_of(self.name, self.revision, self.folder)

@@ -15,6 +15,7 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.serve.for_vllm import Proposer, Seen
 from specdraft.eval.serve.rows import RowStep, ServedRows
+from specdraft.models.serving import serve_eagle
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import TargetError
@@ -51,6 +52,7 @@ def config_of(target: Target, options: dict, **changes) -> SimpleNamespace:
     sizes |= {"get_hidden_size": lambda: target.hidden_size}
     sizes |= {"get_total_num_hidden_layers": lambda: target.config.num_hidden_layers}
     served = {"model": str(bundled_target_dir()), "revision": None, "dtype": torch.float32}
+    served["trust_remote_code"] = False
     parts = {
         "model_config": SimpleNamespace(**served, **sizes, max_model_len=64),
         "speculative_config": SimpleNamespace(num_speculative_tokens=5),
@@ -125,6 +127,17 @@ def test_outputs_are_plain_decodings_and_drafts_no_longer_than_asked_for(target,
     for number, tokens in found.items():
         assert tokens == prompts[number] + plain_tokens(target, prompts[number], LENGTH)
     assert max(map(len, engine.rows.made)) == 4  # one more than there are slots
+
+
+def test_a_head_in_the_layout_of_an_engine_is_plugged_in(target, tmp_path):
+    head = random_head(target, block_size=1, fusion="linear", input_norm=False)
+    serve_eagle(head, "vllm", 64).write(tmp_path / "head")
+    options = {"method": "eagle_chain", "head": str(tmp_path / "head")}
+    proposer = Proposer(config_of(target, options))
+    proposer.load_model(Model(target))
+    prompt = list(range(5, 17))
+    found = SmallEngine(target, Calls(proposer), chunk=6, batch=4, seed=2).run([prompt], LENGTH)
+    assert found[0] == prompt + plain_tokens(target, prompt, LENGTH)
 
 
 def test_layers_are_read_in_the_heads_order_and_drafts_are_our_own(target, tmp_path):
