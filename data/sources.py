@@ -113,9 +113,17 @@ class Source:
         if self._dataset is None and not _is_array(self._path):
             yield from self._lines()
             return
-        values = self._array() if self._dataset is None else self._dataset
+        values = self._array() if self._dataset is None else self._read()
         for line, value in enumerate(values, 1):
             yield Row(self.name, line, value)
+
+    def _read(self) -> Iterator[Any]:
+        try:
+            yield from self._dataset
+        except Exception as error:  # of a stream, where it is damaged, or the Hub's
+            raise DataError(
+                f"data.sources: cannot read {self.name} ({in_a_line(error)}); take a whole copy"
+            ) from error
 
     def _array(self) -> list:
         try:

@@ -12,6 +12,7 @@ import small_tokenizer as st
 import torch
 from commands import run, start
 
+from specdraft.data.sources import Source
 from specdraft.data.store import tokens as tokens_module
 from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.data.template import Template
@@ -167,6 +168,15 @@ def test_half_a_character_in_the_name_of_a_key_loses_no_cache(tmp_path):
     cache = build_tokens(recipe(tmp_path, write(tmp_path / "a.jsonl", rows)), st.small_tokenizer())
     (reject,) = map(json.loads, (cache.directory / "rejects.jsonl").read_text().splitlines())
     assert "\ud83d" in reject["reason"]
+
+
+def test_a_parquet_file_that_is_damaged_inside_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_list(chats(4)).to_parquet(str(path))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 16 + whole[20:])
+    with pytest.raises(DataError, match=r"cannot read .*a\.parquet"):
+        list(Source(str(path)).rows())
 
 
 def test_a_parquet_file_is_known_by_its_contents_not_its_time(tmp_path):
