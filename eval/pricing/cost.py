@@ -36,6 +36,9 @@ from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
 
 COSTS = "costs.json"  # in the folder of a run
+# Of a drafter's config, what its drafts take as long with: whose it is, numbers that depend on what
+# it was trained on, and a window, which a recipe may say anew.
+UNTIMED = {"target", "embed_scale", "feature_scale", "norm_eps", "rope", "rope_theta", "window"}
 Terms = dict[str, float]  # of a cost, by name: what a weight is multiplied by
 
 
@@ -204,7 +207,7 @@ def load_costs(
         if not costs.is_sound:
             raise ValueError
         name, weights = (content["target"][key] for key in ("name", "weights"))
-        there = {**(content["drafter"] or {}), "weights": None}
+        there = _timed(content["drafter"] or {})
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} holds no costs; delete it and measure them again") from error
     if target is not None and target.identity()["weights"] != weights:
@@ -212,6 +215,13 @@ def load_costs(
             f"{path} is of {name}, not of {target.name}; measure this one: "
             "python eval/costs.py RECIPE"
         )
-    if form is not None and there != json.loads(json.dumps({**form, "weights": None})):
+    if form is not None and there != _timed(json.loads(json.dumps(form))):
         return replace(costs, draft=None)
     return costs
+
+
+def _timed(form: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a drafter's form, what the time of its drafts depends on."""
+    config = form.get("config", {})
+    sizes = {name: size for name, size in config.items() if name not in UNTIMED}
+    return {**form, "weights": None, "config": sizes}

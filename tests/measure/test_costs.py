@@ -326,9 +326,11 @@ def test_drafts_have_no_price_where_those_of_another_drafter_were_measured(tmp_p
     setup = Setup(recipe, target, Trained(head=head), 1, 64)
     assert measured_costs(setup, "head") is None
     costs = fitted(verified(), loop(), [POINT])
+    seen = {"feature_scale": 2.0, "window": 16}
     for trained, way, priced in [
         (Trained(head=head), Way(), True),
         (Trained(head=other), Way(), True),  # as large
+        (Trained(head=random_head(target, 3, **seen)), Way(), True),  # of other data
         (Trained(head=head), Way(compiles=True), False),
         (Trained(head=random_head(target, 2)), Way(), False),
         (Trained(medusa=heads), Way(), False),
