@@ -184,7 +184,9 @@ def test_other_answers_to_the_same_are_other_rows_to_what_is_made_of_them(tmp_pa
     shutil.rmtree(first.directory)
     other = build(settings, Parrot(tokenizer, end=" Indeed.<|im_end|>"))
     assert first.directory == again.directory == other.directory
-    assert first.key == again.key != other.key
+    (tmp_path / "moved").mkdir()
+    moved = build(rewriting(tmp_path / "moved"), Parrot(tokenizer))  # the same from elsewhere
+    assert first.key == again.key == moved.key != other.key
 
 
 def test_without_a_target_at_hand_it_says_what_to_run(tmp_path):
