@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 from accelerate import Accelerator, PartialState
 from rich.table import Table
 
@@ -19,6 +18,7 @@ from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
+from specdraft.recipes.yaml_file import dump_yaml
 from specdraft.train.fit.accelerator import check_launch, load_target, make_accelerator
 from specdraft.train.fit.checkpoint import check_run
 from specdraft.train.fit.set_aside import set_aside_others
@@ -78,4 +78,4 @@ def print_plan(recipe: Recipe, rows: Iterable[tuple[str, str]]) -> None:
     console = Screen(soft_wrap=True)
     console.print(table)
     console.print("\nThe recipe, with its defaults:\n")
-    console.print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), highlight=False)
+    console.print(dump_yaml(recipe.to_dict()), highlight=False)
