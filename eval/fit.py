@@ -42,10 +42,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: tree.yaml beside the weights, or "
                         "output.dir/fitted_METHOD.yaml")  # fmt: skip
     options = parser.parse_intermixed_args()
-    if options.out:
-        check_writable(options.out, ".yaml", ".yml")
     method = options.method or fitted(load_recipe(options.recipe, options.overrides).eval.methods)
     drafts_tree = find(method)[0].drafts_tree
+    if options.out:  # of settings, whose file is given behind a recipe, .yaml alone
+        check_writable(options.out, ".yaml", *([".yml"] if drafts_tree else []))
     # What is measured is made here: the recipe's tree need not fit its head.
     methods = f"eval.methods=[{REFERENCE if drafts_tree else method}]"
     recipe = load_recipe(options.recipe, [*options.overrides, methods], check=problems)
