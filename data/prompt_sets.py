@@ -251,10 +251,8 @@ def _question(name: str, chosen: PromptSet, place: str, row: Row) -> Question:
         raise BrokenRowError("no turns")
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise BrokenRowError("an empty question, or one that is no text")
-    ids = (row.value.get(key) for key in _IDS)  # None: a column that other rows have
-    identifier = next((one for one in ids if one is not None), row.line)
     category = chosen.category(row.value) if chosen.category else name
-    return Question(place, str(identifier), category, turns)
+    return Question(place, row.called(_IDS), category, turns)
 
 
 def _of_hub(name: str, hub: tuple[str, str | None, str] | str | None) -> Iterator[Row]:

@@ -193,10 +193,8 @@ def _of_file(name: str) -> Iterator[_Question]:
             messages, text, later = _question(row.value)
         except BrokenRowError as error:
             raise DataError(f"{place}: no prompt: {error}") from error
-        ids = (row.value.get(key) for key in _IDS)  # None: a column that other rows have
-        identifier = next((one for one in ids if one is not None), row.line)
         category = row.value.get("category") or path.stem
-        yield place, str(identifier), str(category), messages, text, later
+        yield place, row.called(_IDS), str(category), messages, text, later
 
 
 def _question(value: Any) -> tuple[Messages, str | None, tuple[str, ...]]:

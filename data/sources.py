@@ -82,6 +82,11 @@ class Row:
     value: Any = None
     problem: str | None = None
 
+    def called(self, keys: Sequence[str]) -> str:
+        """What an object is called: by the first of some keys that it has, else by its line."""
+        names = (self.value.get(key) for key in keys)  # None: a column that other rows have
+        return str(next((name for name in names if name is not None), self.line))
+
 
 class Source:
     """An opened source: its rows, and a hash of its contents.

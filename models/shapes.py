@@ -39,7 +39,7 @@ class TargetShape:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "TargetShape":
-        """Read the shape from a config of transformers; of one that sees, too, what writes.
+        """Read the shape from a config of transformers; of a multimodal one, that of its text part.
 
         Without attention (Mamba 2) its heads are those that a drafter takes: of 64 channels.
         """

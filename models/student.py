@@ -170,7 +170,7 @@ def pruned(target: Target, keep: tuple[int, ...], shared: bool) -> PreTrainedMod
             "student.layers"
         )
     config = copy.deepcopy(target.config)
-    text = config.get_text_config()  # of a model that sees, too, a part of its config
+    text = config.get_text_config()  # of a multimodal model, a part of its config
     setattr(text, key, len(keep))
     if getattr(text, "layer_types", None):
         text.layer_types = [text.layer_types[layer] for layer in keep]

@@ -40,7 +40,7 @@ _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_
 _FEATURE_SIZES = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 # Of config.json, what changes nothing that is computed.
-_NAMES = {
+_WITHOUT_EFFECT = {
     "_name_or_path",
     "architectures",
     "dtype",
@@ -140,7 +140,7 @@ def identity_of(name: str, revision: str | None, folder: Path) -> dict[str, str 
 
 def hash_config(config: dict, eos_ids: int | list[int] | None) -> str:
     """Return a sha256 over the settings of a config.json and the ids that end an answer."""
-    settings = {key: value for key, value in config.items() if key not in _NAMES}
+    settings = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     canonical = json.dumps([settings, eos_ids], sort_keys=True, default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()
 

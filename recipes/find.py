@@ -28,7 +28,7 @@ KINDS = (*HEADS, "medusa", "student", "table")
 OLD_HEAD = "head"  # the folder of any kind of head, in runs from before heads had kinds
 OF_A_RUN = (*KINDS, OLD_HEAD)
 # What no recipe of the Hub may say: whose code runs, where files are written. A command line may.
-OF_A_STRANGER = {
+NEVER_OF_THE_HUB = {
     "target": {"trust_remote_code": False},
     "output": {"dir": None},
     "data": {"cache_dir": "cache", "server": None, "server_model": None},
@@ -57,7 +57,7 @@ def find_recipe(name: str | Path) -> tuple[Path, dict]:
         return bundled, {}
     if _can_be_of_the_hub(str(name)):
         folder = _fetched(str(name))
-        return folder / RECIPE, _drafting_with(str(name), folder) | OF_A_STRANGER
+        return folder / RECIPE, _drafting_with(str(name), folder) | NEVER_OF_THE_HUB
     raise RecipeError(f"no recipe at {shortened(str(path), 200)}; {_neighbours(path)}")
 
 

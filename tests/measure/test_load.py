@@ -93,12 +93,15 @@ def test_a_drafter_of_any_kind_is_loaded_by_its_folder(run, kind, model, tokeniz
         assert fast.last.tokens_per_step > 2
 
 
-def test_a_student_may_be_a_pickled_model(run, tmp_path):
+def test_a_student_may_be_a_pickled_model(run, model, tokenizer, tmp_path):
     """As a small model of the target's family may be: it is no export of ours, which is asked."""
     copied = shutil.copytree(run / "student", tmp_path / "mine")
     torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
     (copied / "model.safetensors").unlink()
-    load(copied)
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    fast = load(copied)
+    model.generate(**inputs, do_sample=False, max_new_tokens=10, custom_generate=fast)
+    assert fast.last.tokens_per_step > 2  # it is the target itself
 
 
 def test_students_of_a_cascade_are_given_by_their_folders(run, model, tokenizer):
