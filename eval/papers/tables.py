@@ -19,6 +19,7 @@ KINDS = {
     "rivals": RivalTable,
     "heads": RivalTable,
     "heads_stories": RivalTable,
+    "heads_deep": RivalTable,
     "minutes": RivalTable,
     "gsd": GraphTable,
     "tau": TauTable,
