@@ -94,7 +94,7 @@ def measured(
 ) -> list[dict]:
     """Decode all prompts by all rows in turns; return each row's report, categories with SWI.
 
-    The batch size is 1: a category has the forwards and the time of its own prompts.
+    That of a single row at a time: a category has the forwards and the time of its own prompts.
     """
     section = rows[0].recipe.eval
     requests = make_requests(section, prompts)
@@ -117,6 +117,8 @@ def measured(
 def _by_category(done: Measurement) -> dict:
     """The last method's figures, in which every category has also those of its prompts alone."""
     whole = done.rows()[-1]
+    if done.recipe.eval.batch_size > 1:
+        return whole
     for part in whole["categories"]:
         own = [n for n, prompt in enumerate(done.prompts) if prompt.category == part["category"]]
         figures = done.of([*done.outcomes], own).rows()[-1]

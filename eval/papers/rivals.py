@@ -5,6 +5,9 @@ prompts, with plain decoding, the Falcon head also as a chain. `variants` are fu
 without CSGD, other block sizes. Rows that differ in `eval` alone decode with one head, and those
 whose names end so draft chains, or as much as is worth it by what steps cost here. The last two
 columns are Falcon's tree over a row. The paper's are of its section 5, by wall-clock.
+
+With a shape, all of them decode at the cost of a larger model (eval/costing/enlarged.py): the
+paper's comparison at the paper's ratios of costs, with heads that are trained in minutes.
 """
 
 import re
@@ -14,7 +17,9 @@ from functools import cached_property
 from itertools import islice
 from operator import attrgetter
 
+from specdraft.eval.costing.enlarged import enlarge_all
 from specdraft.eval.costing.measuring import cover_rows
+from specdraft.eval.costing.shapes import Shape, find_shape
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.eval.methods.registry import METHODS, load_trained, problems
@@ -42,16 +47,24 @@ class Rival:
     path: str  # of its recipe
     overrides: tuple[str, ...]
     method: str
+    measured: tuple[str, ...] = ()  # further overrides of decoding, not of training
     trained_as: "Rival | None" = None  # whose head it takes; None: its own
 
     @classmethod
-    def of(cls, table: str, name: str, path: str, overrides: tuple[str, ...]) -> "Rival":
+    def of(
+        cls,
+        table: str,
+        name: str,
+        path: str,
+        overrides: tuple[str, ...],
+        measured: tuple[str, ...] = (),
+    ) -> "Rival":
         """The row of a recipe's head, which a name that ends so drafts with in another way than by
         a tree. Raises RecipeError."""
-        recipe = load_recipe(path, [*overrides], check=problems)
+        recipe = load_recipe(path, [*overrides, *measured], check=problems)
         kind = name.rpartition(", ")[2]
         method = f"{recipe.kind}_{kind if kind in DRAFTS else 'tree'}"
-        return cls(table, name, path, overrides, method)
+        return cls(table, name, path, overrides, method, measured)
 
     @property
     def training(self) -> tuple[str, Recipe]:
@@ -61,7 +74,7 @@ class Rival:
     @cached_property
     def recipe(self) -> Recipe:
         methods = f"eval.methods=[{REFERENCE},{self.method}]"
-        return load_recipe(self.path, [*self.overrides, methods], check=problems)
+        return load_recipe(self.path, [*self.overrides, *self.measured, methods], check=problems)
 
     def job(self, plan: Plan, seed: int) -> Job:
         """The run that trains its head from a seed."""
@@ -75,12 +88,10 @@ class Rival:
         return Job(script, self.path, overrides, plan.runs / self.table / f"{name}-seed{seed}")
 
     def contender(self, plan: Plan, seed: int, target: Target) -> Contender:
-        """The head of a seed; where it drafts by what steps cost, that is measured."""
+        """The head of a seed."""
         folder = self.job(plan, seed).folder
         recipe = replace(self.recipe, output=OutputSection(dir=str(folder)))
         head = load_trained(recipe, target, [self.method])
-        if METHODS[self.method].is_priced:
-            cover_rows(recipe, target, head, recipe.eval.batch_size)
         return Contender(f"{self.name}, seed {seed}", self.method, recipe, head)
 
 
@@ -106,6 +117,14 @@ class RivalTable(Table):
 
     # Rows that are left out: those whose names begin so.
     without: tuple[str, ...] = ()
+    # What they are measured with, and not trained: target.dtype=bfloat16, eval.batch_size=8, ..
+    measured: tuple[str, ...] = ()
+    # They decode at the cost of a larger model: llama7b, .., or a config.json's; null: their own.
+    shape: str | None = None
+
+    def larger(self) -> Shape | None:
+        """What they are enlarged to. Raises RecipeError."""
+        return find_shape(self.shape) if self.shape else None
 
     def line_up(self, plan: Plan) -> list[Rival]:
         """Falcon's rows, then the others'; RecipeError where the comparison would not be fair.
@@ -120,7 +139,7 @@ class RivalTable(Table):
         for name, recipe, changes in rows:
             overrides = (*self.overrides, *plan.overrides, *changes)
             try:
-                rival = Rival.of(self.name, name, recipe, overrides)
+                rival = Rival.of(self.name, name, recipe, overrides, self.measured)
                 if name in self.against:
                     check_fair(first, rival.recipe, self.equal)
             except RecipeError:
@@ -132,6 +151,7 @@ class RivalTable(Table):
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:
         """One: the heads."""
+        self.larger()  # an unknown shape is told before anything is trained
         return [[rival.job(plan, seed) for rival in self.line_up(plan)]]
 
     def find(self, plan: Plan, seeds: Sequence[int]) -> Found:
@@ -141,7 +161,14 @@ class RivalTable(Table):
         target = Target.of_recipe(recipe.target)
         rows = [Contender(REFERENCE, REFERENCE, recipe, Trained())]
         rows += [rival.contender(plan, seed, target) for rival in rivals for seed in seeds]
-        runs = measured(rows, target, asked(recipe, target))
+        prompts = asked(recipe, target)
+        if shape := self.larger():
+            target, drafters = enlarge_all(shape, recipe, target, [row.trained for row in rows])
+            rows = [replace(row, trained=own) for row, own in zip(rows, drafters, strict=True)]
+        for row in rows:
+            if METHODS[row.method].is_priced:
+                cover_rows(row.recipe, target, row.trained, row.recipe.eval.batch_size)
+        runs = measured(rows, target, prompts)
         trained = islice(runs, 1, None)
         found = {rival.name: [*islice(trained, len(seeds))] for rival in rivals}
         ours = found[rivals[0].name]

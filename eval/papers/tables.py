@@ -20,6 +20,7 @@ KINDS = {
     "heads": RivalTable,
     "heads_stories": RivalTable,
     "heads_deep": RivalTable,
+    "heads_7b": RivalTable,
     "minutes": RivalTable,
     "gsd": GraphTable,
     "tau": TauTable,

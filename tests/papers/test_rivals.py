@@ -13,6 +13,7 @@ from specdraft.eval.papers.rivals import check_fair
 from specdraft.eval.papers.table import Plan, over_seeds, with_settings
 from specdraft.eval.papers.tables import all_tables
 from specdraft.eval.publishing.result import cell_text
+from specdraft.models.shapes import TargetShape, llama_config
 from specdraft.recipes.arguments import whole_numbers
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
@@ -176,3 +177,17 @@ def test_heads_are_trained_and_take_turns(tmp_path):
     assert done.returncode == 0, done.stderr
     again = json.loads((tmp_path / "rivals.json").read_text())
     assert again["environment"]["cpu"] == report["environment"]["cpu"]
+    # The same heads, several rows at a time, at the cost of a larger target.
+    config = llama_config(TargetShape(256, 3, 8, 4, 768, 2100, 1e6), 512)
+    (larger := tmp_path / "larger.json").write_text(json.dumps(config.to_dict()))
+    measured = [f"table.shape={larger}", "table.measured=[eval.batch_size=2,target.dtype=bfloat16]"]
+    done = run_here("eval/paper.py", "rivals", *SMALL, *options, *measured, *places)
+    assert done.returncode == 0, done.stderr
+    large = json.loads((tmp_path / "rivals.json").read_text())
+    assert [row["row"] for row in large["rows"]] == names
+    assert all(row["outputs"] == 2 for row in large["rows"])
+    assert {run["batch_size"] for run in large["runs"]} == {2}
+    assert set(measured) < set(large["overrides"])
+    done = run_here("eval/paper.py", "rivals", *SMALL, *options, "table.shape=llama9b", *places)
+    assert done.returncode == 2
+    assert "llama9b" in done.stderr
