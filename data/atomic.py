@@ -28,12 +28,20 @@ def write_atomic(path: Path, content: bytes) -> None:
 
     Raises CacheError, which states the shortfall, when the disk is full.
     """
+    with written_whole(path, len(content)) as partial:
+        partial.write_bytes(content)
+
+
+@contextmanager
+def written_whole(path: Path, needed: int | None = None) -> Iterator[Path]:
+    """A name beside that of a file, to write it under: it gets its own when it is on the disk.
+
+    needed: bytes. Raises CacheError, which states the shortfall, when the disk is full.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    with cleaned_up(partial, path, len(content)):
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+    with cleaned_up(partial, path, needed):
+        yield partial
+        sync(partial)
         partial.replace(path)
     sync(path.parent)
 

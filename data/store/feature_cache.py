@@ -21,7 +21,9 @@ Shapes: T tokens of a row, N tokens of a shard, M of them with a stored feature,
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ from specdraft.data.store.features import (
     summed,
 )
 from specdraft.data.store.read_ahead import first_bytes, read_ahead
+from specdraft.data.store.shard_buffer import ShardBuffer
 from specdraft.data.store.tokens import TokenCache
 from specdraft.models.feature_layers import cache_command
 from specdraft.models.target import Target
@@ -266,7 +269,7 @@ class _Builder:
         rows = [row for part in todo.values() for row in part]
         count, stored = (sum(sizes[row] for row in rows) for sizes in (tokens.lengths, kept))
         size = storage.feature_bytes(count, stored, target.hidden_size, self.storage)
-        _check_disk(self.directory, count, size + len(todo) * 4096)
+        storage.check_disk(self.directory, count, size + len(todo) * 4096)
         if announce and ranks.is_first:
             announce(count, size)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -283,29 +286,43 @@ class _Builder:
         storage.write_manifest(self.directory, manifest, name)
         total = sum(self.tokens.lengths[row] for rows in mine.values() for row in rows)
         quiet, named = not self.ranks.is_first, manifest["shards"]
+
+        def keep(number: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+            file = f"shard-{int(number):05d}.safetensors"
+            named[number] = storage.write_shard(self.directory, file, tensors) | facts
+            storage.write_manifest(self.directory, manifest, name)
+
+        # A shard goes to the disk in a thread, while the next one is computed in the other buffer.
+        buffers = cycle([ShardBuffer(self.target.device) for _ in range(2)])
         with (
             tqdm(total=total, desc="features", unit="token", unit_scale=True, disable=quiet) as bar,
             keeping(lambda: f"{len(named)} shards of features are kept"),
+            ThreadPoolExecutor(1, "shards") as writer,
         ):
+            written = None
             for number, rows in mine.items():
-                tensors, found = self._shard(rows, batch_tokens, bar)
-                file = f"shard-{int(number):05d}.safetensors"
-                entry = storage.write_shard(self.directory, file, tensors)
-                named[number] = {**entry, "rows": rows, **found}
-                storage.write_manifest(self.directory, manifest, name)
+                room = sum(manifest["kept"][row] for row in rows)
+                shard, found = self._shard(rows, batch_tokens, bar, next(buffers), room)
+                if written:
+                    written.result()
+                written = writer.submit(keep, number, shard, {"rows": rows, **found})
+            if written:
+                written.result()
 
     @torch.inference_mode()
     def _shard(
-        self, rows: list[int], batch_tokens: int, bar: tqdm
+        self, rows: list[int], batch_tokens: int, bar: tqdm, buffer: ShardBuffer, room: int
     ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
-        """Compute the tensors of one shard, and the moments of features, errors and embeddings."""
-        ids, masks, stored, found, errors = [], [], [], [], []
+        """Compute the tensors of one shard, and the moments of features, errors and embeddings.
+
+        room: tokens with a stored feature, which `buffer` holds."""
+        ids, masks, found, errors = [], [], [], []
         layers, last = self.storage.layers, slice(self.target.hidden_size)
         for batch in batches(rows, self.tokens.room, batch_tokens):
             for item, features in read_features(self.target, self.tokens, batch, layers):
                 kept = features[self.storage.kept(item["loss_mask"]).to(self.target.device)]
                 encoded = self.storage.encode(kept)  # of [M, H]
-                stored.append({name: tensor.cpu() for name, tensor in encoded.items()})
+                buffer.add(encoded, room)
                 found.append(moments(features[:, last]))
                 lost = storage.decode(encoded) - kept
                 errors.append((squares(lost[:, last]), squares(kept[:, last])))
@@ -315,7 +332,7 @@ class _Builder:
         tensors = {
             "input_ids": torch.cat(ids).int(),  # [N]
             "loss_mask": torch.cat(masks),  # [N]
-            **{name: torch.cat([part[name] for part in stored]) for name in stored[0]},
+            **buffer.take(),
         }
         embedded = self.target.embed(tensors["input_ids"].long().to(self.target.device))
         return tensors, {
@@ -367,17 +384,6 @@ def _shards_on_disk(directory: Path, settings: dict[str, Any], plan: Plan) -> di
                 if entry["rows"] == plan.get(number) and not missing and not torn:
                     found[number] = entry
     return found
-
-
-def _check_disk(directory: Path, count: int, needed: int) -> None:
-    """Refuse to start what the disk cannot hold. Raises CacheError that states the shortfall."""
-    free, told = atomic.free_bytes(directory), atomic.of_bytes
-    if needed > free:
-        raise CacheError(
-            f"out of disk: the features of {count} tokens need {told(needed)} and "
-            f"{directory.parent} has {told(free)} free, {told(needed - free)} short; set "
-            "data.feature_dtype=bfloat16 or int8, a lower data.limit or another data.cache_dir"
-        )
 
 
 def _quantisation(dtype: str, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ Shapes: T tokens of a row, N of a shard, M of them with a stored feature, H hidd
 (models/feature_layers.py) it is (1 + n) * H everywhere, and `scales` is [M, 1 + n].
 """
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from specdraft.data.atomic import write_atomic
+from specdraft.data import atomic
 from specdraft.data.sealed import read_sealed, write_sealed
 from specdraft.data.store.tokens import TokenCache
 from specdraft.models.feature_layers import Layers
@@ -159,6 +158,17 @@ def feature_bytes(tokens: int, kept: int, hidden_size: int, storage: Storage) ->
     return tokens * _MASK_AND_ID_BYTES + kept * storage.token_bytes(hidden_size)
 
 
+def check_disk(directory: Path, count: int, needed: int) -> None:
+    """Refuse to start what the disk cannot hold. Raises CacheError that states the shortfall."""
+    free, told = atomic.free_bytes(directory), atomic.of_bytes
+    if needed > free:
+        raise CacheError(
+            f"out of disk: the features of {count} tokens need {told(needed)} and "
+            f"{directory.parent} has {told(free)} free, {told(needed - free)} short; set "
+            "data.feature_dtype=bfloat16 or int8, a lower data.limit or another data.cache_dir"
+        )
+
+
 def plan_shards(
     lengths: list[int], kept: list[int], hidden_size: int, storage: Storage, shard_bytes: int
 ) -> dict[str, list[int]]:
@@ -177,10 +187,17 @@ def plan_shards(
 
 
 def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Write one shard and return its manifest entry: file, bytes, sha256."""
-    content = safetensors.torch.save(tensors)
-    write_atomic(directory / name, content)
-    return {"file": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    """Write one shard and return its manifest entry: file, bytes, sha256.
+
+    Raises CacheError, which states the shortfall, when the disk is full.
+    """
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    with atomic.written_whole(directory / name, needed) as partial:
+        partial.touch()
+        readers = partial.stat().st_mode  # safetensors would have its owner alone read it
+        safetensors.torch.save_file(tensors, partial)
+        partial.chmod(readers)
+    return atomic.describe(directory / name)
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any], name: str = MANIFEST) -> None:

@@ -8,11 +8,17 @@ import test_medusa
 import torch
 from random_models import moved, random_eagle3, random_target
 from test_distill import MIXED, ToyTexts
+from test_features import make_target
 from test_loop import ToyRows, make_ends, make_head, make_recipe
+from test_tokens import chats, write
+from test_tokens import recipe as cached
 from torch import nn
 
+from specdraft.data.store.feature_cache import build_features
+from specdraft.data.store.tokens import build_tokens
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.student import make_student
+from specdraft.models.target import Target
 from specdraft.train.objectives.ahead import TokensAhead
 from specdraft.train.objectives.csgd import CoupledGlancing
 from specdraft.train.objectives.distillation import Distillation
@@ -101,3 +107,24 @@ def test_products_in_bfloat16_stay_near(device, name):
     found = losses(case, device)
     assert all(map(torch.isfinite, torch.tensor(found)))
     assert found[0] == pytest.approx(exact[0], rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_cache_is_that_of_the_cpu(device, tmp_path, dtype):
+    """Of many shards, each put together while the one before goes to the disk."""
+    target, texts = make_target(), write(tmp_path / "texts.jsonl", chats(24))
+    caches = []
+    for place in ("cpu", device):
+        there = Target(target.model.to(place), target.tokenizer, target.name)
+        options = {"cache_dir": str(tmp_path / f"on-{place}"), "feature_layers": [1]}
+        settings = cached(tmp_path, texts, feature_dtype=dtype, **options)
+        tokens = build_tokens(settings, target.tokenizer)
+        caches.append(build_features(settings, tokens, there, shard_bytes=8192))
+    first, second = caches
+    assert len(first.manifest["shards"]) == len(second.manifest["shards"]) > 3
+    far = (
+        1e-4 if dtype == "float32" else 2 / 127 * max(row["features"].abs().max() for row in first)
+    )
+    for own, other in zip(first, second, strict=True):
+        assert torch.equal(own["input_ids"], other["input_ids"])
+        torch.testing.assert_close(own["features"], other["features"], rtol=1e-4, atol=float(far))

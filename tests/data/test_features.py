@@ -7,6 +7,7 @@ import pickle
 import shutil
 import signal
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,34 @@ def test_a_row_is_what_the_target_computes_for_it_alone(made):
         torch.testing.assert_close(row["features"], target.features(ids[None])[0])
     assert cache.lengths == tokens.lengths
     assert len(cache.manifest["shards"]) > 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_shards_that_are_put_together_in_the_same_memory_hold_their_own_rows(made, tmp_path, dtype):
+    """Many small shards, of rows of all lengths, are one that holds them all."""
+    settings, tokens, target = made
+    whole, small = (
+        replace(
+            settings,
+            data=replace(settings.data, cache_dir=str(tmp_path / name), feature_dtype=dtype),
+        )
+        for name in ("whole", "small")
+    )
+    one = build_features(whole, tokens, target, batch_tokens=1)
+    many = build_features(small, tokens, target, batch_tokens=1, shard_bytes=2048)
+    assert len(one.manifest["shards"]) == 1 < 8 < len(many.manifest["shards"])
+    assert same(one, many)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are posix's")
+def test_whoever_may_read_new_files_may_read_a_shard(made):
+    before = os.umask(0o027)
+    try:
+        cache = build(made)
+    finally:
+        os.umask(before)
+    files = [cache.directory / entry["file"] for entry in cache.manifest["shards"].values()]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o640}
 
 
 def test_the_manifest_says_what_it_was_made_from(made):
