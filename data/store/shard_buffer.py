@@ -1,7 +1,7 @@
 """Where the features of a shard are put together before they are written.
 
-The memory is used again for the next shard: memory that is new takes longer to be written to for
-the first time than a disk takes to write it.
+The memory is used again for later shards. On a GPU it is pinned: rows come out of the device while
+the next ones are computed, and pinned memory takes long to be made.
 
 Shapes: M stored tokens of a row, H hidden, wide with layers, as in storage.py.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class ShardBuffer:
-    """Rows one behind the other, in host memory; on a GPU they are fetched while it computes."""
+    """Rows one behind the other, in host memory."""
 
     def __init__(self, device: torch.device):
         self._device, self._used = device, 0

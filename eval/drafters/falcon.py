@@ -18,6 +18,7 @@ from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, wan
 from specdraft.eval.drafters.head import HeadDrafter
 from specdraft.eval.drafters.static import Pass, Round, StaticTree
 from specdraft.eval.drafters.whole_draft import Planned, WholeDraft
+from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.tree import Tree
 from specdraft.models.eagle3 import Eagle3Head
@@ -140,7 +141,8 @@ class FalconDrafter(HeadDrafter):
     ) -> Tensor:
         """Rank tokens of each distribution of a round, given scores [R, D, V], logits over the
         feature scale: [R, D * width]. The distributions of what was drawn go to `probs`."""
-        ranked = scores.topk(part.width).indices.flatten(1)
+        chain = part.width == 1
+        ranked = most_probable(scores) if chain else scores.topk(part.width).indices.flatten(1)
         for number, drawn in probs.items():
             request, read = self.memory[rows[number]].request, self.pool.lengths[rows[number]]
             step, ids = (read, part.depth), self.vocabulary.ids
