@@ -1,5 +1,6 @@
 """Features in fewer bytes and of fewer tokens: what is lost is bounded, measured, and said."""
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -18,6 +19,7 @@ from test_medusa import make_recipe, random_heads
 from test_tokens import chats, recipe, write
 from thread_ranks import on_ranks
 
+from specdraft.data import fingerprint
 from specdraft.data.store import storage
 from specdraft.data.store.feature_cache import FeatureCache, build_features, feature_settings
 from specdraft.data.store.read_ahead import first_bytes, read_ahead
@@ -421,3 +423,10 @@ def test_a_manifest_that_was_changed_or_is_of_another_shape_is_refused(make, key
         path.write_text(json.dumps(content | {key: value, "sha256": None}))  # by an older version
         with pytest.raises(CacheError, match=r"manifest.json is damaged"):
             FeatureCache.open(cache.directory)
+
+
+@pytest.mark.parametrize("size", [0, 1, 6, 7, 8, 14, 20])
+def test_a_file_has_the_hash_of_its_bytes_however_it_is_cut(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(fingerprint, "PART", 7)
+    (path := tmp_path / "file").write_bytes(content := bytes(range(size)))
+    assert fingerprint.of_file(path) == hashlib.sha256(content).hexdigest()
