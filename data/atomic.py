@@ -41,7 +41,8 @@ def written_whole(path: Path, needed: int | None = None) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.partial")
     with cleaned_up(partial, path, needed):
         yield partial
-        sync(partial)
+        with partial.open("rb+") as file:  # Windows flushes only what may be written
+            os.fsync(file.fileno())
         partial.replace(path)
     sync(path.parent)
 
