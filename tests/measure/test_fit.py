@@ -325,6 +325,12 @@ def test_a_fit_that_gains_no_time_says_so(capsys):
         assert ("0.93 x plain decoding" in shown) is said
 
 
+def test_neither_a_price_nor_a_race_of_seconds_decides_alone():
+    """The pairs of two trees of the quickstart on two days, by price and by race."""
+    assert race.by_both(2.61, 2.54) > race.by_both(2.51, 2.63)
+    assert race.by_both(2.55, 2.29) < race.by_both(2.51, 2.39)
+
+
 def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
     tiny = Target.load(shallow_target(tmp_path / "target"))
     of_two_layers = [f"target.model={tiny.name}", "data.feature_layers=[1]"]
@@ -355,6 +361,8 @@ def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
     assert fit.machine["threads"] == "1"
     assert fit.tried()[0].nodes == len(load_tree_paths(str(file)))
     assert [f"{trial.measured:.2f}" in done.stdout for trial in fit.tried()] == [True] * 2
+    chosen, other_tree = (race.by_both(trial.expected, trial.measured) for trial in fit.tried())
+    assert chosen > other_tree - 1e-3  # they are rounded
 
     measured = run_here(*bench)
     assert measured.returncode == 0, measured.stderr
