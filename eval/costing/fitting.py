@@ -16,7 +16,7 @@ from specdraft.data.prompts import Prompt
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import ELSEWHERE
 from specdraft.eval.costing.measuring import measure_costs
-from specdraft.eval.costing.race import FINALISTS, by_both, fitting_prompts, speedups
+from specdraft.eval.costing.race import FINALISTS, combined_speedup, fitting_prompts, speedups
 from specdraft.eval.costing.replay import Load, answers
 from specdraft.eval.costing.search import Candidate, candidates, finalists
 from specdraft.eval.costing.shares import TreeDrafter
@@ -52,7 +52,7 @@ def fit_tree(
         best = finalists([*candidates(shares, ranks, *form)], count)
         seconds = load.plain_ms(costs) / 1e3
         found = zip(best, _race(recipe, target, drafter, prompts, best, seconds), strict=True)
-        ranked = sorted(found, key=lambda pair: -by_both(pair[0].speedup, pair[1]))
+        ranked = sorted(found, key=lambda pair: -combined_speedup(pair[0].speedup, pair[1]))
         trials = tuple(asdict(_trial(*pair)) for pair in ranked)
         weights, machine = hash_weights(drafter.part), machine_of(target)
     fit = Fit(weights=weights, machine=machine, rows=load.rows, trials=trials)

@@ -58,7 +58,7 @@ def speedups(
     return [plain / own for own in drafted]
 
 
-def by_both(expected: float, measured: float) -> float:
+def combined_speedup(expected: float, measured: float) -> float:
     """How many times as fast as plain decoding a draft is, by its price and by its race.
 
     A price is as wrong as the curves of costs, a race of seconds as its seconds were: their mean,

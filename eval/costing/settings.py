@@ -13,7 +13,7 @@ from specdraft.data.atomic import write_atomic
 from specdraft.eval.costing.drafts import trained_drafter
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.measuring import measure_costs
-from specdraft.eval.costing.race import FINALISTS, by_both, fitting_prompts, speedups
+from specdraft.eval.costing.race import FINALISTS, combined_speedup, fitting_prompts, speedups
 from specdraft.eval.costing.rehearsal import rehearse
 from specdraft.eval.costing.replay import Load, answers
 from specdraft.eval.measure.environment import cpu_threads
@@ -60,7 +60,7 @@ def fit_settings(
         seconds = load.plain_ms(costs) / 1e3 * (1 + sum(1 / one.expected for one in best))
         measured = speedups(method, recipes, target, trained, prompts, seconds)
     found = [replace(one, measured=speed) for one, speed in zip(best, measured, strict=True)]
-    return sorted(found, key=lambda one: -by_both(one.expected, one.measured))
+    return sorted(found, key=lambda one: -combined_speedup(one.expected, one.measured))
 
 
 def _priced(
