@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from specdraft.eval.methods.registry import problems
+from specdraft.models.cards.log import LOG
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.interrupt import STOPS_WITH, keeping
@@ -48,6 +49,11 @@ class Job:
     def path(self) -> Path:
         """Where its report is when it is done."""
         return self.folder / ("table.json" if self.table else "report.json")
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has begun to train, or has once: what it learns from is cached."""
+        return (self.folder / LOG).is_file()
 
     @property
     def command(self) -> list[str]:
@@ -93,17 +99,14 @@ def resolved(recipe: str, overrides: Sequence[str]) -> dict:
 def run_all(jobs: Sequence[Job], at_once: int, label: str) -> None:
     """Run the jobs that are not done; RecipeError for the first that fails.
 
-    The first of all runs alone: it makes the caches that the others share.
+    The first of all runs begins alone: it makes the caches that the others share.
     """
     missing = [job for job in jobs if not job.done]
-    done = len(jobs) - len(missing)
-    alone = 0 if done else 1
     with (
-        tqdm(total=len(jobs), initial=done, desc=label, unit="run") as bar,
+        tqdm(total=len(jobs), initial=len(jobs) - len(missing), desc=label, unit="run") as bar,
         keeping(lambda: f"{bar.n} of {len(jobs)} runs are done, and each goes on where it was"),
     ):
-        _run(missing[:alone], 1, bar)
-        _run(missing[alone:], at_once, bar)
+        _run(missing, at_once, bar)
 
 
 def _run(jobs: Sequence[Job], at_once: int, bar: tqdm) -> None:
@@ -112,7 +115,8 @@ def _run(jobs: Sequence[Job], at_once: int, bar: tqdm) -> None:
     with TemporaryDirectory() as folder:
         try:
             while waiting or running:
-                while waiting and len(running) < at_once:
+                cached = bar.n or any(job.trains for job, _ in running.values())
+                while waiting and len(running) < (at_once if cached else 1):
                     number, job = waiting.popleft()
                     log = Path(folder) / str(number)
                     running[_start(job, log)] = job, log

@@ -132,6 +132,34 @@ def test_a_run_that_is_killed_is_told_as_such(tmp_path):
         run_all([killed], 1, "training")
 
 
+def test_others_begin_once_the_first_has_what_it_learns_from(tmp_path):
+    """The first is done only beside the second, which finds what the first has made."""
+    (script := tmp_path / "run.py").write_text(
+        """import sys, time
+from pathlib import Path
+own = Path(sys.argv[-1].removeprefix("output.dir="))
+if own.name == "second":
+    assert (own.parent / "cached").is_file()
+    own.mkdir()
+else:
+    time.sleep(1)
+    (own.parent / "cached").touch()
+    own.mkdir()
+    (own / "log.jsonl").touch()
+    for _ in range(600):
+        if (own.parent / "second").is_dir():
+            break
+        time.sleep(0.1)
+    else:
+        sys.exit("alone")
+"""
+    )
+    jobs = [
+        Job(str(script), "recipes/tiny.yaml", (), tmp_path / name) for name in ("first", "second")
+    ]
+    run_all(jobs, 2, "training")
+
+
 def test_figures_over_seeds():
     assert over_seeds([1.0]) == {"values": [1.0], "mean": 1.0, "standard_error": None}
     figure = over_seeds([1.0, 3.0])
