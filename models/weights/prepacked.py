@@ -129,8 +129,9 @@ class PrepackedWeights:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [.., K] by weight [N, K]: [.., N], as `F.linear` but for rounding."""
-        layout, packed = layout_of(weight), None
-        if layout and x.numel() >= layout.least(weight) and weight.is_cpu and _is_run():
+        layout = layout_of(weight) if _is_run() else None  # a graph must not look for one
+        packed = None
+        if layout and x.numel() >= layout.least(weight) and weight.is_cpu:
             packed = self.copy_of(weight, layout)
         return F.linear(x, weight, bias) if packed is None else layout.multiply(x, packed, bias)
 

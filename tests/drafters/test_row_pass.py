@@ -17,6 +17,7 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.models.passes import row as row_pass
 from specdraft.models.passes.row import WEIGHED, reads_alone, weighed
+from specdraft.models.weights import prepacked
 
 COUPLED = {"fusion": "linear", "coupling": "recurrent"}
 HEADS = {
@@ -207,6 +208,19 @@ def test_more_heads_are_compiled_than_one_function_may_have_graphs(target):
             tree = StaticTree.chain(4, HEADS[name][0])
             drafter = FalconDrafter(head_of(target, name), target, tree, 1, 64, compiles=True)
             assert drafter.row_pass._graphs, f"{name} is not compiled"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+@pytest.mark.filterwarnings("error::UserWarning")
+@torch.inference_mode()
+def test_heads_of_any_size_are_compiled(target, monkeypatch):
+    """All matrices of a wide head are packed where nothing is compiled."""
+    monkeypatch.setattr(prepacked, "_LARGE", 0)
+    monkeypatch.setitem(prepacked.LAYOUTS, torch.float32, (prepacked.BLOCKS,))
+    torch._dynamo.reset()
+    drafter = DynamicFalcon(head_of(target, "layers"), target, None, 1, 64, compiles=True)
+    assert drafts(drafter, target, False)[0]
+    assert drafter.row_pass._graphs
 
 
 def test_without_a_compiler_a_warning_says_so_and_drafts_stay_the_same(target, monkeypatch):
