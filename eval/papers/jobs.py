@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from specdraft.eval.methods.registry import problems
-from specdraft.models.cards.log import LOG
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.interrupt import STOPS_WITH, keeping
@@ -49,11 +48,6 @@ class Job:
     def path(self) -> Path:
         """Where its report is when it is done."""
         return self.folder / ("table.json" if self.table else "report.json")
-
-    @property
-    def trains(self) -> bool:
-        """Whether it has begun to train, or has once: what it learns from is cached."""
-        return (self.folder / LOG).is_file()
 
     @property
     def command(self) -> list[str]:
@@ -99,7 +93,7 @@ def resolved(recipe: str, overrides: Sequence[str]) -> dict:
 def run_all(jobs: Sequence[Job], at_once: int, label: str) -> None:
     """Run the jobs that are not done; RecipeError for the first that fails.
 
-    The first of all runs begins alone: it makes the caches that the others share.
+    Caches that they share are built by one of them, for which the others wait (data/lock.py).
     """
     missing = [job for job in jobs if not job.done]
     with (
@@ -115,8 +109,7 @@ def _run(jobs: Sequence[Job], at_once: int, bar: tqdm) -> None:
     with TemporaryDirectory() as folder:
         try:
             while waiting or running:
-                cached = bar.n or any(job.trains for job, _ in running.values())
-                while waiting and len(running) < (at_once if cached else 1):
+                while waiting and len(running) < at_once:
                     number, job = waiting.popleft()
                     log = Path(folder) / str(number)
                     running[_start(job, log)] = job, log

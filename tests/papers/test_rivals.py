@@ -132,31 +132,22 @@ def test_a_run_that_is_killed_is_told_as_such(tmp_path):
         run_all([killed], 1, "training")
 
 
-def test_others_begin_once_the_first_has_what_it_learns_from(tmp_path):
-    """The first is done only beside the second, which finds what the first has made."""
+def test_runs_go_side_by_side_from_the_first(tmp_path):
+    """Each ends once it has met the other."""
     (script := tmp_path / "run.py").write_text(
         """import sys, time
 from pathlib import Path
 own = Path(sys.argv[-1].removeprefix("output.dir="))
-if own.name == "second":
-    assert (own.parent / "cached").is_file()
-    own.mkdir()
+own.mkdir()
+for _ in range(600):
+    if len([*own.parent.glob("run-*")]) == 2:
+        break
+    time.sleep(0.1)
 else:
-    time.sleep(1)
-    (own.parent / "cached").touch()
-    own.mkdir()
-    (own / "log.jsonl").touch()
-    for _ in range(600):
-        if (own.parent / "second").is_dir():
-            break
-        time.sleep(0.1)
-    else:
-        sys.exit("alone")
+    sys.exit("alone")
 """
     )
-    jobs = [
-        Job(str(script), "recipes/tiny.yaml", (), tmp_path / name) for name in ("first", "second")
-    ]
+    jobs = [Job(str(script), "recipes/tiny.yaml", (), tmp_path / f"run-{n}") for n in range(2)]
     run_all(jobs, 2, "training")
 
 
