@@ -1,14 +1,15 @@
 """How much data gives what acceptance: train on growing subsets, and say what more would bring.
 
     python train/curve.py recipes/tiny.yaml --kinds falcon,eagle,medusa,student
-        --rows 100,300,1000,3000 [--steps equal,root,growing] [--seeds 0,1,2] [--out DIR]
-        [section.key=value ..] [KIND:section.key=value ..]
+        --rows 100,300,1000,3000 [--steps equal,root,growing] [--seeds 0,1,2] [--more-seeds 3,4,5]
+        [--out DIR] [section.key=value ..] [KIND:section.key=value ..]
 
 Every kind of drafter is trained on nested subsets of the recipe's data, drawn anew for every seed,
 with equal steps (the recipe's) and with steps that grow with the data, and measured by decoding a
 chain. A saturating curve is fitted to tokens per step, with its uncertainty over the seeds, and
-says what ten times the data would bring. KIND:section.key=value is for one kind, e.g.
-eagle:optim.lr=1.0e-2.
+says what ten times the data would bring. What the first three sizes foretell of the largest stands
+beside it; --more-seeds are for these sizes alone, which cost least and vary most.
+KIND:section.key=value is for one kind, e.g. eagle:optim.lr=1.0e-2.
 
 Cut off, the same command goes on where it stopped. Writes DIR/curve.json and, with matplotlib,
 PNGs.
@@ -39,7 +40,7 @@ from specdraft.train.curves.data_curve import (
     print_curves,
 )
 from specdraft.train.curves.picture import draw_curves
-from specdraft.train.curves.sizes import METHODS, POWERS, plan_sizes
+from specdraft.train.curves.sizes import BACK_TEST, METHODS, POWERS, plan_sizes
 
 DEFAULT = "falcon,eagle,medusa,student"
 FEWEST = 3  # sizes that a curve is fitted to
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--rows", default="100,300,1000,3000,10000", help="default: %(default)s")
     parser.add_argument("--steps", default="equal,growing", help="default: %(default)s")
     parser.add_argument("--seeds", default="0,1,2", help="default: %(default)s")
+    parser.add_argument("--more-seeds", help=f"of the first {BACK_TEST} sizes alone")
     parser.add_argument("--jobs", type=whole(1, 1000), default=1, help="trainings at once")
     parser.add_argument("--out", type=Path, help="default: runs/curve_NAME")
     options = parser.parse_intermixed_args()
@@ -60,11 +62,12 @@ def main() -> None:
     regimes = chosen("--steps", options.steps, POWERS)
     rows = sorted(whole_numbers("--rows", options.rows, least=1))
     seeds = whole_numbers("--seeds", options.seeds)
+    more = whole_numbers("--more-seeds", options.more_seeds) if options.more_seeds else []
     common, of_kind = divided(options.overrides, kinds)
     recipe = load_recipe(options.recipe, common, check=problems)
     check_sizes(recipe, rows)
     out = options.out or Path("runs") / f"curve_{recipe.name}"
-    settings = (common, of_kind, out, regimes)
+    settings = (common, of_kind, out, regimes, more)
     sizes = list(plan_sizes(recipe, options.recipe, kinds, rows, seeds, *settings))
     with output_lock(out):
         run_all(list(dict.fromkeys(size.job for _, size in sizes)), options.jobs, "training")

@@ -83,6 +83,15 @@ def test_the_largest_size_is_one_run_of_all_regimes(tmp_path):
     assert {regime for regime, _ in planned(tmp_path, regimes=["root"])} == {"root"}
 
 
+def test_more_seeds_are_for_the_first_sizes(tmp_path):
+    more = planned(tmp_path, rows=[40, 10, 80, 20, 160], seeds=[0, 1], more_seeds=[1, 2, 7])
+    for rows in (10, 20, 40, 80, 160):
+        seeds = {0, 1, 2, 7} if rows < 80 else {0, 1}
+        assert {size.seed for _, size in more if size.rows == rows} == seeds
+    jobs = [size.job for regime, size in more if regime == "root"]
+    assert len(jobs) == len(set(jobs)) == 2 * (3 * 4 + 2 * 2)
+
+
 @pytest.mark.parametrize("kind", METHODS)
 def test_every_kind_is_made_of_one_recipe(tmp_path, kind):
     for _, size in planned(tmp_path, kinds=[kind]):
@@ -180,6 +189,7 @@ def test_a_curve_says_what_ten_times_would_bring_and_how_the_first_sizes_missed(
         (["--rows", "10,20"], "a curve takes 3 sizes at least"),
         (["--rows", "10,20,4000"], "there are 3000 conversations to train on in tiny"),
         (["--rows", "10,x,30"], "give whole numbers"),
+        (["--more-seeds", "3,-4"], "--more-seeds 3,-4: give whole numbers"),
         (["--steps", "equal,grown"], "--steps grown: there are equal, root, growing"),
         (["--kinds", "falcon,eagel"], "there are falcon, eagle, eagle3, medusa, student, table"),
         (["train.steps=null", "train.epochs=2", "--rows", "1,2,3"], "give the steps that equal"),

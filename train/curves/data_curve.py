@@ -11,9 +11,7 @@ from specdraft.eval.papers.table import Row, over_seeds, written
 from specdraft.eval.publishing.result import show
 from specdraft.recipes.terminal import Screen
 from specdraft.train.curves.saturation import fit_saturation
-from specdraft.train.curves.sizes import METHODS, Size
-
-BACK_TEST = 3  # the first sizes, which predict the largest
+from specdraft.train.curves.sizes import BACK_TEST, METHODS, Size
 
 
 def make_curves(sizes: Sequence[tuple[str, Size]], learnt: Mapping[int, int]) -> dict:

@@ -6,6 +6,9 @@ same seed holds the smaller ones. The largest takes the recipe's steps, and so d
 steps; with growing steps all take as many epochs, and steps that grow with the root of the rows are
 between: where rows are few, more epochs of fewer steps, as people train. At the largest size all
 are one run.
+
+The first sizes cost least, vary most from subset to subset, and are what a forecast is made of:
+they may have more seeds than the others.
 """
 
 import json
@@ -18,6 +21,7 @@ from specdraft.eval.papers.jobs import Job
 from specdraft.models.kinds import overrides_of
 from specdraft.recipes.schema import Recipe
 
+BACK_TEST = 3  # the first sizes, which predict the largest
 POWERS = {"equal": 0.0, "root": 0.5, "growing": 1.0}  # of the rows that steps grow with
 
 # What measures a kind (models/kinds.py). Chains do: no tree is fitted to a head of a few rows.
@@ -61,15 +65,17 @@ def plan_sizes(
     of_kind: Mapping[str, Sequence[str]],
     out: Path,
     regimes: Sequence[str] = tuple(POWERS),
+    more_seeds: Sequence[int] = (),
 ) -> Iterator[tuple[str, Size]]:
     """Yield every training with its regime, smallest first; one of several regimes comes for each.
 
-    overrides: for all; of_kind: for one kind, after what makes it.
+    overrides: for all; of_kind: for one kind, after what makes it; more_seeds: of the first sizes.
     """
     whole = recipe.train.steps
-    for size in sorted(rows):
+    for place, size in enumerate(sorted(rows)):
+        drawn = dict.fromkeys((*seeds, *more_seeds) if place < BACK_TEST else seeds)
         for kind in kinds:
-            for seed in seeds:
+            for seed in drawn:
                 for regime in regimes:
                     steps = max(1, round(whole * (size / max(rows)) ** POWERS[regime]))
                     job = _job(source, kind, size, steps, seed, (overrides, of_kind), out)
