@@ -16,6 +16,7 @@ A chat is rendered with the target's template; a base model without one is given
 What a user says after the first answer waits in `Prompt.later` until there is one.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -135,7 +136,15 @@ def _all_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Pro
             raise DataError(f"{place}: {error}") from error
     if not prompts:
         raise DataError(f"eval.prompts: no prompts in {name}")
-    return prompts
+    return list(_with_own_ids(prompts))
+
+
+def _with_own_ids(prompts: list[Prompt]) -> Iterator[Prompt]:
+    """Yield prompts, those whose id another one has with their place behind it."""
+    counts = Counter(prompt.id for prompt in prompts)
+    for place, prompt in enumerate(prompts, 1):
+        again = counts[prompt.id] > 1
+        yield replace(prompt, id=f"{prompt.id}#{place}") if again else prompt
 
 
 def chat_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Prompt:

@@ -124,7 +124,8 @@ class Rewriter:
                     self.renderer.reject(conversation, reason, False)
                     break
                 mask = mask + [True] * len(answer.tokens)
-                yield Example(ids + answer.tokens, mask, conversation.origin, source)
+                row = ids + answer.tokens, mask, conversation.origin, source
+                yield Example(*row, unended=not answer.ended)
 
     def _level(self, slots: list[Slot], generate: Generate, file: TextIO, bar: tqdm) -> None:
         """Make one answer of each slot, skipping those made before and those never reached."""

@@ -175,6 +175,7 @@ class Example:
     mask: list[bool]  # token i was written by the assistant
     origin: str
     source: list[int] = field(default_factory=list)  # what an encoder reads
+    unended: bool = False  # its last answer was made here, and did not come to its end
 
 
 class Renderer:

@@ -29,7 +29,7 @@ def main() -> None:
     """Parse, load recipe and target, examine, print."""
     parser = recipe_parser(__doc__)
     parser.add_argument(
-        "--prompts", type=whole(1, 10**6), default=10, help="decoded by every method"
+        "--prompts", type=whole(1, 10**6), default=10, help="how many are decoded (default: 10)"
     )
     parser.add_argument(
         "--samples", type=whole(1, 10**6), default=4, help="cached rows that are made anew"

@@ -35,7 +35,7 @@ def main() -> None:
     """Parse, load recipe, target and drafter, and answer."""
     parser = recipe_parser(__doc__, epilog=describe())
     parser.add_argument("--prompt", help="what the user says; default: a chat")
-    parser.add_argument("--method", help="default: the recipe's last that drafts as it was trained")
+    parser.add_argument("--method", help="default: the last of eval.methods that is trained")
     parser.add_argument("--context", type=whole(2, 10**7), help="tokens of a conversation at most")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides, check=problems)

@@ -79,7 +79,7 @@ def _drafting_with(source: str | Path, folder: Path) -> dict:
     if kind == "student":
         own = dict.fromkeys(("keep_layers", "layers", "hidden", "heads", "kv_heads"))
         own |= {"intermediate": None, "embeddings": "copied", "training": "none"}
-        return {"student": own | {"model": source}}
+        return {"student": own | {"model": source, "revision": None}}
     section, key = {"medusa": ("medusa", "model"), "table": ("maxgram", "table")}.get(
         kind, ("head", "model")
     )

@@ -52,7 +52,7 @@ def main() -> None:
     parser = recipe_parser(__doc__)
     parser.add_argument("--kinds", default=DEFAULT, help="default: %(default)s")
     parser.add_argument("--rows", default="100,300,1000,3000,10000", help="default: %(default)s")
-    parser.add_argument("--steps", default="equal,growing", help="default: %(default)s")
+    parser.add_argument("--steps", default="equal,growing", help="or root; default: %(default)s")
     parser.add_argument("--seeds", default="0,1,2", help="default: %(default)s")
     parser.add_argument("--more-seeds", help=f"of the first {BACK_TEST} sizes alone")
     parser.add_argument("--jobs", type=whole(1, 1000), default=1, help="trainings at once")

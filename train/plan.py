@@ -28,7 +28,12 @@ from specdraft.models.shapes import (
     medusa_config,
     target_shape,
 )
-from specdraft.models.target_files import identity_of, load_tokenizer, model_folder
+from specdraft.models.target_files import (
+    identity_of,
+    load_tokenizer,
+    model_folder,
+    read_chat_template,
+)
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
 from specdraft.recipes.static_trees import AUTO
@@ -128,7 +133,10 @@ def known_sizes(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
         folder = model_folder(name)
         own = data.answers == "target"
         whose = identity_of(name, recipe.target.revision, folder) if own else None
-        settings = token_settings(recipe, load_tokenizer(folder), whose)
+        tokenizer = load_tokenizer(folder)
+        if recipe.target.chat_template is not None:
+            tokenizer.chat_template = read_chat_template(recipe.target.chat_template)
+        settings = token_settings(recipe, tokenizer, whose)
         directory = Path(data.cache_dir) / f"tokens-{of_settings(settings)}"
         if directory.is_dir():
             cache = TokenCache.open(directory)
@@ -283,7 +291,9 @@ def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> i
     """Estimate the bytes one process holds while training a head."""
     width = shape.hidden_size
     rows *= recipe.head.block_size if recipe.train.alignments == "all" else 1
-    target = shape.parameters if recipe.data.features == "online" else shape.embedding_parameters
+    # Whoever measures while it trains keeps all of the target.
+    whole = recipe.data.features == "online" or recipe.train.eval_every is not None
+    target = shape.parameters if whole else shape.embedding_parameters
     # As read, float32, noise, revised.
     features = 4 * rows * recipe.data.max_length * Storage.of(recipe.data).parts * width * 4
     weights = BYTES_PER_PARAMETER * parameters + BYTES[recipe.target.dtype] * target

@@ -42,6 +42,7 @@ from specdraft.data.store.features import (
     batches,
     check_context,
     deviation,
+    made_from,
     moments,
     read_features,
     squares,
@@ -68,6 +69,7 @@ class FeatureCache:
     def __init__(self, directory: Path, manifest: dict[str, Any]):
         self.directory, self.manifest = directory, manifest
         self.storage = storage.Storage.of_settings(manifest["settings"])
+        self.key = made_from(manifest["settings"])
         self.lengths: list[int] = manifest["lengths"]
         self.kept: list[int] = manifest.get("kept", self.lengths)  # stored features of each row
         self._open: dict[str, dict[str, Tensor]] = {}

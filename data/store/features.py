@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specdraft.data.fingerprint import of_settings
 from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import TokenCache
 from specdraft.models.feature_layers import Layers
@@ -48,6 +49,11 @@ class OnlineFeatures:
         """The scales of `FeatureCache.scales`, measured on a sample (see `sample_scales`)."""
         return sample_scales(self.tokens, self.target)
 
+    @property
+    def key(self) -> str:
+        """A hash of the rows and of the target that reads them."""
+        return made_from({"tokens": self.tokens.key, **self.target.identity()})
+
     def answers(self) -> Iterator[Tensor]:
         """Yield the supervised tokens of every row, [..]."""
         for row in range(len(self)):
@@ -70,6 +76,11 @@ class OnlineFeatures:
                 item | {"features": self.storage.read_back(features, item["loss_mask"])}
                 for item, features in read
             ]
+
+
+def made_from(settings: dict) -> str:
+    """A hash of what features are of: rows of tokens, and the target."""
+    return of_settings({name: settings[name] for name in ("tokens", "weights", "config")})
 
 
 def check_context(tokens: TokenCache, target: Target) -> None:

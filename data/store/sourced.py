@@ -13,7 +13,7 @@ class Sourced:
 
     def __init__(self, tokens: TokenCache, features: Sequence[dict[str, Tensor]]):
         self.tokens, self.features = tokens, features
-        self.lengths = tokens.lengths
+        self.lengths, self.key = tokens.lengths, features.key
 
     def __len__(self) -> int:
         return len(self.features)

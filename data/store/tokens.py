@@ -103,6 +103,7 @@ class TokenCache:
         limit = self.meta["settings"]["max_length"]
         lost = {
             f"truncated at {limit} tokens": stats["truncated"],
+            "end within an answer (data.max_new_tokens, data.max_length)": stats.get("unended", 0),
             "dropped as too short": stats["dropped_short"],
             "dropped without an answer that fits": stats["dropped_unsupervised"],
             f"rejected ({self.directory / REJECTS})": stats["rejected"],
@@ -276,7 +277,7 @@ def _learnable(
 ) -> Iterator[Example]:
     """Cut examples to `max_length` (the head stays) and drop those with nothing left to learn.
 
-    Counts rows, tokens, supervised, truncated, dropped_short and dropped_unsupervised.
+    Counts rows, tokens, supervised, truncated, unended, dropped_short and dropped_unsupervised.
     """
     for example in examples:
         ids, mask = example.ids[:max_length], example.mask[:max_length]
@@ -286,7 +287,7 @@ def _learnable(
         elif not any(mask):
             counts["dropped_unsupervised"] += 1
         else:
-            counts.update(rows=1, tokens=len(ids), supervised=sum(mask))
+            counts.update(rows=1, tokens=len(ids), supervised=sum(mask), unended=example.unended)
             yield Example(ids, mask, example.origin, example.source[:max_length])
 
 
@@ -332,7 +333,9 @@ def _write_arrow(examples: Iterable[Example], partial: Path, sources: bool) -> l
     with ArrowWriter(path=str(raw / "rows.arrow"), features=columns) as writer:
         for example in examples:
             lengths.append(len(example.ids))
-            row = {"input_ids": example.ids, "loss_mask": example.mask, "origin": example.origin}
+            # A file's name may be of bytes that are no UTF-8.
+            origin = example.origin.encode("utf-8", "backslashreplace").decode()
+            row = {"input_ids": example.ids, "loss_mask": example.mask, "origin": origin}
             writer.write(row | ({"source_ids": example.source} if sources else {}))
         writer.finalize()
     if lengths:
@@ -357,10 +360,11 @@ def _without_bars() -> Iterator[None]:
 def _stats(
     counts: Counter, rejects: list[Reject], conversations: int, started: float
 ) -> dict[str, int | float]:
-    names = ("rows", "tokens", "supervised", "truncated", "dropped_short", "dropped_unsupervised")
+    names = ("rows", "tokens", "supervised", "truncated", "unended")
+    dropped = ("dropped_short", "dropped_unsupervised")
     return {
         "conversations": conversations,
-        **{name: counts[name] for name in names},
+        **{name: counts[name] for name in (*names, *dropped)},
         "rejected": len(rejects),
         "seconds": round(time.monotonic() - started, 3),
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -60,11 +61,13 @@ def tokens_until_stop(
     text unless it is special, so a bounded tail of the known ones is enough.
     """
     tail = known[-4 * max(map(len, stop)) - 8 :]
-    before = _count(tokenizer.decode(tail), stop)
-    if _count(tokenizer.decode(tail + fresh), stop) == before:
+    # So that text only grows: a tokenizer may tidy it.
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    before = _count(decode(tail), stop)
+    if _count(decode(tail + fresh), stop) == before:
         return None
     counts = range(1, len(fresh) + 1)
-    return next(n for n in counts if _count(tokenizer.decode(tail + fresh[:n]), stop) > before)
+    return next(n for n in counts if _count(decode(tail + fresh[:n]), stop) > before)
 
 
 def _count(text: str, stop: Sequence[str]) -> int:

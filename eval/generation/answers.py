@@ -16,6 +16,7 @@ from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.request import Request
+from specdraft.eval.families.support import position_limit
 from specdraft.eval.methods.registry import Setup, load_trained, make_drafter
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
@@ -37,7 +38,9 @@ def answer(
     ]
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
     drafter = make(capacity)
-    room = capacity + (drafter.max_nodes if drafter else 0)
+    room, limit = capacity + (drafter.max_nodes if drafter else 0), position_limit(target)
+    if limit is not None and room > limit:  # no positions are left for drafts
+        drafter, room = None, capacity
     for completion in Decoder(target, drafter, rows, room).run(requests):
         if completion.error:
             raise completion.error

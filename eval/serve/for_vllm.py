@@ -57,7 +57,8 @@ class ServedModel:
     """What drafters ask of a target, answered by the model that vLLM serves."""
 
     finish = PLAIN  # vLLM's own part; where only some tokens are drafted, q goes without it
-    replays = False  # inside an engine that captures graphs of its own
+    replays = cuda_graphs = False  # inside an engine that captures graphs of its own
+    reads_source = False  # what vLLM hands to a proposer is a decoder's
 
     def __init__(self, model: nn.Module, config: "VllmConfig"):
         served = config.model_config

@@ -39,11 +39,12 @@ def model_card(
     fit: Fit | None = None,  # of the tree beside the weights
 ) -> str:
     """Return README.md for the repository `hub.repo_id`, or for the drafter's own folder."""
-    repo = recipe.hub.repo_id or f"{recipe.name}/{card.kind}"
+    name = recipe.hub.repo_id or f"{recipe.name}/{card.kind}"
+    repo = recipe.hub.repo_id or f"runs/{name}"
     chat = any(report.get("chat") for report in reports[:1])
     parts = [
         f"---\n{yaml.safe_dump(metadata(recipe, card, reports), sort_keys=False)}---",
-        f"# {repo}",
+        f"# {name}",
         f"{card.noun} that drafts for **{recipe.target.model}** in speculative "
         "decoding: the target checks every drafted token, so its output stays what it would have "
         "been alone. "
@@ -52,9 +53,7 @@ def model_card(
         "## Use",
         f"```bash\n{INSTALL}```",
         f"```python\n{usage(recipe, card, repo, chat)}```",
-        "Or, with nothing but specdraft installed (`trust_remote_code` runs "
-        "`custom_generate/generate.py` of this repository):",
-        f"```python\n{ALONE.format(repo=repo)}```",
+        *(_alone(repo) if recipe.hub.repo_id else ()),
         "In vLLM, which verifies chains:",
         f"```bash\n{serving(recipe, card, repo)}```",
         "## Results",
@@ -65,16 +64,26 @@ def model_card(
     return visible("\n\n".join(parts)) + "\n"
 
 
+def _alone(repo: str) -> Iterator[str]:
+    """What a repository itself brings to `generate`."""
+    yield (
+        "Or, with nothing but specdraft installed (`trust_remote_code` runs "
+        "`custom_generate/generate.py` of this repository):"
+    )
+    yield f"```python\n{ALONE.format(repo=repo)}```"
+
+
 def metadata(recipe: Recipe, card: Card, reports: Sequence[dict]) -> dict:
     """Return what the Hub reads from a card's front matter; model-index has the figures."""
     names = (recipe.target.model, *recipe.data.sources)
     base, *datasets = (name if name != BUNDLED and is_hub_id(name) else None for name in names)
+    datasets = [name.partition(":")[0] for name in datasets if name and not set(name) & {*"*?["}]
     figures = list(eval_results(reports))
     return ModelCardData(
         library_name=card.library,
         license=recipe.hub.license,
         base_model=base,
-        datasets=[name for name in datasets if name] or None,
+        datasets=datasets or None,
         tags=["speculative-decoding", "draft-model", card.tag],
         model_name=(recipe.hub.repo_id or recipe.name) if figures else None,
         eval_results=figures or None,

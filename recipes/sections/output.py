@@ -4,6 +4,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
 from specdraft.recipes.fields import Section
 
 
@@ -27,3 +30,9 @@ class HubSection(Section):
         """A repository has an owner and a name."""
         if self.repo_id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.repo_id):
             yield self.complaint("repo_id", "must be owner/name, e.g. you/falcon-tiny")
+        elif self.repo_id is not None:
+            try:
+                validate_repo_id(self.repo_id)
+            except HFValidationError as error:
+                what = str(error).removesuffix(f": '{self.repo_id}'.")
+                yield self.complaint("repo_id", f"the Hub takes no such name ({what}); rename it")

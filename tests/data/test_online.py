@@ -245,7 +245,9 @@ def test_the_plan_says_that_nothing_is_kept_and_what_the_target_takes(name):
     plan = make_plan(recipe, ranks=8)
     text = dict(plan_lines(plan, recipe, 8, 100e12))
     assert text["feature cache"] == "none: the target runs in training, 13.5 GB in every process"
-    more = plan.memory_per_gpu - make_plan(cached, ranks=8).memory_per_gpu
+    assert plan.memory_per_gpu == make_plan(cached, ranks=8).memory_per_gpu  # which measures
+    alone = load_recipe(path, ["train.eval_every=null"])
+    more = plan.memory_per_gpu - make_plan(alone, ranks=8).memory_per_gpu
     assert more == 2 * (plan.target.parameters - plan.target.embedding_parameters)
 
 

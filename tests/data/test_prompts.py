@@ -7,7 +7,7 @@ import small_tokenizer as st
 from test_tokens import chats, recipe, write
 from tokenizers.processors import TemplateProcessing
 
-from specdraft.data.prompts import load_prompts
+from specdraft.data.prompts import load_prompts, validation_prompts
 from specdraft.data.sources import bundled_file
 from specdraft.models.target_files import bundled_target_dir, load_tokenizer
 from specdraft.recipes.errors import DataError
@@ -106,6 +106,17 @@ def test_a_base_model_is_given_the_bare_question(tmp_path):
     tokenizer = st.small_tokenizer(None)
     (prompt,) = prompts(tmp_path, [{"turns": ["Hello"]}], tokenizer)
     assert prompt.input_ids == tokenizer("Hello")["input_ids"]
+
+
+def test_rows_that_share_an_id_are_prompts_of_their_own(tmp_path):
+    rows = [{"id": n % 2, "prompt": f"What is {n} plus 2?"} for n in range(10)]
+    measured = prompts(tmp_path, rows, limit=4)
+    assert len({prompt.id for prompt in measured}) == 4
+    tree = recipe(tmp_path, str(tmp_path / "train.jsonl")).to_dict()
+    tree["eval"] |= {"prompts": str(tmp_path / "bench.jsonl"), "limit": 4, "validation": 4}
+    chosen = validation_prompts(from_dict(tree), st.small_tokenizer())
+    assert len(chosen) == 4
+    assert not {prompt.text for prompt in chosen} & {prompt.text for prompt in measured}
 
 
 def test_a_limit_is_spread_over_the_categories(tmp_path):

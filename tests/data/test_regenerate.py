@@ -110,6 +110,9 @@ def test_a_row_ends_at_an_answer_that_came_to_no_end(tmp_path):
     assert parrot.levels == [4]
     for ids, mask in contents(cache):
         assert mask == [False] * (len(ids) - 5) + [True] * 5
+    assert "4 end within an answer (data.max_new_tokens, data.max_length)" in cache.summary()
+    whole = build(rewriting(tmp_path), parrot).summary()
+    assert "none was cut, dropped or rejected" in whole
 
 
 def test_answers_have_no_more_room_than_max_length(tmp_path):

@@ -82,6 +82,16 @@ def test_what_became_of_the_rows_is_told_in_tokens(tmp_path):
     assert rejects.is_file()
 
 
+def test_a_file_may_be_named_in_bytes_that_are_no_text(tmp_path):
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    source = write(tmp_path / "a.jsonl", chats(3))
+    os.rename(source, os.fsencode(folder) + b"/caf\xe9.jsonl")
+    cache = build_tokens(recipe(tmp_path, str(folder)), st.small_tokenizer())
+    assert len(cache) == 3
+    assert cache.origin(0).endswith("caf\\udce9.jsonl:1")
+
+
 def test_it_is_an_arrow_dataset_that_others_can_read(tmp_path):
     source = write(tmp_path / "a.jsonl", chats(3))
     cache = build_tokens(recipe(tmp_path, source), st.small_tokenizer())

@@ -8,6 +8,9 @@ import torch
 from decoding import PATHS, Foreseeing, completions, decode, plain_tokens, prompts
 from random_models import VOCAB, random_head, random_target
 from small_tokenizer import small_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
@@ -343,6 +346,15 @@ def test_a_stop_string_of_many_tokens_is_seen_whole():
         fresh = [*ids[known:], *before]
         assert tokens_until_stop(tokenizer, before + ids[:known], fresh, ("no", stop)) == 9 - known
     assert tokens_until_stop(tokenizer, before + ids, before, ("no", stop)) is None
+
+
+def test_a_stop_string_is_seen_where_a_tokenizer_would_tidy_the_text():
+    """Tidied, a text may lose what it had a token before: steps of several would not see it."""
+    vocab = {word: number for number, word in enumerate(["[UNK]", "yes", "?", "no"])}
+    raw = Tokenizer(WordLevel(vocab, unk_token="[UNK]"))
+    tidy = PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=True)
+    assert tidy.decode([1, 2, 3]) == "yes? no"
+    assert tokens_until_stop(tidy, [1], [2, 3], (" ?",)) == 1
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [3, 0, 5, 2, 1, 4]])

@@ -292,7 +292,10 @@ def test_paths_of_target_and_data_become_names(head_run, tmp_path):
     report = json.loads((run / "report.json").read_text())
     for one in report["runs"]:
         one["prompt_set"] = f"mt_bench:{chats}"
-    sources = [str(chats), "owner/name", "hf://datasets/a/b/c.json", f"{tmp_path}/here/chats"]
+    sources = [
+        str(chats), "owner/name:test", "hf://datasets/a/b/c.json", f"{tmp_path}/here/chats",
+        "chats/part-*",
+    ]  # fmt: skip
     report["recipe"]["target"]["model"], report["recipe"]["data"]["sources"] = str(model), sources
     (run / "report.json").write_text(json.dumps(report))
     (run / "falcon" / "report.json").unlink()  # as in runs from before it lay there
@@ -306,13 +309,14 @@ def test_paths_of_target_and_data_become_names(head_run, tmp_path):
     recipe = yaml.safe_load(files["recipe.yaml"])
     assert recipe["target"]["model"] == "my-model"
     assert recipe["data"]["sources"] == [
-        "chats.jsonl", "owner/name", "hf://datasets/a/b/c.json", "chats",
+        "chats.jsonl", "owner/name:test", "hf://datasets/a/b/c.json", "chats", "chats/part-*",
     ]  # fmt: skip
     assert recipe["eval"]["prompts"] == "mt_bench:chats.jsonl"
     assert json.loads(files["config.json"])["target"]["name"] == "my-model"
     card = files["README.md"].decode()
     assert "drafts for **my-model**" in card
     assert "datasets:\n- owner/name\n" in card
+    assert "part-*" not in card.split("---")[1]
     from_dict(recipe)
 
 
@@ -651,6 +655,7 @@ def test_without_credentials_training_does_not_even_start(nursery, tmp_path):
     [
         (["gone", "you/x"], "no recipe at gone; nearest is"),
         (["falcon", "x"], "hub.repo_id = 'x': must be owner/name"),
+        (["falcon", "you/a--b"], "hub.repo_id = 'you/a--b': the Hub takes no such name"),
     ],
 )
 def test_what_cannot_be_pushed_is_one_clear_message(push, arguments, message):

@@ -15,6 +15,7 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.serve.for_vllm import Proposer, Seen
 from specdraft.eval.serve.rows import RowStep, ServedRows
+from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.serving import serve_eagle
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
@@ -111,7 +112,7 @@ class Kept:
         return self.drafts[-1]
 
 
-@pytest.mark.parametrize("method", ["falcon_chain", "prompt_lookup"])
+@pytest.mark.parametrize("method", ["falcon_chain", "prompt_lookup", "ssd", "cascade"])
 def test_outputs_are_plain_decodings_and_drafts_no_longer_than_asked_for(target, method, tmp_path):
     options = {"method": method}
     if method == "falcon_chain":
@@ -119,6 +120,13 @@ def test_outputs_are_plain_decodings_and_drafts_no_longer_than_asked_for(target,
         config = json.loads((tmp_path / "config.json").read_text())
         options["head"] = str(tmp_path)
         assert config["block_size"] == 3
+    if method == "ssd":
+        options["student"] = str(bundled_target_dir())
+    if method == "cascade":
+        options |= {"cascade": [str(bundled_target_dir())], "table": str(tmp_path)}
+        ones = torch.ones(target.vocab_size, dtype=torch.long)
+        table = MaxGramTable.of_counts(MaxGramConfig(target.vocab_size), ones, ones, ones)
+        table.save_pretrained(tmp_path)
     proposer = Proposer(config_of(target, options))
     proposer.load_model(Model(target))
     engine = SmallEngine(target, Calls(proposer), chunk=6, batch=4, seed=2)

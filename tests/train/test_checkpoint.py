@@ -265,6 +265,16 @@ def test_other_data_is_refused(tmp_path):
         train(tmp_path, data=ToyRows(count=20), **{"train.steps": 1})
 
 
+def test_as_many_rows_that_hold_something_else_are_refused(tmp_path):
+    data = ToyRows()
+    data.key = "a"
+    train(tmp_path, data=data, **{"train.steps": 1})
+    train(tmp_path, data=data, **{"train.steps": 2})
+    data.key = "b"
+    with pytest.raises(RecipeError, match="contents of its data or target = a, now it is b"):
+        train(tmp_path, data=data, **{"train.steps": 3})
+
+
 @pytest.mark.parametrize(
     ("there", "here"),
     [
@@ -365,6 +375,15 @@ def test_what_a_killed_run_was_writing_or_deleting_is_swept(tmp_path):
     for name in (".writing-9", ".deleted-step-5"):
         (tmp_path / "checkpoints" / name).mkdir()
         (tmp_path / "checkpoints" / name / "model.safetensors").write_text("a part")
+    assert checkpoints.resume() == TrainState(step=7)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-7"]
+
+
+def test_one_that_was_to_be_replaced_is_kept_where_a_kill_came_between(tmp_path):
+    checkpoints = make_checkpoints(tmp_path)
+    checkpoints.save(TrainState(step=7))
+    newest = tmp_path / "checkpoints" / "step-7"
+    newest.rename(newest.with_name(".deleted-step-7"))
     assert checkpoints.resume() == TrainState(step=7)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-7"]
 

@@ -48,7 +48,10 @@ def test_the_7b_plan_has_the_sizes_of_the_paper():
     assert plan.rows == 68000
     assert plan.cache_bytes == 68000 * 2048 * (4096 * 2 + 5)  # features, token and mask
     assert plan.steps == 68000 // 32 * 20
-    assert 8e9 < plan.memory_per_gpu < 24e9
+    alone = make_plan(load("vicuna7b_paper", "train.eval_every=null"), ranks=8).memory_per_gpu
+    assert 8e9 < alone < 24e9
+    rest = plan.target.parameters - plan.target.embedding_parameters  # kept by whoever measures
+    assert plan.memory_per_gpu - alone == 2 * rest
     text = dict(plan_lines(plan, recipe, 8, 100e12))
     assert "2.66 decoder layers" in text["head"]
     assert "1.14 TB" in text["feature cache"]

@@ -103,8 +103,9 @@ class Checkpoints:
         accelerator: Accelerator,
         keep: int,
         needed: int = 0,  # bytes that one takes at least; see `expected_bytes`
+        data: str | None = None,  # what the rows hold, hashed; None: not known
     ):
-        self.folder, self.needed = out / "checkpoints", needed
+        self.folder, self.needed, self.data = out / "checkpoints", needed, data
         self.recipe, self.rows, self.accelerator, self.keep = recipe, rows, accelerator, keep
         self.launch, self.ranks = Launch.of(accelerator), Ranks.of(accelerator)
         if self.launch.engine is None:
@@ -152,6 +153,7 @@ class Checkpoints:
         """Add to the files of all ranks what makes them a checkpoint."""
         if self.ranks.is_first:
             content = {"state": asdict(state), "recipe": self.recipe, "rows": self.rows}
+            content["data"] = self.data
             (writing / STATE).write_text(json.dumps(content | asdict(self.launch), indent=1))
             write_sums(writing)
             atomic.sync_tree(writing)
@@ -185,6 +187,7 @@ class Checkpoints:
         cannot read, and CacheError when all are damaged.
         """
         if self.ranks.is_first:
+            self._take_back()
             self._sweep()
         newest = self.ranks.share(self._newest_whole() if self.ranks.is_first else None)
         if isinstance(newest, str):
@@ -192,7 +195,7 @@ class Checkpoints:
         if newest is None:
             return None
         content = read_state(newest)
-        check_continued(newest, content, self.recipe, self.rows)
+        check_continued(newest, content, self.recipe, self.rows, self.data)
         there = Launch(content["processes"], content.get("engine"))
         there.check_continued_by(self.launch, newest)
         self.accelerator.load_state(str(newest))
@@ -239,6 +242,14 @@ class Checkpoints:
     def _take_whole_weights(self, models: list[nn.Module], _: str) -> None:
         models[:] = [self.accelerator.unwrap_model(model) for model in models]
 
+    def _take_back(self) -> None:
+        """Give its name back to one that a kill has left retired, with nothing yet in its place."""
+        newest = self.newest()
+        for retired in self.folder.glob(".deleted-step-*"):
+            final = retired.with_name(retired.name.removeprefix(".deleted-"))
+            if newest is None or int(_step(newest)) < int(_step(final)):
+                retired.rename(final)
+
     def _sweep(self) -> None:
         """Delete what is retired, and what a run that was killed was writing."""
         for name in (".writing-*", ".deleted-*"):
@@ -266,7 +277,13 @@ def _by_step(folder: Path) -> list[Path]:
     return sorted(named, key=lambda path: int(_step(path)))
 
 
-def check_continued(checkpoint: Path, content: dict, recipe: dict, rows: int | None = None) -> None:
+def check_continued(
+    checkpoint: Path,
+    content: dict,
+    recipe: dict,
+    rows: int | None = None,
+    data: str | None = None,
+) -> None:
     """Raise RecipeError where a recipe, or its rows of data, would not have made a checkpoint.
 
     content: its state.json; rows: None: not counted yet.
@@ -276,6 +293,9 @@ def check_continued(checkpoint: Path, content: dict, recipe: dict, rows: int | N
         del differing["data.server"]  # where it listens is no matter, whether there is one is
     if rows is not None and content["rows"] != rows:
         differing["rows of training data"] = (content["rows"], rows)
+    there = content.get("data")  # earlier versions do not say
+    if None not in (there, data) and there != data:
+        differing["contents of its data or target"] = (there, data)
     if differing:
         key, (there, here) = next(iter(differing.items()))
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""

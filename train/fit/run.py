@@ -107,7 +107,13 @@ class Run:
         self.model, self.optimizer = accelerator.prepare(drafter.train(), optimizer)
         self.drafter = accelerator.unwrap_model(self.model)
         self.checkpoints = Checkpoints(
-            self.out, recipe.to_dict(), len(data), accelerator, train.keep, needed
+            self.out,
+            recipe.to_dict(),
+            len(data),
+            accelerator,
+            train.keep,
+            needed,
+            getattr(data, "key", None),  # what others bring has none
         )
         resumed = self.checkpoints.resume()
         self.state = resumed or TrainState()
