@@ -109,13 +109,6 @@ def _accept_sampled(one: RowInput, verdict: Verdict) -> Accepted:
 
     # Nothing drafted: any rule only has the bonus to draw.
     name = request.rule if len(tree.topology) > 1 else "walk"
-    if name == "walk":  # noise by position: the output is plain decoding's, whatever was drafted
-
-        def drawn(node: int) -> int:
-            return SeededChance(request.seed, length + tree.topology.depths[node]).choice(p(node))
-
-        return walk(tree.topology, verdict.tokens, drawn)
-
     if verdict.probs is not None:
         tree = tree._replace(draws=replace(tree.draws, probs=verdict.probs))
     chance = SeededChance(request.seed, length)

@@ -9,6 +9,7 @@ from random_families import GQA, MLP, random_model
 from random_models import HIDDEN, VOCAB, random_head
 from torch import nn
 
+from specdraft.data.regenerate import Ask
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
@@ -16,6 +17,7 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.tree import chain
+from specdraft.eval.generation.answers import answer
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.target import Target
 from specdraft.models.target_files import identity_of
@@ -216,6 +218,14 @@ def test_a_capacity_beyond_learned_positions_is_refused(name):
     request = Request(prompt, 128 - len(prompt))  # the last position there is
     done = next(Decoder(target, None, 1, 128).run([request]))
     assert done.tokens == plain_tokens(target, prompt, request.max_new_tokens)
+
+
+def test_answers_up_to_the_last_position_are_plain_where_none_is_left_for_drafts():
+    target, prompt = random_family("gpt2"), prompts()[3]
+    ask = Ask(prompt, 128 - len(prompt), temperature=0.0, seed=0)
+    for make in (lambda capacity: None, lambda capacity: PromptLookup(1, 5, 2)):
+        ((_, found),) = answer(target, 1, [ask], make)
+        assert found.tokens == plain_tokens(target, prompt, 128 - len(prompt))
 
 
 LONGROPE = {

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from specdraft.data.store.tokens import build_tokens
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconHead, block_index
 from specdraft.models.shapes import KNOWN, TargetShape, head_config, target_shape
@@ -31,7 +32,14 @@ from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
 from specdraft.train.heads import sar_head
 from specdraft.train.objectives.csgd import CoupledGlancing
-from specdraft.train.plan import format_bytes, format_seconds, make_plan, measured_flops, plan_lines
+from specdraft.train.plan import (
+    format_bytes,
+    format_seconds,
+    known_sizes,
+    make_plan,
+    measured_flops,
+    plan_lines,
+)
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -181,6 +189,16 @@ def test_counted_rows_replace_the_bound():
 
 def test_a_holdout_takes_nothing_off_the_limit_which_counts_what_it_has_left():
     assert make_plan(load("vicuna7b", "data.limit=600", "data.holdout=200")).rows == 600
+
+
+def test_what_is_cached_by_another_template_is_not_counted(tmp_path):
+    here = "data.limit=20", f"data.cache_dir={tmp_path}"
+    own, other = load("tiny", *here), load("tiny", *here, "target.chat_template=vicuna")
+    cache = build_tokens(own, Target.of_recipe(own.target).tokenizer)
+    assert known_sizes(own)[:2] == (20, cache.stats["tokens"])
+    assert known_sizes(other) == (20, None, None)
+    cache = build_tokens(other, Target.of_recipe(other.target).tokenizer)
+    assert known_sizes(other)[:2] == (20, cache.stats["tokens"])
 
 
 def test_without_rows_the_plan_says_so():
