@@ -331,6 +331,14 @@ def test_a_run_with_several_kinds_is_asked_which_one_is_meant(tmp_path: Path):
         load_recipe(tmp_path)
 
 
+def test_a_student_that_was_copied_is_itself_and_no_revision_of_what_it_was_made_of(tmp_path: Path):
+    pinned = ["student.model=you/base", "student.revision=v1", "student.keep_layers=null"]
+    dump(load_recipe("tiny_distill", pinned), tmp_path / "recipe.yaml")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    student = load_recipe(tmp_path).student
+    assert (student.model, student.revision) == (str(tmp_path), None)
+
+
 def test_a_recipe_knows_its_kind_of_drafter():
     kinds = {"tiny": "falcon", "tiny_eagle": "eagle", "tiny_eagle3": "eagle3"}
     kinds |= {"tiny_medusa": "medusa", "tiny_distill": "student"}
