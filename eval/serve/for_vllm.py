@@ -30,6 +30,7 @@ from specdraft.models.embeddings import model_without_weights
 from specdraft.models.falcon import FalconHead
 from specdraft.models.families.finish import PLAIN
 from specdraft.models.feature_layers import Layers, check_layers
+from specdraft.models.shapes import TargetShape
 from specdraft.models.target_files import folder_here, identity_of, load_tokenizer
 from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import RecipeError, TargetError
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTIONS = "specdraft"  # the key of vLLM's additional_config that is ours
-MEMORY = 2 << 30  # bytes of keys and values that a head may hold of all rows
+MEMORY = 2 << 30  # bytes of keys and values that a head or students may hold of all rows
 # The methods whose drafts are chains, and what says how long these are.
 CHAINS: dict[str, tuple[str, str] | None] = {
     "falcon_chain": ("eval", "chain_depth"),
@@ -158,11 +159,12 @@ class Proposer:
         capacity, slots = self.config.model_config.max_model_len, scheduler.max_num_seqs
         if trained.head is not None:
             check_sizes(trained.head, served)
-            slots = min(slots, MEMORY // row_bytes(trained.head, capacity))
+        if row := row_bytes(trained, capacity):
+            slots = min(slots, MEMORY // row)
         if not slots:
             raise TargetError(
-                f"a row of {capacity} tokens takes this head more than {MEMORY >> 30} GiB; serve "
-                f"{served.name} with a smaller max_model_len"
+                f"a row of {capacity} tokens takes {self.method} more than {MEMORY >> 30} GiB; "
+                f"serve {served.name} with a smaller max_model_len"
             )
         recipe = recipe_of(self.method, self.length, self.settings)
         drafter = make_drafter(self.method, Setup(recipe, served, trained, slots, capacity))
@@ -289,7 +291,13 @@ def check_sizes(head: FalconHead, served: ServedModel) -> None:
         )
 
 
-def row_bytes(head: FalconHead, capacity: int) -> int:
-    """Bytes of the keys and values of a row, in float32."""
-    config = head.config
-    return 4 * 2 * config.layers * config.kv_heads * config.head_dim * capacity
+def row_bytes(trained: Trained, capacity: int) -> int:
+    """Bytes of the keys and values of a row: of a head in float32, of students in their dtype."""
+    held = 0
+    if trained.head is not None:
+        config = trained.head.config
+        held += 4 * config.layers * config.kv_heads * config.head_dim
+    for student in filter(None, (*trained.cascade, trained.student)):
+        shape = TargetShape.of(student.config.get_text_config())
+        held += student.dtype.itemsize * shape.layers * shape.attention[1]
+    return 2 * held * capacity

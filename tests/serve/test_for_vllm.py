@@ -13,7 +13,10 @@ from torch import nn
 
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.serve.for_vllm import Proposer, Seen
+from specdraft.eval.engine.packed import PackedTarget
+from specdraft.eval.methods.trained import Trained
+from specdraft.eval.serve import for_vllm
+from specdraft.eval.serve.for_vllm import Proposer, Seen, row_bytes
 from specdraft.eval.serve.rows import RowStep, ServedRows
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.serving import serve_eagle
@@ -135,6 +138,25 @@ def test_outputs_are_plain_decodings_and_drafts_no_longer_than_asked_for(target,
     for number, tokens in found.items():
         assert tokens == prompts[number] + plain_tokens(target, prompts[number], LENGTH)
     assert max(map(len, engine.rows.made)) == 4  # one more than there are slots
+
+
+def test_rows_that_a_students_cache_has_no_room_for_are_decoded_without_drafts(target, monkeypatch):
+    tiny = str(bundled_target_dir())
+    row = row_bytes(Trained(student=target), 64)
+    pool = PackedTarget(target, 1, 64).pool
+    assert row == sum(part.nbytes for layer in pool.layers for part in layer) // pool.capacity * 64
+    monkeypatch.setattr(for_vllm, "MEMORY", 2 * row)
+    proposer = Proposer(config_of(target, {"method": "ssd", "student": tiny}))
+    proposer.load_model(Model(target))
+    engine = SmallEngine(target, Calls(proposer), chunk=6, batch=3, seed=2)
+    prompts = [list(range(n, n + 12)) for n in (5, 40, 70)]
+    found = engine.run(prompts, LENGTH)
+    for number, tokens in found.items():
+        assert tokens == prompts[number] + plain_tokens(target, prompts[number], LENGTH)
+    assert len(proposer.rows) <= 2
+    monkeypatch.setattr(for_vllm, "MEMORY", row - 1)
+    with pytest.raises(TargetError, match="a row of 64 tokens takes ssd more than"):
+        Proposer(config_of(target, {"method": "ssd", "student": tiny})).load_model(Model(target))
 
 
 def test_a_head_in_the_layout_of_an_engine_is_plugged_in(target, tmp_path):
