@@ -124,8 +124,8 @@ class Rewriter:
                     self.renderer.reject(conversation, reason, False)
                     break
                 mask = mask + [True] * len(answer.tokens)
-                row = ids + answer.tokens, mask, conversation.origin, source
-                yield Example(*row, unended=not answer.ended)
+                whole = ids + answer.tokens
+                yield Example(whole, mask, conversation.origin, source, not answer.ended)
 
     def _level(self, slots: list[Slot], generate: Generate, file: TextIO, bar: tqdm) -> None:
         """Make one answer of each slot, skipping those made before and those never reached."""

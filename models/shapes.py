@@ -70,6 +70,11 @@ class TargetShape:
         return self.heads * dim, self.kv_heads * dim
 
     @property
+    def cached_numbers(self) -> int:
+        """Keys and values of a token in all layers."""
+        return 2 * self.layers * self.attention[1]
+
+    @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linear layers of a decoder layer, as Llama names them."""
         width, inner, (query, key) = self.hidden_size, self.intermediate_size, self.attention

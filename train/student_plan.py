@@ -61,8 +61,8 @@ class StudentPlan:
     def memory(self, rows: int) -> int:
         """Estimate the bytes one process holds while training on `rows` rows at a time."""
         recipe, shape, dtype = self.recipe, self.shape, BYTES[self.recipe.target.dtype]
-        # Whoever measures while it trains keeps all of the target.
-        whole = self.runs_target or recipe.train.eval_every is not None
+        # All of the target but where features stand in for it and nobody measures with it.
+        whole = not self.features or recipe.train.eval_every is not None
         held = self.target.parameters if whole else self.target.embedding_parameters
         # Kept for backward per position: per decoder layer about 12H and the MLP's 4I.
         layer = 12 * shape.hidden_size + 4 * shape.intermediate_size

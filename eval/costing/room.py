@@ -46,7 +46,7 @@ def check_room(what: str, needed: int, device: torch.device) -> None:
 
 def row_bytes(shape: TargetShape, capacity: int, dtype: str) -> int:
     """Bytes of the KV cache of a row with `capacity` tokens."""
-    return 2 * shape.layers * shape.attention[1] * capacity * BYTES[dtype]
+    return shape.cached_numbers * capacity * BYTES[dtype]
 
 
 def most_rows(row: int, device: torch.device) -> int:

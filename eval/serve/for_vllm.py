@@ -296,8 +296,8 @@ def row_bytes(trained: Trained, capacity: int) -> int:
     held = 0
     if trained.head is not None:
         config = trained.head.config
-        held += 4 * config.layers * config.kv_heads * config.head_dim
+        held += 4 * 2 * config.layers * config.kv_heads * config.head_dim
     for student in filter(None, (*trained.cascade, trained.student)):
         shape = TargetShape.of(student.config.get_text_config())
-        held += student.dtype.itemsize * shape.layers * shape.attention[1]
-    return 2 * held * capacity
+        held += student.dtype.itemsize * shape.cached_numbers
+    return held * capacity

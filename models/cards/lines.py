@@ -115,8 +115,10 @@ def serving(recipe: Recipe, card: Card, repo: str) -> str:
         length = recipe.maxgram.n if card.kind == "table" else recipe.eval.chain_depth
         config = {"method": "custom_class", "num_speculative_tokens": length, "model": PROPOSER}
         more = {"specdraft": {"method": method, name: repo}}
-        lines += ["# into vLLM's environment; in a clone of it: pip install --no-deps ."]
-        lines += ["pip install --no-deps specdraft"]
+        lines = [
+            "# into vLLM's environment; in a clone of it: pip install --no-deps .",
+            "pip install --no-deps specdraft",
+        ]
     elif card.kind in EXPORTED:
         length = recipe.medusa.heads if card.kind == "medusa" else recipe.eval.chain_depth
         config = {"method": EXPORTED[card.kind], "num_speculative_tokens": length}
