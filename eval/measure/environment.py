@@ -1,6 +1,5 @@
 """The machine that figures are measured on: what it is, and how many threads decode."""
 
-import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -10,36 +9,20 @@ from pathlib import Path
 import torch
 import transformers
 
+from specdraft.eval.pricing.machine import machine
 from specdraft.models.target import Target
-
-_MODEL = {"family": "cpu family", "model": "model"}  # in /proc/cpuinfo
 
 
 def environment(target: Target) -> dict:
     """Where the figures were measured."""
     return {
-        "device": str(target.device),
-        "cpu": processor(),
-        "cores": os.cpu_count(),
+        **machine(target.device),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if target.device.type == "cuda" else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "commit": _commit(),
     }
-
-
-def processor(file: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, and its model: a cloud's machines of several generations have one."""
-    info: dict[str, str] = {}
-    if file.is_file():
-        pairs = (line.partition(":") for line in file.read_text().splitlines())
-        for key, _, value in pairs:
-            info.setdefault(key.strip(), value.strip())
-    name = info.get("model name", platform.processor())
-    numbers = [f"{key} {info[field]}" for key, field in _MODEL.items() if field in info]
-    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def _commit() -> str | None:

@@ -24,6 +24,7 @@ cached tokens of a row, N tokens of all.
 
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -31,6 +32,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Self
 
+from specdraft.eval.pricing.machine import machine
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
@@ -39,6 +41,7 @@ COSTS = "costs.json"  # in the folder of a run
 # Of a drafter's config, what its drafts take as long with: whose it is, numbers that depend on what
 # it was trained on, and a window, which a recipe may say anew.
 UNTIMED = {"target", "embed_scale", "feature_scale", "norm_eps", "rope", "rope_theta", "window"}
+PROCESSORS = ("gpu", "cpu")  # of an environment: what other costs come of, by name
 Terms = dict[str, float]  # of a cost, by name: what a weight is multiplied by
 
 
@@ -192,7 +195,8 @@ def costs_file(recipe: Recipe, target: Target) -> Path:
 def load_costs(
     path: Path, target: Target | None = None, form: Mapping[str, Any] | None = None
 ) -> CostModel:
-    """Read what eval/costs.py has written, for a target, if one is given.
+    """Read what eval/costs.py has written, for a target, if one is given; a warning says where it
+    was measured on another machine than this target's.
 
     form: of the drafter that drafts; what was measured of drafts of another form is left out.
     Raises DataError where there is none, half of it, or another target's.
@@ -207,7 +211,8 @@ def load_costs(
         if not costs.is_sound:
             raise ValueError
         name, weights = (content["target"][key] for key in ("name", "weights"))
-        there = _timed(content["drafter"] or {})
+        there, elsewhere = _timed(content["drafter"] or {}), content["environment"]
+        elsewhere = {part: elsewhere.get(part) for part in PROCESSORS}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} holds no costs; delete it and measure them again") from error
     if target is not None and target.identity()["weights"] != weights:
@@ -215,9 +220,24 @@ def load_costs(
             f"{path} is of {name}, not of {target.name}; measure this one: "
             "python eval/costs.py RECIPE"
         )
+    if target is not None:
+        _compare(path, elsewhere, machine(target.device))
     if form is not None and there != _timed(json.loads(json.dumps(form))):
         return replace(costs, draft=None)
     return costs
+
+
+def _compare(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Warn of the first processor that is not the one that costs were measured on."""
+    for part in PROCESSORS:
+        if there[part] != here[part]:
+            warnings.warn(
+                f"{path} was measured on another machine ({part} {there[part]}, not {here[part]}): "
+                "drafts are as long as they would be worth there; measure this one: "
+                "python eval/costs.py RECIPE",
+                stacklevel=3,
+            )
+            return
 
 
 def _timed(form: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -25,11 +26,11 @@ from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.measure.environment import processor
 from specdraft.eval.measure.report import verify_curve
 from specdraft.eval.methods.setup import Setup, Way, measured_costs
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, Curve, load_costs, verify_terms
+from specdraft.eval.pricing.machine import machine, processor
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.student import pruned
 from specdraft.models.target import Target
@@ -341,6 +342,27 @@ def test_drafts_have_no_price_where_those_of_another_drafter_were_measured(tmp_p
         found = measured_costs(setup, "head")
         assert found.verify == costs.verify
         assert found.draft == (costs.draft if priced else None)
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ({}, None),
+        ({"threads": 64, "torch": "1.0"}, None),  # the same processors
+        ({"cpu": "Abacus"}, "another machine .cpu Abacus, not "),
+        ({"gpu": "Abacus"}, "another machine .gpu Abacus, not None"),
+    ],
+)
+def test_costs_of_another_machine_are_said_to_be(tmp_path, recwarn, there, told):
+    target = random_target(vocab=40)
+    content = {**subject(target, Trained(), Way()), "points": []}
+    content["model"] = fitted(verified(), loop(), []).to_dict()
+    content["environment"] = {**machine(target.device), **there}
+    (tmp_path / "costs.json").write_text(json.dumps(content))
+    load_costs(tmp_path / "costs.json")  # of no target, and of none's machine
+    assert not recwarn
+    load_costs(tmp_path / "costs.json", target)
+    assert [bool(re.search(told, str(one.message))) for one in recwarn] == [True] * bool(told)
 
 
 def test_a_busy_machine_is_known_by_its_tries():
