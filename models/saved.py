@@ -8,6 +8,7 @@ are written beside them (`sha256sum -c SHA256SUMS` reads them, too) find what ha
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -71,6 +72,7 @@ class Saved(
         # They go while what they speak of is replaced.
         (folder / SUMS).unlink(missing_ok=True)
         super().save_pretrained(folder)
+        share_weights(folder)
         write_sums(folder, (CONFIG, WEIGHTS))
         if not had_page:  # the mixin's knows nothing of the drafter: training writes one that does
             page.unlink()
@@ -229,6 +231,13 @@ def _check_tensors(path: Path, expected: nn.Module) -> None:
                 f"{'real' if wanted[name].is_floating_point() else 'whole'} numbers {size}, as "
                 f"{CONFIG} has it"
             )
+
+
+def share_weights(folder: Path) -> None:
+    """Let whoever may read a folder's config read its weights: safetensors writes them for their
+    owner alone."""
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(folder / CONFIG, weights)
 
 
 # -- checksums -------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.sar.layer import DecoderLayer
+from specdraft.models.saved import share_weights
 from specdraft.recipes.errors import HeadError
 
 ENGINES = ("vllm", "sglang")
@@ -56,6 +57,7 @@ class Served:
         writing.mkdir(parents=True)
         (writing / "config.json").write_text(json.dumps(self.config, indent=1) + "\n")
         save_file(self.tensors, writing / "model.safetensors", metadata={"format": "pt"})
+        share_weights(writing)
         for path in [*writing.iterdir(), writing]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)

@@ -26,7 +26,7 @@ from transformers import (
 
 from specdraft.models.embeddings import check_no_bias
 from specdraft.models.families.encoder_decoder import base_of, decoder_depth, decoder_layers
-from specdraft.models.saved import check_sums, write_sums
+from specdraft.models.saved import check_sums, share_weights, write_sums
 from specdraft.models.shapes import (
     OTHER_STUDENTS,
     TargetShape,
@@ -99,6 +99,7 @@ class Student(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Save a plain Hugging Face model, adapters merged, with the tokenizer and checksums."""
         self.merged().save_pretrained(folder)
+        share_weights(Path(folder))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         write_sums(Path(folder))

@@ -200,6 +200,7 @@ def test_an_export_never_overwrites_and_leaves_nothing_half_written(target, tmp_
     served = serve_eagle(eagle(target), "vllm", 64)
     served.write(tmp_path / "served")
     assert {path.name for path in tmp_path.iterdir()} == {"served"}
+    assert len({path.stat().st_mode for path in (tmp_path / "served").iterdir()}) == 1
     with pytest.raises(HeadError, match="already exists; give another --out"):
         served.write(tmp_path / "served")
 

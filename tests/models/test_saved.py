@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from specdraft.models.falcon import load_falcon
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable, load_table
 from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
-from specdraft.models.saved import write_sums
+from specdraft.models.saved import CONFIG, WEIGHTS, write_sums
 from specdraft.recipes.errors import HeadError
 
 KINDS = ["head", "medusa", "table"]
@@ -65,6 +65,12 @@ def change_config(folder: Path, **values) -> None:
 
 def test_what_is_whole_loads(drafter):
     assert not drafter[2]().training
+
+
+def test_whoever_reads_the_config_reads_the_weights(drafter):
+    """safetensors itself writes for the owner alone: a server of another user could not start."""
+    _, folder, _ = drafter
+    assert (folder / WEIGHTS).stat().st_mode == (folder / CONFIG).stat().st_mode
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '"head"', "7", "", "{", "[" * 100_000, "\ud800"])

@@ -156,6 +156,7 @@ def test_heads_that_do_not_fit_are_told(target):
 def test_a_pretrained_student_with_the_targets_tokens_is_taken(tmp_path):
     target = speaking_target()
     student_of(target, **OWN).save_pretrained(tmp_path)
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # whoever reads one
     student = student_of(target, model=str(tmp_path))
     assert all(p.requires_grad and p.dtype == torch.float32 for p in student.parameters())
     assert student.model.config.hidden_size == 8
