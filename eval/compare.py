@@ -40,8 +40,8 @@ def main() -> None:
         "--out", type=Path, default=Path("runs/compare"), help="default: %(default)s"
     )
     options = parser.parse_intermixed_args()
-    names = [given for given in options.drafters if "=" not in given]
-    overrides = [given for given in options.drafters if "=" in given]
+    names = [given for given in options.drafters if "=" not in given or Path(given).exists()]
+    overrides = [given for given in options.drafters if given not in names]
     if not names:
         raise RecipeError("name at least one drafter: a run, a folder in one, or a recipe")
     shape = find_shape(options.shape) if options.shape else None

@@ -75,8 +75,14 @@ def method(
             f"trained is given as {', '.join(KINDS)}"
         )
     # What a recipe has to say, and no drafter reads.
-    base = {"name": name, "data": {"sources": ["tiny"]}, "train": {"steps": 1}}
-    recipe = from_dict(base | (settings or {}))
+    base = {"name": name, "data": {"sources": ["tiny"]}, "train": {"steps": 1}} | (settings or {})
+    if "cascade" in trained:
+        students = trained["cascade"]
+        students = tuple(students) if isinstance(students, list | tuple) else (students,)
+        names = [str(one) if isinstance(one, Source) else one.name for one in students]
+        trained = trained | {"cascade": students}
+        base["cascade"] = {"students": names} | base.get("cascade", {})  # K is as large as they ask
+    recipe = from_dict(base)
 
     loaded: weakref.WeakKeyDictionary[Target, Trained] = weakref.WeakKeyDictionary()
 
@@ -86,7 +92,9 @@ def method(
                 kind: KINDS[kind].fetch(one, revision, target) if is_named(one) else one
                 for kind, one in trained.items()
             }
-            loaded[target] = Trained(**parts)
+            own = Trained(**parts)
+            own.check_tokens(target)  # of what is given as an object, too
+            loaded[target] = own
         return make_drafter(name, Setup(recipe, target, loaded[target], rows, capacity))
 
     return make
@@ -293,6 +301,8 @@ class BorrowedModel:
             drafter = self.make_drafter(self.target, rows, capacity)
             spare = drafter.max_nodes if drafter else 0
             if (limit := position_limit(self.target)) is not None:
+                if needed <= limit < needed + spare:  # no positions for drafts: plain, this once
+                    return Decoder(self.target, None, rows, needed)
                 capacity = max(needed, min(capacity, limit - spare))
             self._decoder = Decoder(self.target, drafter, rows, capacity + spare)
             self._capacity = capacity  # not before: what is refused leaves all as it was
@@ -302,7 +312,8 @@ class BorrowedModel:
 def _state(model: PreTrainedModel) -> list:
     """What a copy of a model's structure would have to be made again for: where its tensors lie,
     and what its modules do with them (an adapter is disabled or merged, a hook comes or goes)."""
-    found: list = [parameter.data_ptr() for parameter in model.parameters()]
+    found: list = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+    found.append(repr(model.config.to_dict()))  # which layers read as they run
     for module in model.modules():
         own = vars(module)
         found += ([*own["_forward_hooks"]], [*own["_forward_pre_hooks"]])

@@ -85,8 +85,11 @@ def push(
     api = HfApi()
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
-        if private and not api.repo_info(repo_id).private:
-            raise HubError(f"{repo_id} exists and is public; set hub.private=false to push there")
+        if api.repo_info(repo_id).private != private:
+            there = "public; set hub.private=false to push there"
+            if not private:  # by whoever decides that: what is in it already would be, too
+                there = "private; push there without hub.private=false, or make it public first"
+            raise HubError(f"{repo_id} exists and is {there}")
         if revision:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         there = api.list_repo_files(repo_id, revision=revision)

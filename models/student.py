@@ -283,7 +283,11 @@ def adapted(model: PreTrainedModel, section: StudentSection) -> PreTrainedModel:
             )
     sizes = {"r": section.lora_rank, "lora_alpha": section.lora_alpha}
     config = LoraConfig(target_modules=list(section.lora_targets), **sizes)
-    return inject_adapter_in_model(config, model.requires_grad_(False))
+    model = inject_adapter_in_model(config, model.requires_grad_(False))
+    for weight in model.parameters():
+        if weight.requires_grad:  # peft makes them in the dtype of what they adapt
+            weight.data = weight.data.float()
+    return model
 
 
 def _copy_layers(

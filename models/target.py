@@ -47,7 +47,7 @@ from specdraft.models.target_files import (
 )
 from specdraft.models.weights.placement import is_kept_elsewhere, loading_options, runs_on, shared
 from specdraft.models.weights.prepacked import PrepackedWeights, prepacked_layer
-from specdraft.recipes.errors import TargetError
+from specdraft.recipes.errors import TargetError, in_a_line
 from specdraft.recipes.sections.target import TargetSection
 
 # Where families write how many positions they have.
@@ -160,7 +160,14 @@ class Target:
             frozen = nn.Parameter(tensor.detach(), False) if tensor.requires_grad else tensor
             memo[id(tensor)] = frozen
         name = model.name_or_path or type(model).__name__
-        target = cls(copy.deepcopy(model, memo), None, name)
+        try:
+            view = copy.deepcopy(model, memo)
+        except (TypeError, RuntimeError) as error:  # a lock, a tensor with a history, ..
+            raise TargetError(
+                f"{name}: its structure cannot be copied ({in_a_line(error)}); take from its "
+                "modules what is no part of them"
+            ) from error
+        target = cls(view, None, name)
         if folder := folder_here(model.name_or_path):
             target._identity = identity_of(name, None, folder)
         return target

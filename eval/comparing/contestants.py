@@ -71,7 +71,7 @@ def read_recipes(names: Sequence[str], overrides: Sequence[str]) -> dict[str, Re
     Hub id without a run to read it with.
     """
     names = [one for name in names for one in _drafters_of(name)]
-    if len(set(names)) < len(names):
+    if len({Path(n).resolve() if Path(n).exists() else n for n in names}) < len(names):
         raise RecipeError("one of them is named twice; name each once")
     ids = [name for name in names if _is_elsewhere(name)]
     recipes = {n: load_recipe(n, overrides, check=problems) for n in names if n not in ids}

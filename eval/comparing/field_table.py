@@ -9,6 +9,7 @@ precision, hardware and versions: without these a figure stands beside nothing.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from specdraft.recipes.errors import DataError
@@ -25,7 +26,9 @@ FIGURE_LISTS = ("acceptance_by_depth", "acceptance_by_node")
 OF_ALL = "accepted_by_depth"  # not in reports of earlier versions
 NOTHING = "-"
 _LATEX = str.maketrans(
-    {c: f"\\{c}" for c in "#$%&_{}"} | {"~": r"\~{}", "^": r"\^{}", "τ": r"$\tau$"}
+    {c: f"\\{c}" for c in "#$%&_{}"}
+    | {"~": r"\~{}", "^": r"\^{}", "τ": r"$\tau$"}
+    | {"\\": r"\textbackslash{}", "|": r"\textbar{}", "<": r"\textless{}", ">": r"\textgreater{}"}
 )
 
 
@@ -41,7 +44,8 @@ class Table:
     def markdown(self) -> str:
         """Return the table as Markdown, its caption below."""
         rule = ["---", "---", *["---:"] * (len(self.headings) - 2)]
-        rows = ("| " + " | ".join(row) + " |" for row in (self.headings, rule, *self.lines))
+        lines = ([cell.replace("|", r"\|") for cell in line] for line in self.lines)
+        rows = ("| " + " | ".join(row) + " |" for row in (self.headings, rule, *lines))
         return "\n".join([*rows, "", self.caption])
 
     def latex(self) -> str:
@@ -76,8 +80,7 @@ def field_table(files: Sequence[Path]) -> Table:
         raise DataError(f"{files[0]}: no method has decoded a prompt; measure with eval/bench.py")
     grouped: dict[tuple, dict[int, dict]] = {}  # set, temperature and method: run by rows
     for run in runs:
-        place = run["prompt_set"], run["temperature"], run["method"]
-        before = grouped.setdefault(place, {}).setdefault(run["batch_size"], run)
+        before = grouped.setdefault(_place(run), {}).setdefault(run["batch_size"], run)
         if any(before.get(key) != run.get(key) for key in SAME):
             raise DataError(
                 f"{run['method']} on {run['prompt_set']} at temperature {run['temperature']:g}, "
@@ -97,6 +100,9 @@ def _read(file: Path) -> dict:
         report = json.loads(file.read_bytes())
         _of_one_kind(report)
         known = all(_is_run(run) for run in report["runs"])
+        for run in filter(itemgetter("outputs"), report["runs"]):
+            _line(_place(run), {run["batch_size"]: run}, ())
+            _caption(report, [run])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         known = False
     if not known:
@@ -120,6 +126,11 @@ def _of_one_kind(report: dict) -> dict:
     target, machine = report["recipe"]["target"], report["environment"]
     named = {key: machine.get(key) for key in MACHINE}
     return {"the target": target["model"], "the dtype": target["dtype"], "the machine": named}
+
+
+def _place(run: dict) -> tuple[str, float, str]:
+    """What a line of the table is of."""
+    return run["prompt_set"], run["temperature"], run["method"]
 
 
 def _line(place: tuple, by_rows: dict[int, dict], sizes: Iterable[int]) -> list[str]:

@@ -10,11 +10,13 @@ from specdraft.eval.page.plots import (
     FAINT,
     GRID,
     INK,
+    LETTER,
     WIDTH,
     Dot,
     Label,
     Line,
     Plot,
+    shortened,
 )
 from specdraft.eval.page.trouble import failure_reasons
 from specdraft.recipes.terminal import Screen
@@ -82,15 +84,17 @@ def frontier(report: dict) -> Plot | None:
         plot.add(Line([(left, y), (left + wide, y)], GRID))
         plot.add(Label(left - 5, y + 4, f"{most * share:.1f}", "end", FAINT, 10))
         plot.add(
-            Label(left + wide * share, bottom + 15, f"{widest * share:.2g}", "middle", FAINT, 10)
+            Label(left + wide * share, bottom + 15, _minutes(widest * share), "middle", FAINT, 10)
         )
     plot.add(Label(left + wide / 2, bottom + 30, "minutes of training", "middle", FAINT, 10))
     plot.add(Line([place[name] for name in outrun_by_none(points)], FAINT, 1.5))
     colours = method_colours(run["method"] for run in report["runs"])
-    for name, (x, y) in place.items():
+    line = 0.0  # of the last label: those of near points stand below each other
+    for name, (x, y) in sorted(place.items(), key=lambda one: one[1][1]):
         minutes, gain = points[name]
+        line = max(y + 4, line + LETTER * 2)
         plot.add(Dot(x, y, 4.5, colours[name], f"{name}: {gain:.2f} x after {minutes:.1f} minutes"))
-        plot.add(Label(x + 8, y + 4, name, "start", INK))
+        plot.add(Label(x + 8, line, shortened(name, WIDTH - x - 8), "start", INK))
     return plot
 
 
@@ -101,6 +105,11 @@ def outrun_by_none(points: dict[str, tuple[float, float]]) -> list[str]:
         if not found or points[name][1] > points[found[-1]][1]:
             found.append(name)
     return found
+
+
+def _minutes(value: float) -> str:
+    """On an axis."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _figure(value: float | None, digits: int) -> str:

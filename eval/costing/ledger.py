@@ -59,7 +59,7 @@ class Ledger:
             list(differing(content, self.subject))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise DataError(
-                f"{self.path} holds no costs; delete it, or give another --out"
+                f"{self.path} holds no costs; delete it and measure them again"
             ) from error
         return content
 

@@ -68,10 +68,14 @@ class Logbook:
 
     def _read(self) -> tuple[dict, dict[tuple[int, ...], str]]:
         """The first line, and the others by their place, as they are: few are needed at a time."""
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        written = self.path.read_bytes() if self.path.exists() else b""
         try:
+            lines = written.decode().splitlines()
             places = [tuple(json.loads(line)["place"]) for line in lines[1:]]
-            return json.loads(lines[0]) if lines else {}, dict(zip(places, lines[1:], strict=True))
+            head = json.loads(lines[0]) if lines else {}
+            if not isinstance(head, dict):
+                raise TypeError
+            return head, dict(zip(places, lines[1:], strict=True))
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{self.path} is damaged; delete it to measure afresh") from None
 

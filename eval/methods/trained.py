@@ -15,7 +15,7 @@ from specdraft.models.falcon import FalconHead
 from specdraft.models.maxgram import MaxGramTable, load_table
 from specdraft.models.medusa import MedusaHeads, load_medusa
 from specdraft.models.published import load_head
-from specdraft.models.student import finished_student, load_student
+from specdraft.models.student import check_tokens, finished_student, load_student
 from specdraft.models.target import Target
 from specdraft.models.target_files import hash_weights
 from specdraft.recipes.find import drafter_folder
@@ -42,6 +42,13 @@ class Trained:
         students = self.cascade if "cascade" in kinds else ()
         students += (self.student,) if "student" in kinds else ()
         return [*heads, *(student.model for student in students)]
+
+    def check_tokens(self, target: Target) -> None:
+        """Raise TargetError where students or a table draft other tokens than the target's."""
+        for student in (*self.cascade, *([self.student] if self.student else [])):
+            check_tokens(student, target)
+        if self.table:
+            self.table.check(target.name, target.vocab_size, None)
 
     def weights(self) -> list[str]:
         """Hashes of all that there is to draft with."""

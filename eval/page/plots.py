@@ -5,7 +5,7 @@ its mark as text, as in report.json but rounded.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from io import BytesIO
@@ -89,13 +89,13 @@ def bars(
     """One bar per method, with its figure, and a whisker where repeats give it a spread."""
     plot, left = Plot(name, title), _label_width(values)
     ends = [*values.values(), *(high for _, high in spreads.values())]
-    scale = (WIDTH - left - 42) / max(ends)
+    scale = (WIDTH - left - _figure_width(values.values())) / max(ends)
     if baseline:
         x = left + baseline * scale
         plot.add(Line([(x, 0), (x, 24 * len(values))], MARK))
     for number, (method, value) in enumerate(values.items()):
         y, end = 24 * number, left + value * scale
-        plot.add(Label(left - 6, y + 16, method, "end"))
+        plot.add(Label(left - 6, y + 16, shortened(method, left - 6), "end"))
         plot.add(Box(left, y + 5, value * scale, 15, colours[method], f"{method}: {value}"))
         if method in spreads:
             low, high = (left + limit * scale for limit in spreads[method])
@@ -110,10 +110,11 @@ def bars(
 def stacks(name: str, title: str, parts: Mapping[str, Mapping[str, float]]) -> Plot:
     """One bar per method, cut into phases, with its sum."""
     plot, left = Plot(name, title), _label_width(parts)
-    scale = (WIDTH - left - 42) / max(sum(phases.values()) for phases in parts.values())
+    sums = [sum(phases.values()) for phases in parts.values()]
+    scale = (WIDTH - left - _figure_width(sums)) / max(sums)
     for number, (method, phases) in enumerate(parts.items()):
         y, x = 24 * number, left
-        plot.add(Label(left - 6, y + 16, method, "end"))
+        plot.add(Label(left - 6, y + 16, shortened(method, left - 6), "end"))
         for phase, value in phases.items():
             tip = f"{method}, {phase}: {value} ms"
             plot.add(Box(x, y + 5, max(value, 0) * scale, 15, PHASES[phase], tip))
@@ -164,8 +165,8 @@ def curves(
 
 def _grid(value: float, highest: float | None) -> tuple[float, float]:
     """Distance of the grid lines, a round number, and the topmost of at most six above zero."""
-    most = highest or value
-    units = (digit * 10**power for power in range(-3, 7) for digit in (1, 2, 2.5, 5))
+    most = highest or value or 1.0  # of zeros alone
+    units = (digit * 10.0**power for power in range(-3, 300) for digit in (1, 2, 2.5, 5))
     unit = next(unit for unit in units if most / unit <= 6)
     return unit, unit * math.ceil(most / unit - 1e-9)
 
@@ -217,6 +218,17 @@ def _percent(share: float) -> str:
 
 def _label_width(names: Sequence[str] | Mapping) -> float:
     return min(LETTER * max(map(len, names)) + 10, WIDTH / 2)
+
+
+def _figure_width(values: Iterable[float]) -> float:
+    """Room behind the longest bar for its figure."""
+    return max(42, LETTER * max(len(f"{value:.2f}") for value in values) + 12)
+
+
+def shortened(name: str, width: float) -> str:
+    """A name that has so much room: its end, which tells a run from others of its folder."""
+    most = int(width / LETTER)
+    return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
 def _legend(plot: Plot, colours: Mapping[str, str], top: float) -> None:

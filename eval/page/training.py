@@ -1,5 +1,6 @@
 """The training curve of a run, from the log that its training wrote."""
 
+from math import inf, isfinite
 from pathlib import Path
 
 from specdraft.models.cards.log import LOG, records
@@ -10,7 +11,7 @@ POINTS = 40  # of a curve, at most: each the mean of its neighbours
 def training_curve(run: Path) -> list[dict]:
     """Of a run's training, in order: step, loss, accuracy by depth, and tokens_per_step where the
     validation prompts were decoded; nothing where there is no log."""
-    logged = [line for line in records(run / LOG, "train") if "loss" in line]
+    logged = [line for line in records(run / LOG, "train") if isfinite(line.get("loss", inf))]
     size = -(-len(logged) // POINTS)
     groups = [logged[n : n + size] for n in range(0, len(logged), size or 1)]
     curve = {group[-1]["step"]: _mean(group) for group in groups}

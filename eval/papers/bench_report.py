@@ -87,6 +87,8 @@ def read_report(path: Path) -> dict:
         report = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(report["runs"], list) or not isinstance(report["recipe"], dict):
             raise TypeError
+        if not report["runs"] or not all({"method", *VARIED} <= {*run} for run in report["runs"]):
+            raise KeyError
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); give a report.json") from None
     except (ValueError, TypeError, KeyError):

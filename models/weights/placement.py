@@ -66,4 +66,7 @@ def shared(model: nn.Module) -> dict[int, Any]:
             kept[id(weights)] = weights
         for copies in (tied or {}).values():
             kept |= {id(tensor): tensor for tensor in copies.values()}
+    for module in model.modules():  # a hook may be an object that its owner goes on changing
+        for found in (module._forward_hooks, module._forward_pre_hooks):
+            kept |= {id(hook): hook for hook in found.values()}
     return kept

@@ -3,7 +3,9 @@
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from specdraft.eval.costing import enlarged
 from specdraft.eval.costing.room import bytes_of
 from specdraft.eval.costing.shapes import Shape
 from specdraft.eval.measure.report import evaluate, write_report
+from specdraft.eval.page.plots import FONT, LETTER, WIDTH, Label
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.shapes import TargetShape, llama_config
@@ -166,6 +169,8 @@ def test_a_head_from_elsewhere_drafts_as_its_form_is(runs, tiny, tmp_path):
 def test_names_that_cannot_be_compared_are_refused(runs):
     with pytest.raises(RecipeError, match="named twice"):
         read_recipes([runs[0], runs[0]], [])
+    with pytest.raises(RecipeError, match="named twice"):
+        read_recipes([runs[0], f"{runs[0]}/"], [])
     with pytest.raises(RecipeError, match="you/a-head: a run or a recipe of its target"):
         read_recipes(["you/a-head"], [])
     recipes = read_recipes([runs[0], "you/a-head"], [])
@@ -223,6 +228,18 @@ def test_the_frontier_joins_those_that_no_cheaper_one_outruns():
     assert outrun_by_none(points) == ["slow", "fast"]
 
 
+def test_names_of_the_frontier_have_room_and_stand_apart():
+    minutes = {"a/very/long/name/of/a/run/of/2026": 480.0, "near": 479.0, "far": 3.0}
+    speeds = {**dict.fromkeys(minutes, 2.0), "far": 1.1}
+    plot = frontier({"runs": figures(**speeds), "contestants": costs(**minutes)})
+    labels = [shape for shape in plot.shapes if isinstance(shape, Label)]
+    assert {"0", "240", "480"} <= {label.text for label in labels}
+    names = [label for label in labels if label.anchor == "start"]
+    assert [label.text for label in names] == ["…of/a/run/of/2026", "near", "far"]
+    assert all(label.x + LETTER * len(label.text) <= WIDTH for label in names)
+    assert all(low.y - high.y >= FONT for high, low in pairwise(names))
+
+
 def test_it_fits_80_columns_and_is_written_whole(report, tmp_path):
     with_one_out = report | {"left_out": {"runs/gone": "no head"}}
     console = Console(width=80, record=True, file=io.StringIO())
@@ -240,7 +257,9 @@ def test_it_fits_80_columns_and_is_written_whole(report, tmp_path):
 
 
 def test_the_command_compares(runs, tmp_path):
-    done = run_here("eval/compare.py", *runs[:2], *SMALL, "--out", str(tmp_path / "out"))
+    swept = shutil.copytree(runs[0], tmp_path / "lr=3e-4")  # a name, and no setting
+    names = str(swept), runs[1]
+    done = run_here("eval/compare.py", *names, *SMALL, "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert "report.json" in done.stdout
     assert run_here("eval/compare.py", "eval.limit=3").returncode == 2

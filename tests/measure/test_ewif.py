@@ -123,11 +123,12 @@ def test_what_is_no_report_is_named(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         read_report(tmp_path / "gone.json")
     path = tmp_path / "report.json"
-    for text in ("[1]", "{}", "runs"):
+    for text in ("[1]", "{}", "runs", '{"recipe": {}, "runs": []}', '{"recipe": {}, "runs": [[]]}'):
         path.write_text(text)
         with pytest.raises(DataError, match="no report"):
             read_report(path)
-    path.write_text(json.dumps({"recipe": {}, "runs": RUNS}))
-    assert chosen(read_report(path)["runs"], ["ssd"]) == RUNS[1:]
+    place = {"prompt_set": "a", "temperature": 0.0, "batch_size": 1}
+    path.write_text(json.dumps({"recipe": {}, "runs": [run | place for run in RUNS]}))
+    assert chosen(read_report(path)["runs"], ["ssd"]) == [RUNS[1] | place]
     with pytest.raises(DataError, match="no run of 'gsd'; there are plain, ssd"):
         chosen(RUNS, ["gsd"])

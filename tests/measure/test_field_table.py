@@ -136,6 +136,32 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, text):
         field_table([tmp_path / "report.json"])
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("drafted_per_step", None), ("prompt_set", None), ("acceptance_by_depth", ["x"]), (None, 0)],
+)
+def test_half_a_report_is_refused(tmp_path, report, key, value):
+    half = copy.deepcopy(report)
+    tree = next(run for run in half["runs"] if run["method"] == "falcon_tree")
+    part = tree if key else half["environment"]
+    del part[key or "gpu"]
+    if value is not None or key == "drafted_per_step":
+        part[key] = value
+    with pytest.raises(DataError, match=r"no report; give report.json"):
+        field_table([write(tmp_path, half)])
+
+
+def test_a_bar_in_a_name_ends_no_cell(tmp_path, report):
+    named = copy.deepcopy(report)
+    for run in named["runs"]:
+        run["prompt_set"] = "a|b\\c"
+    table = field_table([write(tmp_path, named)])
+    for line in table.markdown().splitlines()[2:-2]:
+        assert len(re.findall(r"(?<!\\)\|", line)) == len(table.headings) + 1
+        assert r"| a\|b\c |" in line
+    assert r"& a\textbar{}b\textbackslash{}c &" in table.latex()
+
+
 def test_the_command_takes_a_folder_and_says_what_is_missing(tmp_path, report):
     write(tmp_path, report)
     done = run_here("eval/table.py", str(tmp_path), "--latex")

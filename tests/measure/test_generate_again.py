@@ -1,9 +1,11 @@
 """What happens to a model between two calls, or around one, is what `generate` makes of it."""
 
+import threading
+
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from random_families import random_model
+from random_families import GQA, random_model
 from random_models import HIDDEN, VOCAB, random_head, random_target
 from transformers import (
     LogitsProcessorList,
@@ -68,12 +70,62 @@ def test_a_hook_that_comes_and_goes_is_followed():
     assert generated(model, custom_generate=fast) == before
 
 
+@pytest.mark.parametrize("has_history", [False, True])
+def test_a_hook_that_is_an_object_is_the_callers_own(has_history):
+    """Steering vectors are turned up and down between calls."""
+
+    class Steering:
+        strength = 3.0
+        lock = threading.Lock()  # cannot be copied
+
+        def __call__(self, module, inputs, output):
+            return output + self.strength * self.push
+
+    model, fast, steering = random_target().model, Speculative(prompt_lookup()), Steering()
+    before = generated(model)
+    steering.push = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(0))
+    if has_history:
+        steering.push = steering.push * torch.ones(1, requires_grad=True)
+    steering.own = steering.lock
+    model.model.layers[0].register_forward_hook(steering)
+    assert generated(model, custom_generate=fast) == generated(model) != before
+    steering.strength = 0.0
+    assert generated(model, custom_generate=fast) == before
+
+
+def test_settings_and_buffers_that_change_are_followed():
+    model = random_model("Mistral", **GQA, head_dim=8, sliding_window=64).eval()
+    fast, prompt = Speculative(prompt_lookup()), PROMPTS[:1].repeat(1, 4)
+    before = generated(model, prompt, custom_generate=fast)
+    model.config.sliding_window = 3
+    narrow = generated(model, prompt, custom_generate=fast)
+    assert narrow == generated(model, prompt) != before
+    model.config.sliding_window = 64
+    rope = model.model.rotary_emb
+    rope.inv_freq = rope.inv_freq * 0.1
+    assert generated(model, prompt, custom_generate=fast) == generated(model, prompt) != before
+
+
+def test_a_model_that_cannot_be_copied_is_refused_with_the_reason():
+    model = random_target().model
+    model.lock = threading.Lock()
+    generated(model)
+    with pytest.raises(TargetError, match=r"structure cannot be copied \(.*lock.*\); take from"):
+        generated(model, custom_generate=Speculative())
+
+
 def test_a_call_that_is_refused_leaves_room_for_the_next():
     model = random_model("GPT2", n_positions=1024, max_position_embeddings=1024).eval()
     fast, prompt = Speculative(prompt_lookup()), 1 + torch.arange(1000)[None] % (VOCAB - 1)
     generated(model, prompt[:, :100], custom_generate=fast)
     with pytest.raises(TargetError, match="exceeds the 1024 positions"):
         generated(model, prompt, max_new_tokens=200, custom_generate=fast)
+    # No positions are left for drafts: plainly, this once.
+    last = {"max_new_tokens": 20}
+    assert generated(model, prompt, custom_generate=fast, **last) == generated(
+        model, prompt, **last
+    )
+    assert fast.last.tokens_per_step == 1
     shorter = prompt[:, :500]
     assert generated(model, shorter, custom_generate=fast) == generated(model, shorter)
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_models import random_eagle3, random_head
+from random_models import random_eagle3, random_head, random_target
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdraft.eval.custom_generate import Speculative, load, method
+from specdraft.eval.custom_generate import Speculative, load, maxgram, method, ssd
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
-from specdraft.recipes.errors import DataError, HeadError, RecipeError
+from specdraft.recipes.errors import DataError, HeadError, RecipeError, TargetError
 from specdraft.recipes.static_trees import TREES as BUNDLED
 
 KINDS = ("falcon", "eagle", "eagle3", "medusa", "student", "table")
@@ -113,6 +113,29 @@ def test_students_of_a_cascade_are_given_by_their_folders(run, model, tokenizer)
         options = {"do_sample": False, "max_new_tokens": 10, "custom_generate": fast}
         assert torch.equal(model.generate(**inputs, **options), plain)
         assert fast.last.tokens_per_step > 1.5
+
+
+def test_students_of_a_cascade_may_be_models(run, tiny, model, tokenizer):
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    options = {"do_sample": False, "max_new_tokens": 10}
+    plain = model.generate(**inputs, **options)
+    one = {"table": run / "table"}
+    two = one | {"settings": {"cascade": {"k": [[3, 2, 1], [0, 2, 1], [0, 0, 1]]}}}
+    for students, parts in ((tiny, one), ([tiny], one), ([tiny, tiny], two)):
+        fast = Speculative(method("cascade", cascade=students, **parts))
+        assert torch.equal(model.generate(**inputs, **options, custom_generate=fast), plain)
+        assert fast.last.tokens_per_step > 1.5
+    with pytest.raises(RecipeError, match="must be 3 x 3"):
+        method("cascade", cascade=(tiny, tiny), **one)
+
+
+@pytest.mark.parametrize("vocab", [40, 5000])
+def test_what_drafts_other_tokens_is_refused_as_objects_are(tiny, model, tokenizer, vocab):
+    inputs, config = tokenizer("Once", return_tensors="pt"), MaxGramConfig(vocab)
+    students = random_target(vocab=vocab)
+    for make in (ssd(students), method("cascade", cascade=students), maxgram(MaxGramTable(config))):
+        with pytest.raises(TargetError, match=str(vocab)):
+            model.generate(**inputs, custom_generate=Speculative(make))
 
 
 def test_what_no_method_of_ours_drafts_with_is_told(model, tokenizer):

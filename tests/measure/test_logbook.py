@@ -155,8 +155,9 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_damaged_file_is_refused(tmp_path):
-    (tmp_path / NAME).write_text('{"recipe": "a"}\n{"place": 3}\n')
+@pytest.mark.parametrize("content", [b'{"recipe": "a"}\n{"place": 3}\n', b"\xff\xfe\n", b"[]\n"])
+def test_a_damaged_file_is_refused(tmp_path, content):
+    (tmp_path / NAME).write_bytes(content)
     with pytest.raises(DataError, match=r"measured\.jsonl is damaged; delete it"):
         Logbook(tmp_path, {"recipe": "a"})
 

@@ -19,8 +19,18 @@ from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.methods.registry import METHODS
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.page.colours import COLOURS, method_colours
-from specdraft.eval.page.page import COLUMNS, TIMES, draft_lines, write_page
-from specdraft.eval.page.plots import Plot, node_tree, write_png
+from specdraft.eval.page.page import COLUMNS, TIMES, draft_lines, training_plots, write_page
+from specdraft.eval.page.plots import (
+    INK,
+    LETTER,
+    WIDTH,
+    Label,
+    Plot,
+    bars,
+    node_tree,
+    stacks,
+    write_png,
+)
 from specdraft.eval.page.training import POINTS, training_curve
 from specdraft.models.cards.log import LOG
 from specdraft.models.falcon import FalconConfig, FalconHead
@@ -386,3 +396,22 @@ def test_every_colour_of_the_page_changes_in_the_dark(report, tmp_path):
     assert sorted(names[0]) == sorted(names[1])
     rest = style.replace(light, "").replace(dark, "")
     assert re.findall(r"#[0-9a-f]{3,6}\b", rest) == ["#0003"]  # a shadow
+
+
+def test_figures_and_names_of_bars_are_not_cut_off():
+    values = {"falcon": 1208.93, "runs/a_very_long_name_of_an_experiment_of_2026/falcon": 107.28}
+    colours = dict.fromkeys(values, INK)
+    parts = {name: {"draft": value / 2, "verify": value / 2} for name, value in values.items()}
+    for plot in (bars("a", "A", values, {}, colours), stacks("b", "B", parts)):
+        texts = [shape for shape in plot.shapes if isinstance(shape, Label)]
+        assert {"1208.93", "107.28"} <= {label.text for label in texts}
+        for label in texts:
+            wide = LETTER * len(label.text)
+            first = label.x - (wide if label.anchor == "end" else 0)
+            assert 0 <= first <= first + wide <= WIDTH
+
+
+@pytest.mark.parametrize("losses", [(0.0, 0.0), (1e8, 2e8)])
+def test_a_loss_of_nothing_and_a_huge_one_are_drawn(losses):
+    points = [{"step": n, "loss": loss, "accuracy": [1.0]} for n, loss in enumerate(losses)]
+    assert next(plot.name for plot in training_plots({"training": points})) == "training-loss"

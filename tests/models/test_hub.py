@@ -640,6 +640,13 @@ def test_nothing_becomes_public_by_accident(hub, runs, push):
     assert refused.returncode == 2
     assert "you/open exists and is public; set hub.private=false" in refused.stderr
     assert len(hub.commits["you/open"]["main"]) == 2
+    assert push("falcon", "you/closed").returncode == 0
+    refused = push("falcon", "you/closed", "hub.private=false")
+    assert refused.returncode == 2
+    assert (
+        "you/closed exists and is private; push there without hub.private=false" in refused.stderr
+    )
+    assert hub.private["you/closed"]
 
 
 def test_without_credentials_training_does_not_even_start(nursery, tmp_path):

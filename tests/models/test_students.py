@@ -11,6 +11,7 @@ from small_tokenizer import small_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specdraft.models.student import (
+    Student,
     check_tokens,
     finished_student,
     load_student,
@@ -209,6 +210,19 @@ def test_lora_trains_adapters_only_and_starts_as_the_model_it_adapts(target):
     trained = {name for name, p in student.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 4 * 2  # layers x targets x (A, B)
     assert all("lora_" in name for name in trained)
+
+
+def test_adapters_of_a_student_in_bfloat16_are_float32(tmp_path):
+    target = speaking_target()
+    Student(target.model, target.tokenizer).save_pretrained(tmp_path / "student")
+    target.model.bfloat16()
+    student = student_of(target, model=str(tmp_path / "student"), training="lora", lora_rank=2)
+    kept = {p.dtype for p in student.parameters() if not p.requires_grad}
+    assert kept == {torch.bfloat16}
+    assert {p.dtype for p in student.parameters() if p.requires_grad} == {torch.float32}
+    student.save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
 
 
 def test_merged_adapters_compute_what_the_adapted_model_computes(target, tmp_path):
