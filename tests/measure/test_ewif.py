@@ -127,8 +127,8 @@ def test_what_is_no_report_is_named(tmp_path):
         path.write_text(text)
         with pytest.raises(DataError, match="no report"):
             read_report(path)
-    place = {"prompt_set": "a", "temperature": 0.0, "batch_size": 1}
-    path.write_text(json.dumps({"recipe": {}, "runs": [run | place for run in RUNS]}))
-    assert chosen(read_report(path)["runs"], ["ssd"]) == [RUNS[1] | place]
+    runs = [{"prompt_set": "a"} | run for run in RUNS]
+    path.write_text(json.dumps({"recipe": {}, "runs": runs}))
+    assert chosen(read_report(path)["runs"], ["ssd"]) == runs[1:]
     with pytest.raises(DataError, match="no run of 'gsd'; there are plain, ssd"):
         chosen(RUNS, ["gsd"])
