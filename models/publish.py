@@ -17,10 +17,13 @@ from specdraft.models.hub import PAGE, SUMS, push
 from specdraft.models.portable import portable, portable_json
 from specdraft.models.published import kind_there
 from specdraft.models.saved import CONFIG, check_sums, sums
+from specdraft.models.target_files import read_chat_template
 from specdraft.recipes.errors import HeadError, HubError, in_a_line
 from specdraft.recipes.find import (
     KINDS,
+    TEMPLATE,
     drafter_folder,
+    is_own_template,
     kind_of,
     kinds_of,
     read_config,
@@ -87,6 +90,8 @@ def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
     files[SUMS] = sums(files).encode()
     if (own := _own_tree(recipe, card)) is not None:
         files[TREE] = _tree(own)
+    if is_own_template(recipe.target.chat_template):
+        files[TEMPLATE] = read_chat_template(recipe.target.chat_template).encode()
     files |= pages(recipe, card)
     files["custom_generate/generate.py"] = generate_file(recipe, card).encode()
     files["custom_generate/requirements.txt"] = REQUIREMENTS.encode()
@@ -184,6 +189,8 @@ def pushed_recipe(recipe: Recipe) -> dict:
     """Return a recipe without the places of one machine, and without the server that answered."""
     sections = portable(recipe.to_dict())
     sections["eval"]["tree"] = tree_name(recipe)
+    if is_own_template(recipe.target.chat_template):
+        sections["target"]["chat_template"] = TEMPLATE
     del sections["output"], sections["hub"], sections["data"]["cache_dir"]
     del sections["data"]["server"], sections["data"]["server_model"]
     return sections

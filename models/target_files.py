@@ -32,6 +32,7 @@ from transformers.utils import logging
 from specdraft.models.families.encoder_decoder import start_ids
 from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import TargetError, in_a_line
+from specdraft.recipes.find import TEMPLATES, is_own_template
 from specdraft.recipes.interrupt import abandonable
 from specdraft.recipes.sections.target import BUNDLED
 
@@ -317,12 +318,11 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
 
 def read_chat_template(name: str) -> str:
     """Read a Jinja chat template: a bundled one by its name, or a file. Raises TargetError."""
-    bundled = Path(__file__).parents[1] / "recipes" / "templates" / f"{name}.jinja"
-    path = bundled if bundled.is_file() else Path(name).expanduser()
+    path = Path(name).expanduser() if is_own_template(name) else TEMPLATES / f"{name}.jinja"
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        known = ", ".join(sorted(file.stem for file in bundled.parent.glob("*.jinja")))
+        known = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.jinja")))
         raise TargetError(
             f"target.chat_template: cannot read {path} ({error.strerror}); "
             f"give a Jinja file or one of: {known}"

@@ -20,8 +20,10 @@ from specdraft.recipes.errors import RecipeError, in_a_line
 from specdraft.recipes.fields import nearest, shortened
 
 BUNDLED = Path(__file__).parent
+TEMPLATES = BUNDLED / "templates"  # of chats
 RECIPE = "recipe.yaml"  # in the folder of a run, and of a drafter in it
 CONFIG = "config.json"  # of a drafter
+TEMPLATE = "target_template.jinja"  # beside a pushed recipe whose chat template is the user's own
 FILES = (".yaml", ".yml", ".json", ".py")  # endings that no repository's name has
 HEADS = ("falcon", "eagle", "eagle3")
 KINDS = (*HEADS, "medusa", "student", "table")
@@ -50,14 +52,16 @@ def find_recipe(name: str | Path) -> tuple[Path, dict]:
     if os.path.isdir(path):
         path = path if path.name else path.resolve()  # of "."
         if (path / RECIPE).is_file() and (path / CONFIG).is_file() and path.name not in OF_A_RUN:
-            return path / RECIPE, _drafting_with(path, path)
+            return path / RECIPE, _drafting_with(path, path) | {"target": _asking_with(path)}
         recipe, run = _of_drafter(path) or _of_run(path)
         return recipe, {"output": {"dir": str(run)}}
     if str(name) == path.name and os.path.isfile(bundled := BUNDLED / f"{name}.yaml"):
         return bundled, {}
     if _can_be_of_the_hub(str(name)):
         folder = _fetched(str(name))
-        return folder / RECIPE, _drafting_with(str(name), folder) | NEVER_OF_THE_HUB
+        told = _drafting_with(str(name), folder) | NEVER_OF_THE_HUB
+        told["target"] = told["target"] | _asking_with(folder)
+        return folder / RECIPE, told
     raise RecipeError(f"no recipe at {shortened(str(path), 200)}; {_neighbours(path)}")
 
 
@@ -86,6 +90,18 @@ def _drafting_with(source: str | Path, folder: Path) -> dict:
     return {section: {key: source}}
 
 
+def _asking_with(folder: Path) -> dict:
+    """What a recipe's target is told where its chat template lies beside the recipe."""
+    template = folder / TEMPLATE
+    return {"chat_template": str(template)} if template.is_file() else {}
+
+
+def is_own_template(name: str | None) -> bool:
+    """Whether a target is asked by a chat template that is a file of the user's: neither its own
+    nor a bundled one."""
+    return name is not None and not (TEMPLATES / f"{name}.jinja").is_file()
+
+
 def read_config(folder: Path) -> dict:
     """What a drafter's config.json says. Raises RecipeError where it is none."""
     try:
@@ -104,10 +120,12 @@ def _can_be_of_the_hub(name: str) -> bool:
 
 
 def _fetched(name: str) -> Path:
-    """The folder of the Hub's cache with a repository's recipe and config."""
+    """The folder of the Hub's cache with a repository's recipe and what that names."""
     try:
         for file in (CONFIG, RECIPE):
             path = hf_hub_download(name, file, tqdm_class=DownloadBar)
+        if TEMPLATE in Path(path).read_text(encoding="utf-8", errors="replace"):
+            hf_hub_download(name, file := TEMPLATE, tqdm_class=DownloadBar)
     except Exception as error:
         raise RecipeError(
             f"{name} is no recipe or folder here, and the Hub did not give its {file} "

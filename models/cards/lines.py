@@ -7,6 +7,7 @@ repository's name alone.
 import json
 from dataclasses import dataclass
 
+from specdraft.recipes.find import TEMPLATE, is_own_template
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
 from specdraft.recipes.static_trees import AUTO, known_trees
@@ -40,7 +41,7 @@ output = model.generate(**inputs, custom_generate=fast, max_new_tokens=64)
 print(tokenizer.decode(output[0]))
 """
 TEXT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
-TEMPLATE = "tokenizer.chat_template = read_chat_template({name})\n"
+ASKING = "tokenizer.chat_template = read_chat_template({name})\n"
 CHAT = """\
 chat = [{"role": "user", "content": "Tell me a story about a fox."}]
 shape = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
@@ -95,7 +96,11 @@ def usage(recipe: Recipe, card: Card, repo: str, chat: bool) -> str:
     inputs = CHAT if chat else TEXT
     if chat and target.chat_template is not None:  # that the target's own tokenizer has not
         imports += "\nfrom specdraft.models.target_files import read_chat_template"
-        inputs = TEMPLATE.format(name=json.dumps(target.chat_template)) + CHAT
+        name = json.dumps(target.chat_template)
+        if is_own_template(target.chat_template) and recipe.hub.repo_id:
+            imports += "\nfrom huggingface_hub import hf_hub_download"
+            name = f'hf_hub_download("{repo}", "{TEMPLATE}"{revision})'
+        inputs = ASKING.format(name=name) + CHAT
     return USAGE.format(
         imports=imports,
         source="bundled_target_dir()" if bundled else json.dumps(target.model),

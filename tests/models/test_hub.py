@@ -299,10 +299,12 @@ def test_paths_of_target_and_data_become_names(head_run, tmp_path):
     report["recipe"]["target"]["model"], report["recipe"]["data"]["sources"] = str(model), sources
     (run / "report.json").write_text(json.dumps(report))
     (run / "falcon" / "report.json").unlink()  # as in runs from before it lay there
+    template = tmp_path / "my.jinja"
+    template.write_text("{{ messages[0].content }}")
     files = pushed(
         f"target.model={model}", f"data.sources={json.dumps(sources)}",
         f"eval.prompts=mt_bench:{chats}", f"data.drafter_run={tmp_path}", "data.answers=target",
-        "data.drafter=falcon_tree", f"target.chat_template={tmp_path / 'my.jinja'}",
+        "data.drafter=falcon_tree", f"target.chat_template={template}",
     )  # fmt: skip
     for name, content in files.items():
         assert str(tmp_path).encode() not in (content if isinstance(content, bytes) else b""), name
@@ -312,6 +314,7 @@ def test_paths_of_target_and_data_become_names(head_run, tmp_path):
         "chats.jsonl", "owner/name:test", "hf://datasets/a/b/c.json", "chats", "chats/part-*",
     ]  # fmt: skip
     assert recipe["eval"]["prompts"] == "mt_bench:chats.jsonl"
+    assert files[recipe["target"]["chat_template"]].decode() == template.read_text()
     assert json.loads(files["config.json"])["target"]["name"] == "my-model"
     card = files["README.md"].decode()
     assert "drafts for **my-model**" in card
@@ -328,6 +331,32 @@ def test_a_cards_lines_ask_in_the_form_that_the_head_was_trained_on():
     asked = lines.replace('falcon("you/t")', "no_drafter").replace("falcon", "no_drafter")
     exec(asked.partition("output =")[0], known)
     assert "ASSISTANT:" in known["tokenizer"].decode(known["inputs"]["input_ids"][0])
+
+
+def test_a_pushed_head_brings_the_chat_template_of_its_recipe(hub, nursery, runs, push, tmp_path):
+    template = tmp_path / "my.jinja"
+    template.write_text("<{{ messages[0].content }}>")
+    done = push("falcon", "you/asked", f"target.chat_template={template}")
+    assert done.returncode == 0, done.stderr
+    card = hub.commits["you/asked"]["main"][-1]["README.md"].decode()
+    assert 'read_chat_template(hf_hub_download("you/asked", "target_template.jinja"))' in card
+    template.unlink()
+    (tmp_path / "read.py").write_text(ASKED)
+    done = run(nursery, tmp_path / "read.py")
+    assert done.stdout.split() == ["<{{", "messages[0].content", "}}>", "False"], done.stderr
+
+
+ASKED = """
+from huggingface_hub import snapshot_download
+
+from specdraft.models.target_files import read_chat_template
+from specdraft.recipes.load import load_recipe
+
+for name in ("you/asked", snapshot_download("you/asked")):
+    told = load_recipe(name).target
+    text = read_chat_template(told.chat_template)
+print(text, told.trust_remote_code)
+"""
 
 
 def test_a_recipe_of_the_hub_says_neither_whose_code_runs_nor_where_files_go(
