@@ -16,7 +16,7 @@ from specdraft.eval.page.plots import (
     Label,
     Line,
     Plot,
-    shortened,
+    fitting,
 )
 from specdraft.eval.page.trouble import failure_reasons
 from specdraft.recipes.terminal import Screen
@@ -94,7 +94,7 @@ def frontier(report: dict) -> Plot | None:
         minutes, gain = points[name]
         line = max(y + 4, line + LETTER * 2)
         plot.add(Dot(x, y, 4.5, colours[name], f"{name}: {gain:.2f} x after {minutes:.1f} minutes"))
-        plot.add(Label(x + 8, line, shortened(name, WIDTH - x - 8), "start", INK))
+        plot.add(Label(x + 8, line, fitting(name, WIDTH - x - 8), "start", INK))
     return plot
 
 

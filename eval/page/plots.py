@@ -95,7 +95,7 @@ def bars(
         plot.add(Line([(x, 0), (x, 24 * len(values))], MARK))
     for number, (method, value) in enumerate(values.items()):
         y, end = 24 * number, left + value * scale
-        plot.add(Label(left - 6, y + 16, shortened(method, left - 6), "end"))
+        plot.add(Label(left - 6, y + 16, fitting(method, left - 6), "end"))
         plot.add(Box(left, y + 5, value * scale, 15, colours[method], f"{method}: {value}"))
         if method in spreads:
             low, high = (left + limit * scale for limit in spreads[method])
@@ -114,7 +114,7 @@ def stacks(name: str, title: str, parts: Mapping[str, Mapping[str, float]]) -> P
     scale = (WIDTH - left - _figure_width(sums)) / max(sums)
     for number, (method, phases) in enumerate(parts.items()):
         y, x = 24 * number, left
-        plot.add(Label(left - 6, y + 16, shortened(method, left - 6), "end"))
+        plot.add(Label(left - 6, y + 16, fitting(method, left - 6), "end"))
         for phase, value in phases.items():
             tip = f"{method}, {phase}: {value} ms"
             plot.add(Box(x, y + 5, max(value, 0) * scale, 15, PHASES[phase], tip))
@@ -225,7 +225,7 @@ def _figure_width(values: Iterable[float]) -> float:
     return max(42, LETTER * max(len(f"{value:.2f}") for value in values) + 12)
 
 
-def shortened(name: str, width: float) -> str:
+def fitting(name: str, width: float) -> str:
     """A name that has so much room: its end, which tells a run from others of its folder."""
     most = int(width / LETTER)
     return name if len(name) <= most else f"…{name[1 - most :]}"
