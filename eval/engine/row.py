@@ -8,6 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specdraft.eval.engine.request import Request, Step
 
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are decoded to
+
 
 @dataclass(slots=True)
 class Row:
@@ -58,16 +60,20 @@ def tokens_until_stop(
     """Number of fresh tokens up to the one that completes a stop string; None where none does.
 
     Depends on the tokens alone, not on how many came in one step. A token is at least one byte of
-    text unless it is special, so a bounded tail of the known ones is enough.
+    text unless it is special, so a bounded tail of the known ones is enough: one that begins with
+    a whole character, since a part of one spoils all bytes behind it (Llama 2's byte fallback).
     """
-    tail = known[-4 * max(map(len, stop)) - 8 :]
     # So that text only grows: a tokenizer may tidy it.
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    before = _count(decode(tail), stop)
-    if _count(decode(tail + fresh), stop) == before:
+    start = max(0, len(known) - 4 * max(map(len, stop)) - 8)
+    while start and BROKEN in decode(known[start]):
+        start -= 1
+    tail = known[start:]
+    before, text = _count(decode(tail), stop), decode(tail + fresh)
+    if BROKEN not in text and _count(text, stop) == before:
         return None
     counts = range(1, len(fresh) + 1)
-    return next(n for n in counts if _count(decode(tail + fresh[:n]), stop) > before)
+    return next((n for n in counts if _count(decode(tail + fresh[:n]), stop) > before), None)
 
 
 def _count(text: str, stop: Sequence[str]) -> int:

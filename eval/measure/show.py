@@ -30,7 +30,8 @@ class Pieces:
             done += len([*run])
             # Decoded as a whole each time: a token may be part of a character, or carry a space.
             text = self.tokenizer.decode(self.tokens[:done], skip_special_tokens=True)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the rest of a character is to come
+            if len(text) >= len(self.text):  # Llama 2's bytes are all broken, up to that
                 runs.append((text[len(self.text) :], kind))
                 self.text = text
         return runs

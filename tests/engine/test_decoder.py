@@ -8,8 +8,8 @@ import torch
 from decoding import PATHS, Foreseeing, completions, decode, plain_tokens, prompts
 from random_models import VOCAB, random_head, random_target
 from small_tokenizer import small_tokenizer
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -355,6 +355,25 @@ def test_a_stop_string_is_seen_where_a_tokenizer_would_tidy_the_text():
     tidy = PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=True)
     assert tidy.decode([1, 2, 3]) == "yes? no"
     assert tokens_until_stop(tidy, [1], [2, 3], (" ?",)) == 1
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize(
+    ("text", "stop"), [("hi\n\uc548\ub155", "\n"), ("\uc548\ub155" * 5 + "\n\nhi", "\n\n")]
+)
+def test_a_stop_string_is_seen_among_bytes_that_one_broken_character_spoils(size, text, stop):
+    """Llama 2's byte fallback: of a run of byte tokens all are broken where one is."""
+    vocab = {
+        name: n for n, name in enumerate(["<unk>", *"hi", *(f"<0x{b:02X}>" for b in range(256))])
+    }
+    raw = Tokenizer(BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    raw.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    ends = len(tokenizer.encode(text[: text.index(stop)] + stop, add_special_tokens=False))
+    steps = [(n, ids[n : n + size]) for n in range(0, len(ids), size)]
+    found = ((n, tokens_until_stop(tokenizer, ids[:n], fresh, (stop,))) for n, fresh in steps)
+    assert next(n + count for n, count in found if count is not None) == ends
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [3, 0, 5, 2, 1, 4]])

@@ -462,3 +462,10 @@ def test_the_grown_tree_is_the_best_by_brute_force():
         assert all(path[:-1] in [(), *grown] for path in grown)
         total = sum(map(probability, grown))
         assert total == pytest.approx(sum(map(probability, by_value[:nodes])))
+
+
+def test_an_answer_that_ends_within_a_character_keeps_what_is_before_it(tiny):
+    tokens = tiny.tokenizer.encode("Hello \N{GRINNING FACE}", add_special_tokens=False)[:-1]
+    pieces = Pieces(tiny.tokenizer)
+    assert pieces.add(tokens, [Step(len(tokens), 8, 8, len(tokens))]) == [("Hello ", ACCEPTED)]
+    assert pieces.text == "Hello "
