@@ -96,7 +96,7 @@ def read_conversations(
 ) -> Corpus:
     """Read the sources until `limit` conversations are found.
 
-    Raises: DataError for a missing source, an unknown format, or too many rejected rows.
+    Raises: DataError for a missing source or too many rejected rows.
     """
     rejects: list[Reject] = []
     return Corpus(list(iterate(sources, format, limit, rejects)), rejects)

@@ -231,7 +231,7 @@ class FalconHead(SavedHead, Packable, tags=["falcon"]):
         """Predict f_{i+k} at every i; returns [R, B, T, H], one prediction per pass.
 
         Pass 1 reads the given features. In pass r a block reads what pass r - 1 predicted for it
-        from the block before, and sees its r - 2 nearest ancestors as they were in their own
+        from the block before, and sees its r - 1 nearest ancestors as they were in their own
         passes: exactly what drafting r * k tokens ahead meets, for all blocks at once. Coupled
         slots hear the true token before their own.
 

@@ -2,7 +2,7 @@
 
     storage = Storage.of(recipe.data)
     kept = storage.kept(loss_mask)             # [T] bool
-    tensors = storage.encode(features[kept])   # {"features": [M, H]}, with "scales" [M] in one byte
+    tensors = storage.encode(features[kept])   # {"features": [M, H]}; of one byte also "scales" [M]
     features = decode(tensors)                 # [M, H]
 
 A value of one byte is a float8 (e4m3fn) or an int8, and each token has a float32 scale s (one for

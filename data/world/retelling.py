@@ -6,7 +6,7 @@ from specdraft.data.world.lexicon import Exchange, article, pronouns, say, texts
 
 
 class Passage:
-    """A passage of 4 to 8 sentences; what can be exchanged in it is kept in `slots`."""
+    """A passage of 4 to 7 sentences; what can be exchanged in it is kept in `slots`."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng

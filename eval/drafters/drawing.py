@@ -18,7 +18,7 @@ from specdraft.eval.engine.request import GUMBEL, Request
 from specdraft.eval.engine.sampling import derive_seed, gumbel, warp
 from specdraft.eval.engine.tree import Draws
 
-DRAFTER_STREAM = 1  # the stream of `SeededChance` and `derive_seed` that belongs to drafters
+DRAFTER_STREAM = 1  # of `derive_seed`; acceptance (`SeededChance`) has 0
 REJECTION_RULES = frozenset(name for name, entry in RULES.items() if entry.drafts != "any")
 
 

@@ -19,7 +19,7 @@ them, and occur in what is committed. Copying guesses from guesses would say not
 from collections.abc import Iterable, Iterator, Sequence
 
 LONGEST = 16  # tokens of the suffixes that RecentSuffixes and FrequentSuffixes tell apart
-LOOKED = 16  # states looked at for continuations
+LOOKED = 16  # continuations that are looked at
 
 
 class Suffixes:

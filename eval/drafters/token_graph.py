@@ -93,11 +93,9 @@ class TokenGraph:
                 self.above[below] |= self.above[node] | bit
         return True
 
-    def successors(self) -> list[list[int]]:
+    def successors(self) -> list[tuple[int, ...]]:
         """What follows every node: its own children, or those of the node it shares with."""
-        children: list[list[int]] = [[] for _ in self.parents]
-        for node, parent in enumerate(self.parents[1:], start=1):
-            children[parent].append(node)
+        children = Topology(self.parents).children
         return [children[node if first < 0 else first] for node, first in enumerate(self.shared)]
 
     def unmerge(self, limit: int) -> Unmerged:

@@ -12,6 +12,9 @@ token, as long as the tokens below the child had no part in it.
     kseq               i.i.d.                 rejection against rho * q
     block              chain, drawn           decided for whole prefixes
 
+Requests call `sample_and_walk` "walk"; `walk` itself serves greedy ones and "gumbel"
+(eval/engine/verdict.py).
+
 Shared-Gumbel walk: with noise G a pure function of (request seed, position), the walk emits exactly
 what plain seeded sampling emits, whatever the drafter did. The other rules are exact in law: what
 they emit is distributed as p, provided that the draft was drawn as its `Draws` say and that chance

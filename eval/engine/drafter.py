@@ -17,7 +17,7 @@ from specdraft.eval.engine.tree import Tree
 class Drafter(Protocol):
     """Proposes a tree per row. State per row lives here, never on a model."""
 
-    forwards: int  # passes of its own model so far
+    forwards: int  # passes of its own model so far, each counted once per row
     seconds: float  # that they took
     max_nodes: int  # of a tree it may return, the root not counted
     rules: frozenset[str]  # that its drafts are drawn for, besides those that take any draft

@@ -20,7 +20,7 @@ from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology
 from specdraft.models.families.scores import PLAIN, Scores, aligned, attention, fold_mask, folds
 
-CAUSAL = None  # a segment without a bias is a chain that starts an empty row
+CAUSAL = None  # no bias: at the start of a row a causal chain; behind others nothing is hidden
 LONG = 64  # tokens; a longer segment is a prompt: it attends alone and its mask is not kept
 FEW = 16  # tokens; so few of a row and pads beside them cost a CPU less than a call
 
@@ -31,8 +31,8 @@ class Segment(NamedTuple):
     row: int
     start: int
     count: int
-    # [count, stop - first] added to attention scores, or of every head [heads, ..]. None: nothing
-    # to hide (one token) or, at start 0, a causal chain.
+    # [count, stop - first] added to attention scores, or of every head [heads, ..]. None: at start
+    # 0 a causal chain; behind others every token sees all of the segment.
     bias: Tensor | None
     first: int = 0  # slots before it are out of sight
     topology: Topology | None = None  # asked by recurrent layers
@@ -52,11 +52,7 @@ class Segment(NamedTuple):
 
 
 class Plan:
-    """Which token of a packed forward belongs to which row, and what it may attend to.
-
-    What is stored and what the linear layers see is never padded. Attention runs per row, or for
-    several neighbouring rows in one call over their regions of the pool, cut at the longest row.
-    """
+    """The segments of one packed forward, and how they are attended to."""
 
     def __init__(self, pool: KVPool, segments: Sequence[Segment], device: torch.device):
         self.pool, self.segments, self.device = pool, segments, device
@@ -277,6 +273,8 @@ def _attention_groups(
     few = 0 if 2 * sum(idle) >= len(placed) else FEW
     spread = [*accumulate((count * widest > few for count in idle), initial=0)]
 
+    # Neighbours of one key are a group: a prompt is one by itself; rows padded to the widest, up to
+    # where idle ones part them; longer ones of equal count, while rows follow each other.
     def key(item: tuple[int, tuple[int, Segment]]) -> tuple:
         number, (_, segment) = item
         if segment.count > LONG:

@@ -36,7 +36,7 @@ class Row:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens the target has read, and the position of the next one."""
-        return len(self.request.prompt) + len(self.tokens) - len(self.unread)
+        return self.num_committed_tokens - len(self.unread)
 
     def cut(self, fresh: list[int], tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, str]:
         """After how many fresh tokens the row ends, the last one included, and why: the first of an

@@ -3,8 +3,8 @@
 All noise is counter-based (splitmix64, Steele et al. 2014): a pure function of a request's seed and
 of where it is used, so that a request's output depends on neither its neighbours nor the device.
 Two families that never share a number: `gumbel` noise per absolute position and token id, behind
-plain seeded sampling and the shared-Gumbel walk; `SeededChance`, behind drafts that are drawn and
-behind the acceptance rules that reject.
+plain seeded sampling and the shared-Gumbel walk, and under a seed of its own (`derive_seed`) behind
+drafts that are drawn; `SeededChance`, behind the acceptance rules that reject.
 """
 
 import numpy as np
@@ -57,7 +57,8 @@ def gumbel(seed: int, positions: Tensor, ids: Tensor | int) -> Tensor:
     mixed = _mix_int(seed & MASK)
     start = _mix(positions ^ (mixed - (mixed >> 63 << 64)))  # as a signed number
     bits = _mix(start[..., None] ^ ids) >> 11 & (1 << 53) - 1
-    level = (bits.double() + 0.5) * 2.0**-53
+    # The last number would be rounded to 1, whose noise is infinite: NaN where a logit is -inf.
+    level = ((bits.double() + 0.5) * 2.0**-53).clamp_(max=1 - 2.0**-53)
     return -(-level.log()).log()
 
 
@@ -80,13 +81,12 @@ def sample(
 class SeededChance:
     """Choices for one step of one request: each call draws fresh noise of its own.
 
-    The noise of a call is a pure function of (seed, stream, start, number of the call). `start` is
-    the number of committed tokens, so that every step sees fresh noise; `stream` keeps users of
-    one seed apart: 0 for acceptance, others for drafters.
+    The noise of a call is a pure function of (seed, start, number of the call). `start` is the
+    number of committed tokens, so that every step sees fresh noise.
     """
 
-    def __init__(self, seed: int, start: int, stream: int = 0):
-        self.counters = (seed, stream, start)
+    def __init__(self, seed: int, start: int):
+        self.counters = (seed, 0, start)  # 0: drafters have another stream of `_state`
         self.calls = 0
 
     def choice(self, probs: Tensor) -> int:

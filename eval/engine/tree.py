@@ -98,9 +98,8 @@ def chain(length: int) -> Topology:
 @lru_cache(maxsize=2048)
 def shape(parents: tuple[int, ...]) -> Topology:
     """A topology; the same object again for the same shape, so that masks made of it are kept."""
-    return (
-        chain(len(parents) - 1) if parents == chain(len(parents) - 1).parents else Topology(parents)
-    )
+    straight = chain(len(parents) - 1)
+    return straight if parents == straight.parents else Topology(parents)
 
 
 def after_chain(count: int, topology: Topology) -> Topology:

@@ -65,7 +65,7 @@ class Curve:
 
 
 def verify_terms(
-    rows: int, nodes: int, cached: float, knots: Sequence[int], widest: int | None = None
+    rows: int, nodes: float, cached: float, knots: Sequence[int], widest: int | None = None
 ) -> Terms:
     """Terms of a verifying forward. knots: numbers of tokens, ascending, where g's slope changes;
     widest: nodes of the widest row; None: of each.
@@ -114,7 +114,7 @@ def draft_terms(
     }
 
 
-def loop_terms(rows: int, nodes: int) -> Terms:
+def loop_terms(rows: int, nodes: float) -> Terms:
     """Terms of a step of the decoder outside of its forward and of its drafter."""
     drafts = int(nodes > 1)
     terms = {"step": 1, "several": int(rows > 1), "rows": rows}
@@ -130,7 +130,7 @@ class CostModel:
     loop: Curve
     draft: Curve | None = None  # None: there was no trained drafter
 
-    def verify_ms(self, rows: int, nodes: int, cached: float) -> float:
+    def verify_ms(self, rows: int, nodes: float, cached: float) -> float:
         """A forward over `rows` rows of `nodes` nodes each, the root included, behind `cached`
         tokens, until its choices are on the host."""
         return self.verify.ms(verify_terms(rows, nodes, cached, self.knots))
@@ -161,7 +161,7 @@ class CostModel:
             raise DataError("these costs are of no drafter; train one, then run eval/costs.py")
         return self.draft.ms(draft_terms(rows, paths, levels, best_first))
 
-    def loop_ms(self, rows: int, nodes: int = 1) -> float:
+    def loop_ms(self, rows: int, nodes: float = 1) -> float:
         """The decoder's own part of a step: packing, accepting, moving the cache."""
         return self.loop.ms(loop_terms(rows, nodes))
 

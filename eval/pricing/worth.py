@@ -39,6 +39,7 @@ KEEP = 0.98  # what a step counts for, of the one after it
 MARGIN = 1.1  # on what drafts cost
 CACHED = 64  # cached tokens: costs are those of their nearest multiple
 NEVER = 2.0  # no path is so probable
+ENDED = -1  # no row's place
 
 
 def _ratios(weights: dict[str, float]) -> Curve:
@@ -80,10 +81,10 @@ class Worth:
         self.before, self.behind = 1.0, 0.5
         self.evidence = Evidence()  # of drafts, one per row, their first passes not counted
         self.rows, self.cached, self.rate = 1, CACHED, 0.0
-        self._order: list[int] = []  # rows that take part in the step
+        self._order: list[int] = []  # rows that take part in the step, by their places
+        self._running: set[int] = set()  # of them, those whose tokens count
         self._begun: set[int] = set()  # rows that were given a request since the last step
         self._replaced = False  # whether other requests take the rows of those that end
-        self._running: set[int] = set()  # of them, those whose tokens count
         self._made = 0  # drafts of the step
         self._earned = self._earners = 0  # tokens of this step, and rows that have committed them
         # Tokens of each row's request, those of its first step not counted.
@@ -197,6 +198,8 @@ class Worth:
     def move(self, row: int, to: int) -> None:
         """A row's request goes on in another row, whose own has ended and is not replaced."""
         self._committed[to] = self._committed[row]
+        self._order = [{row: to, to: ENDED}.get(place, place) for place in self._order]
+        self._begun = {to if place == row else place for place in self._begun}
 
     def earn(self, row: int, tokens: int) -> None:
         """A row has committed tokens, the bonus among them; they count if the step was its own."""

@@ -78,5 +78,5 @@ def _no_collection() -> Iterator[None]:
 
 def slots_in_sight(stop: int, capacity: int) -> int:
     """How many slots of a cache a graph looks at for those before `stop`: few numbers, so that
-    there are few graphs, and less than twice as many as are needed."""
+    there are few graphs; FEWEST_SLOTS, or less than twice as many as are needed."""
     return min(max(FEWEST_SLOTS, 1 << (stop - 1).bit_length()), capacity)

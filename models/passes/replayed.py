@@ -1,4 +1,5 @@
-"""A row's pass with fixed shapes, so that a GPU replays it: a CUDA graph per number of inputs.
+"""A row's pass with fixed shapes, so that a GPU replays it: a CUDA graph per number of inputs, of
+slots in sight, and row.
 
 A pass of a head has some eighty operations, each done sooner than the host launches the next one.
 Where it begins and what it reads is written to tensors of its own; the graph does the rest.

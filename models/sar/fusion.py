@@ -120,7 +120,7 @@ class Recurrence(torch.autograd.Function):
 class LSTM(nn.Module):
     """Layers of LSTM, two in the paper; carries hidden and cell state."""
 
-    KEPT = 12  # per layer gates 4H and states 2H
+    KEPT = 15  # per layer gates 4H, tanh of the cell H, states before 2H; H between the two
 
     def __init__(self, inputs: int, hidden: int, layers: int = 2):
         super().__init__()

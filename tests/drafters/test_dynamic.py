@@ -362,6 +362,21 @@ def test_a_pass_for_rows_that_are_ahead_has_to_earn_more_where_nobody_replaces_t
     assert passes([0, 1, 2], 0.9) == {0}  # the last one's row stays empty
 
 
+def test_a_row_that_moves_into_the_place_of_one_that_ended_is_no_replacement():
+    """In the step in which the last of a queue begins, too."""
+    worth = Worth(USUAL, 1, 8)
+    for row in range(3):
+        worth.admit(row)
+    worth.begin(range(3), 64)
+    worth.admit(2)
+    worth.begin(range(3), 64)
+    assert worth._replaced
+    worth.admit(2)  # the last request; and row 0 ends
+    worth.move(2, 0)
+    worth.begin(range(2), 64)
+    assert not worth._replaced
+
+
 def test_of_what_a_batch_gains_every_token_counts():
     """Of the rows that the step was for: one that was admitted since reads its prompt in it."""
     costs = replace(DEAR, verify=_ratios({"forward": 1.0}), draft=_ratios({"draft": 0.0}))

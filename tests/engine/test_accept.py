@@ -17,7 +17,7 @@ from specdraft.eval.engine.accept import (
     sample_and_walk,
     walk,
 )
-from specdraft.eval.engine.sampling import SeededChance
+from specdraft.eval.engine.sampling import SeededChance, derive_seed
 from specdraft.eval.engine.tree import Draws, Topology, Tree, chain
 
 EXACT = 1e-12
@@ -181,7 +181,7 @@ def test_with_seeded_choices_the_first_token_is_distributed_as_p(name):
     counts, size = torch.zeros(12), 2000
     for seed in range(size):
         draft = drawn(topology, HOW.get(name, "iid"), q)
-        tree, tokens = draft(SeededChance(seed, 40, stream=1))
+        tree, tokens = draft(SeededChance(derive_seed(seed, 1), 40))
         chance = SeededChance(seed, 40)
         path, bonus = RULES[name].rule(tree, tokens, lambda n: p[tokens.text(n)], chance)  # noqa: B023
         counts[tokens[path[1]] if len(path) > 1 else bonus] += 1

@@ -43,8 +43,8 @@ def keyed_generator(*key: int | str, device: torch.device | str = "cpu") -> torc
 class SamplingPlan:
     """The rows of every optimiser step.
 
-    An epoch shows every row once; its last batch is filled up with rows of a second drawing. Rows
-    of similar length share a batch (rows are sorted within windows of WINDOW batches, then the
+    An epoch shows every row once, and some again where its batches have more places. Rows of
+    similar length share a batch (rows are sorted within windows of WINDOW batches, then the
     batches are shuffled), which saves padding without giving up the random order.
     """
 

@@ -32,7 +32,7 @@ def fit(
     `lengths`. Leaves checkpoints/, log.jsonl, what its trackers write, and `objective.folder`: the
     drafter with the most tokens per step by `evaluate`, or the last one. Raises KeyboardInterrupt,
     after saving, on Ctrl-C or SIGTERM; RecipeError when a checkpoint belongs to another recipe, a
-    tracker does not start, or the loss is no number any more.
+    tracker does not start, or the gradient is no number any more.
     """
     stop = StopRequest(saves=True)
     run = Run(drafter, data, objective, recipe, accelerator, evaluate, stop)

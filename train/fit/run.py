@@ -151,6 +151,8 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         progress = number / self.steps
+        if len(batches) == 1:  # of several, one after the other: together they take its memory
+            batches = [batches[0].to(device)]
         plans = [self.objective.plan(self.model, b.to(device), progress) for b in batches]
         count, tokens, asks, over = self._reduced(
             sum(counted.sum() for _, counted in plans),
@@ -244,9 +246,10 @@ class Run:
     def finish(self, journal: Journal) -> None:
         """Evaluate the last drafter, and leave a checkpoint and the drafter's folder behind."""
         self.evaluate_if(True, journal)
-        drafter = self.whole_drafter()
-        if self.evaluate is None and self.ranks.is_first:
-            save_drafter(drafter, self.out / self.objective.folder)
+        if self.evaluate is None:
+            drafter = self.whole_drafter()
+            if self.ranks.is_first:
+                save_drafter(drafter, self.out / self.objective.folder)
         self._save_once()
         if self.stop.asked:  # of what comes behind training, nothing has begun
             raise KeyboardInterrupt(f"trained to step {self.state.step}")
