@@ -53,15 +53,15 @@ def cleaned_up(partial: Path, path: Path, needed: int | None = None) -> Iterator
 
     Raises CacheError, which states the shortfall (needed: bytes), when the disk is full.
     """
-    try:
-        with stating_shortfall(path, needed):
+    with stating_shortfall(path, needed):  # outside: what is removed is free again
+        try:
             yield
-    except BaseException:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
-        raise
+        except BaseException:
+            if partial.is_dir():
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                partial.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager

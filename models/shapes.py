@@ -264,6 +264,9 @@ def eagle3_config(
     TargetError for layers that the target does not have.
     """
     head, heads = recipe.head, recipe.head.heads or shape.heads
+    if (dim := shape.hidden_size // heads) < 2 or dim % 2:
+        even = f"hidden_size ({shape.hidden_size}) // heads must be even and above 0, not {dim}"
+        raise RecipeError(f"head.heads = {heads}: {even}")
     check_feature_layers(recipe.data.feature_layers, shape.layers, recipe.target.model)
     try:
         return Eagle3Config(
@@ -272,7 +275,7 @@ def eagle3_config(
             feature_layers=recipe.data.feature_layers,
             heads=heads,
             kv_heads=head.kv_heads or head.heads or shape.kv_heads,
-            head_dim=shape.hidden_size // heads,
+            head_dim=dim,
             intermediate_size=head.intermediate or shape.intermediate_size,
             rope={"rope_type": "default", "rope_theta": shape.rope_theta},
             norm_eps=shape.norm_eps,

@@ -432,8 +432,8 @@ def test_a_flipped_bit_in_the_newest_checkpoint_sends_the_run_back_to_the_one_be
 
 @pytest.mark.parametrize(
     ("share", "what", "save_every"),
-    [(1.5, "step-12", 3), (0.5, "step-12", 3), (0.5, "falcon", 100)],
-    ids=["optimiser", "weights", "head"],
+    [(1.5, "step-12", 3), (0.5, "step-12", 3), (0.5, "step-12", 100)],
+    ids=["optimiser", "weights", "last"],
 )
 def test_a_full_disk_leaves_the_last_whole_checkpoint_and_says_how_to_go_on(
     tmp_path, share, what, save_every
@@ -453,14 +453,23 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint_and_says_how_to_go_on(
     last = errors.strip().splitlines()[-1]
     assert last.startswith("error: out of disk: ")
     assert f"{what} " in last
-    assert last.endswith(
-        "make room, and the same command goes on" + " from step-9" * (what != "falcon")
-    )
+    assert last.endswith("make room, and the same command goes on from step-9")
     assert "step-9" in {path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()}
     assert not list((tmp_path / "cut").rglob(".writing-*"))
     state, cut = train(tmp_path / "cut", **changes)
     assert state.step == 12
     assert_equal(whole, cut)
+
+
+def test_a_drafter_that_finds_no_room_costs_no_step(tmp_path, monkeypatch):
+    def full(drafter, folder):
+        raise CacheError("out of disk")
+
+    changes = {"train.steps": 4, "train.save_every": None, "train.eval_every": None}
+    monkeypatch.setattr("specdraft.train.fit.run.save_drafter", full)
+    with pytest.raises(CacheError):
+        train(tmp_path / "cut", **changes)
+    assert read_state(tmp_path / "cut" / "checkpoints" / "step-4")["state"]["step"] == 4
 
 
 def test_a_disk_that_is_too_small_for_the_first_checkpoint_says_by_how_much(tmp_path):

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO on two CPU processes: what one plain process trains, also when it is cut off.
 
-As a script it is the job of tests/train/test_loop.py, without a compilation that DeepSpeed begins
-with.
+As a script it is the job of tests/train/test_loop.py, or behind "student" a distillation, without a
+compilation that DeepSpeed begins with.
 """
 
 import json
@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 
 import pytest
+import test_distill
 import test_loop
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -117,11 +118,26 @@ def test_bfloat16_under_zero_is_the_autocast_of_plain_training(stage, tmp_path, 
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
 
 
+def test_a_student_under_zero3_equals_plain_training(tmp_path, monkeypatch):
+    """Its loss is taken in its forward, and its lm_head has to be whole again in backward."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    both = ranks(monkeypatch, launching(3, tmp_path), "student", str(tmp_path / "zero"))
+    errors = end(both)
+    assert [rank.returncode for rank in both] == [0, 0], errors
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    _, plain = test_distill.train(tmp_path / "plain")
+    zero = AutoModelForCausalLM.from_pretrained(tmp_path / "zero" / "student").state_dict()
+    assert_close({name.removeprefix("model."): w for name, w in plain.items()}, zero)
+
+
 def main():
     import deepspeed
 
     # It is for inference alone, and takes a compiler a minute of each machine's first run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if sys.argv[1] == "student":
+        test_distill.train(sys.argv[2])
+        return
     model = random_target().model
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -155,6 +155,16 @@ def test_the_planned_student_has_the_parameters_of_the_one_that_is_built(changes
     assert plan.shape.parameters == frozen
 
 
+@pytest.mark.parametrize("model", [None, "models/tiny"])
+def test_frozen_weights_of_a_student_are_planned_in_their_own_dtype(model):
+    """A pruned one's are masters, too; a pretrained one's are as small as the target's."""
+    own = [f"student.model={model}", "student.keep_layers=null"] if model else []
+    recipe = load("tiny_distill", "target.dtype=bfloat16", "student.training=lora", *own)
+    student = make_student(recipe.student, Target.of_recipe(recipe.target))
+    frozen = sum(p.nbytes for p in student.parameters() if not p.requires_grad)
+    assert make_plan(recipe).student.frozen_bytes == frozen
+
+
 def test_a_student_that_cannot_be_is_refused_by_the_plan():
     with pytest.raises(RecipeError, match=r"keep_layers = \[0, 12\]: tiny has layers 0 to 11"):
         make_plan(load("tiny_distill", "student.keep_layers=[0,12]"))
@@ -162,6 +172,13 @@ def test_a_student_that_cannot_be_is_refused_by_the_plan():
         make_plan(load("llama2_70b_draft", "student.model=Qwen/Qwen2.5-7B-Instruct"))
     with pytest.raises(RecipeError, match=r"student.heads = 7.*student.hidden \(768\)"):
         make_plan(load("vicuna7b_distill", "student.heads=7"))
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(1000, 0), (42, 3), (128, 1)])
+def test_an_eagle3_head_that_cannot_be_is_refused_by_the_plan(heads, dim):
+    size = rf"hidden_size \(128\) // heads must be even and above 0, not {dim}"
+    with pytest.raises(RecipeError, match=rf"head.heads = {heads}: {size}"):
+        make_plan(load("tiny_eagle3", f"head.heads={heads}", "head.kv_heads=1"))
 
 
 @pytest.mark.parametrize("name", ["vicuna7b", "vicuna7b_distill"])

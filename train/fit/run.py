@@ -245,6 +245,7 @@ class Run:
 
     def finish(self, journal: Journal) -> None:
         """Evaluate the last drafter, and leave a checkpoint and the drafter's folder behind."""
+        self._save_once()  # no step is lost where what follows finds no room
         self.evaluate_if(True, journal)
         if self.evaluate is None:
             drafter = self.whole_drafter()

@@ -18,6 +18,7 @@ Shapes: N supervised positions, n of a chunk, H hidden (the student's may differ
 
 import math
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,9 +77,9 @@ class Mixture:
         return parts, slope, logits.argmax(-1) == wanted
 
 
-@dataclass(frozen=True)
-class ObjectiveSums:
-    """Sums over positions; divide by the global count of positions."""
+class ObjectiveSums(NamedTuple):
+    """Sums over positions; divide by the global count of positions. A tuple: ZeRO-3 has weights
+    back for what it finds in one, in backward."""
 
     total: Tensor  # scalar, carries the gradient
     parts: dict[str, Tensor]  # each objective of the mixture, unweighted
