@@ -239,7 +239,8 @@ class Counts:
         if not different:
             raise DataError(
                 f"no bigram in {self.tokens:,} tokens of {self.rows:,} rows: nothing to count; "
-                "check data.sources, or set maxgram.pairs=all"
+                "check data.sources"
+                + ("" if corpus.get("pairs") == "all" else ", or set maxgram.pairs=all")
             )
         tokens = sum(_read(path, "tokens") for path in self.paths)
         described = {"rows": self.rows, "tokens": self.tokens, "different_bigrams": different}

@@ -203,8 +203,9 @@ def test_an_id_beyond_the_vocabulary_leaves_no_counts(tmp_path):
 )
 def test_a_corpus_without_a_bigram_is_an_error(tmp_path, ids, mask):
     counts = count(CachedTokens(token_cache(ids, mask, tmp_path)), tmp_path, 9)
-    with pytest.raises(DataError, match="no bigram in"):
-        counts.table(None, {})
+    for pairs, remedy in (("answers", r"sources, or set maxgram\.pairs=all$"), ("all", "sources$")):
+        with pytest.raises(DataError, match=f"no bigram in .*{remedy}"):
+            counts.table(None, {"pairs": pairs})
 
 
 # -- streams -------------------------------------------------------------------------------------
