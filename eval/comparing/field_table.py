@@ -100,7 +100,7 @@ def _read(file: Path) -> dict:
         report = json.loads(file.read_bytes())
         _of_one_kind(report)
         known = all(_is_run(run) for run in report["runs"])
-        for run in filter(itemgetter("outputs"), report["runs"]):
+        for run in filter(itemgetter("outputs"), report["runs"]):  # has all that is shown of it
             _line(_place(run), {run["batch_size"]: run}, ())
             _caption(report, [run])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

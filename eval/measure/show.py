@@ -10,6 +10,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from specdraft.eval.engine.request import Completion, Step
+from specdraft.eval.engine.row import BROKEN
 from specdraft.recipes.terminal import Screen
 
 ACCEPTED, BONUS, PLAIN = "accepted", "bonus", "plain"
@@ -30,7 +31,7 @@ class Pieces:
             done += len([*run])
             # Decoded as a whole each time: a token may be part of a character, or carry a space.
             text = self.tokenizer.decode(self.tokens[:done], skip_special_tokens=True)
-            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the rest of a character is to come
+            text = text.rstrip(BROKEN)  # the rest of a character is to come
             if len(text) >= len(self.text):  # Llama 2's bytes are all broken, up to that
                 runs.append((text[len(self.text) :], kind))
                 self.text = text
@@ -59,7 +60,7 @@ def replay(
         for kind in kinds(step):
             done += 1
             text = tokenizer.decode(tokens[:done])
-            whole = not text.endswith("\N{REPLACEMENT CHARACTER}") or done == len(tokens)
+            whole = not text.endswith(BROKEN) or done == len(tokens)
             given.append((text[len(shown) :] if whole else "", kind))
             shown = text if whole else shown
         replayed.append({"tokens": given, "draft": _draft(tokenizer, step)})

@@ -198,8 +198,9 @@ class Worth:
     def move(self, row: int, to: int) -> None:
         """A row's request goes on in another row, whose own has ended and is not replaced."""
         self._committed[to] = self._committed[row]
-        self._order = [{row: to, to: ENDED}.get(place, place) for place in self._order]
-        self._begun = {to if place == row else place for place in self._begun}
+        now = {row: to, to: ENDED}
+        self._order = [now.get(place, place) for place in self._order]
+        self._begun = {now.get(place, place) for place in self._begun} - {ENDED}
 
     def earn(self, row: int, tokens: int) -> None:
         """A row has committed tokens, the bonus among them; they count if the step was its own."""

@@ -375,6 +375,10 @@ def test_a_row_that_moves_into_the_place_of_one_that_ended_is_no_replacement():
     worth.move(2, 0)
     worth.begin(range(2), 64)
     assert not worth._replaced
+    # One that began in the place of the ended, and has ended too, is forgotten.
+    worth.admit(0)
+    worth.move(1, 0)
+    assert not worth._begun
 
 
 def test_of_what_a_batch_gains_every_token_counts():
