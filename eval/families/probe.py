@@ -2,14 +2,14 @@
 
 A copy of the target reads two tokens with an attention function that only takes notes; of an
 encoder-decoder the decoder does, behind a source of three, by which its two attentions are told
-apart. Which
-earlier tokens a layer sees is asked of the mask that the model makes for it: transformers hands the
-rule to whoever makes masks for an attention function, and ours, far into a text, looks how far back
-it goes.
+apart. Which earlier tokens a layer sees is asked of the mask that the model makes for it:
+transformers hands the rule to whoever makes masks for an attention function, and ours, at the end
+of a full row, looks how far back it goes.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ HARMLESS = {
     "use_cache",
 }
 MEANING = {"attention_mask": "a mask of its own"}
-FAR = 1 << 20  # a position at which masks are asked what is still seen
 SOURCE = 3  # tokens of a source
 ALL, OTHER = 0, -1  # what stands for a window where all is seen; where it is no window
 
@@ -51,7 +50,7 @@ class Geometry:
     kv_heads: int
     head_dim: int
     value_dim: int
-    # Tokens that each layer sees, the newest included; None: all.
+    # Tokens that each layer sees, the newest included; None: all that a row may have.
     windows: tuple[int | None, ...] = ()
     leaning: Tensor | None = None  # [heads, capacity], added to scores by distance
     numbers: tuple[int, ...] = ()  # of the layers that have attention
@@ -83,7 +82,7 @@ def measure(
     """
     calls: list[Call] = []
     AttentionInterface.register(PROBE, _attention)
-    AttentionMaskInterface.register(PROBE, _mask)
+    AttentionMaskInterface.register(PROBE, partial(window_mask, capacity))
     if has_alibi(view):
         replace_attention(view)
     else:
@@ -146,20 +145,22 @@ def _attention(module, query, key, value, attention_mask, scaling=None, probe=No
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def _mask(q_length: int, kv_length: int, mask_function: Callable, device="cpu", **_) -> Tensor:
+def window_mask(
+    capacity: int, q_length: int, kv_length: int, mask_function: Callable, device="cpu", **_
+) -> Tensor:
     """What stands for a mask [1, 1, T, T]: its window, everywhere."""
     # At two places, for chunks would look like windows at one.
-    seen = {_seen(mask_function, position, device) for position in (FAR - 1, FAR)}
-    window = seen.pop() if len(seen) == 1 else OTHER
+    last, beyond = (_seen(mask_function, place, device) for place in (capacity - 1, capacity))
+    window = ALL if last == capacity else last if last == beyond else OTHER
     return torch.full((1, 1, q_length, kv_length), window, device=device)
 
 
 def _seen(mask_function: Callable, position: int, device: torch.device | str) -> int:
-    """How many tokens up to its own one at a position sees; ALL, or OTHER."""
+    """How many tokens up to its own one at a position sees; or OTHER."""
     places = torch.arange(position + 2, device=device)
     first = places.new_zeros(())
     visible = mask_function(first, first, first + position, places).expand(len(places))
     count = int(visible.sum())
     if visible[-1] or not visible[position + 1 - count : -1].all():
         return OTHER
-    return ALL if count > position else count
+    return count

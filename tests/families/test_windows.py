@@ -4,11 +4,16 @@ import pytest
 import torch
 from decoding import decode, plain_tokens, prompts
 from random_families import GQA, check_family, random_model
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.tree import chain
+from specdraft.eval.families.probe import ALL, OTHER, window_mask
 from specdraft.models.target import Target
 
 # An embedding that is scaled and tied says the last token again.
@@ -33,6 +38,24 @@ def windowed(name: str, window: int) -> Target:
 def test_which_layers_have_windows_is_read_off_their_masks(name):
     windows = PackedTarget(windowed(name, 7), 1, 64).pool.windows
     assert windows == tuple(7 if has else None for has in FAMILIES[name][2])
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+def test_a_mask_is_judged_by_what_the_tokens_of_a_full_row_see(size):
+    """A window or a chunk that holds the row is none; one chunk of several is not understood."""
+    capacity = 8
+    window = sliding_window_causal_mask_function(size)
+    assert window_mask(capacity, 2, 2, window).unique().tolist() == [
+        ALL if size >= capacity else size
+    ]
+    chunk = chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.long))
+    known = ALL if size >= capacity else 1 if size == 1 else OTHER
+    assert window_mask(capacity, 2, 2, chunk).unique().tolist() == [known]
+
+
+def test_a_window_as_long_as_a_row_costs_nothing():
+    assert PackedTarget(windowed("mistral", 64), 1, 64).pool.windows == (None, None, None)
+    assert PackedTarget(windowed("mistral", 63), 1, 64).pool.windows == (63, 63, 63)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
