@@ -23,7 +23,7 @@ from specdraft.eval.papers.tables import all_tables, table_of
 from specdraft.eval.publishing.page import check_page, write_page
 from specdraft.eval.publishing.plots import save
 from specdraft.eval.publishing.result import show, write_result
-from specdraft.recipes.arguments import Parser, whole, whole_numbers
+from specdraft.recipes.arguments import Parser, check_writable, whole, whole_numbers
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.terminal import tell
 
@@ -67,8 +67,9 @@ def make(options: argparse.Namespace) -> None:
     if given and not table.reads_recipe:
         own = ", ".join(f"{TABLE}{key}" for key in table.settings())
         raise RecipeError(f"{given[0]:.100}: {name} reads no recipe; it has {own}")
-    made = table.make(Plan(options.runs, others, options.recipe, settings), seeds, options.jobs)
     out = options.out or options.runs / f"{name}.json"
+    check_writable(out, ".json")
+    made = table.make(Plan(options.runs, others, options.recipe, settings), seeds, options.jobs)
     write_result(made, out)
     show(made)
     tell(f"wrote {out}")

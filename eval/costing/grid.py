@@ -68,7 +68,9 @@ class Grid:
             )
         inside = replace(self, nodes=nodes)
         cached = tuple(length for length in self.cached if inside._room(length) <= context)
-        return replace(inside, cached=cached or (context - max(nodes),))
+        # Several rows are apart: the longest has half as many again, beside fewer nodes.
+        room = min(context - max(nodes), 2 * (context - inside.side[-1]) // 3)
+        return replace(inside, cached=cached or (max(room, 1),))
 
     def with_rows(self, most: int) -> "Grid":
         """The part with at most so many rows."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from specdraft.eval.papers.jobs import Job
 from specdraft.eval.papers.table import Plan, Row, SeededTable
+from specdraft.recipes.errors import RecipeError
 
 METHODS = {"chain": "falcon_chain", "tree": "falcon_tree"}
 
@@ -26,7 +27,12 @@ class FalconTable(SeededTable):
         return self.job(plan, "train/falcon.py", folder, *variant, f"train.seed={seed}")
 
     def stages(self, plan: Plan, seed: int) -> list[list[Job]]:
-        """One: the heads."""
+        """One: the heads. Raises RecipeError where they would not decode both ways."""
+        asked = self.loaded(plan).eval.methods
+        if missing := [method for method in METHODS.values() if method not in asked]:
+            raise RecipeError(
+                f"eval.methods = {', '.join(asked)}: {self.name} shows {missing[0]}; add it"
+            )
         return [[self.head(plan, row, seed) for row in self.variants]]
 
     def rows(self, plan: Plan, seed: int) -> dict[str, Row]:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from specdraft.eval.methods.registry import problems
 from specdraft.recipes.compare import differences
-from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.interrupt import STOPS_WITH, keeping
 from specdraft.recipes.load import load_recipe
 
@@ -78,8 +78,13 @@ class Job:
         return True
 
     def report(self) -> dict:
-        """What the run has written."""
-        return json.loads(self.path.read_text())
+        """What the run has written. Raises DataError for half of it."""
+        try:
+            return json.loads(self.path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(
+                f"{self.path} is no report; delete it, and the same command makes it again"
+            ) from error
 
 
 def resolved(recipe: str, overrides: Sequence[str]) -> dict:

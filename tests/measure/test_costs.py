@@ -379,6 +379,9 @@ def test_a_grid_keeps_to_the_context_of_a_target():
     assert grid.capacity <= 256
     assert grid.cached == (64,)
     assert max(Grid().within(100).nodes) == 96
+    for nodes in ((1,), (1, 4), (1, 2, 12, 100)):  # of several rows the longest has room, too
+        for context in (*range(3, 40), 128):
+            assert Grid(nodes, cached=(2000,)).within(context).capacity <= context
     assert len({*Grid().places()}) == len([*Grid().places()])
 
 

@@ -15,7 +15,7 @@ from specdraft.eval.papers.prepacking import FORMATS, HOW
 from specdraft.eval.papers.table import Plan, over_seeds, with_settings
 from specdraft.eval.papers.tables import all_tables
 from specdraft.eval.publishing.result import rounded, show
-from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import load_recipe
 
 TABLES = all_tables()
@@ -174,6 +174,8 @@ def test_an_unknown_table_names_the_known_ones():
         (["fusion", "--seeds", "a"], "--seeds a: give whole numbers"),
         (["report", "table.report=gone.json"], "gone.json: cannot be read"),
         (["ewif", "tabel.alpha=0.5"], "tabel.alpha=0.5: ewif reads no recipe; it has table.alpha"),
+        (["fusion", "eval.methods=[plain,falcon_tree]"], "fusion shows falcon_chain; add it"),
+        (["ewif", "--out", "ewif.txt"], "--out ewif.txt: give the name of a file that ends in"),
         (["report", "--recipe", "tiny"], "--recipe tiny: report reads no recipe; it has table.re"),
     ],
 )
@@ -183,6 +185,14 @@ def test_what_a_table_does_not_have_is_refused(words, message):
     assert message in done.stderr
     with pytest.raises(RecipeError, match="must be >= 2"):
         with_settings(TABLES["budgets"], ["table.lengths=[1]"])
+
+
+def test_half_a_report_is_told(tmp_path):
+    job = jobs_of("fusion", tmp_path)[0]
+    job.folder.mkdir(parents=True)
+    job.path.write_text('{"recipe": {')
+    with pytest.raises(DataError, match="is no report; delete it, and the same command"):
+        _ = job.done
 
 
 def test_without_a_table_all_are_listed():

@@ -1,6 +1,7 @@
 """How much data gives what: nested subsets, and a fit that finds a known curve."""
 
 import json
+from argparse import Namespace
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 from specdraft.data.chat import read_conversations, split_holdout
 from specdraft.eval.publishing.result import grid_of
 from specdraft.recipes.load import load_recipe
+from specdraft.train.curve import asked
 from specdraft.train.curves.data_curve import make_curves, sentence
 from specdraft.train.curves.picture import draw_curves
 from specdraft.train.curves.saturation import error_of, fit_saturation, tokens_per_step
@@ -90,6 +92,13 @@ def test_more_seeds_are_for_the_first_sizes(tmp_path):
         assert {size.seed for _, size in more if size.rows == rows} == seeds
     jobs = [size.job for regime, size in more if regime == "root"]
     assert len(jobs) == len(set(jobs)) == 2 * (3 * 4 + 2 * 2)
+
+
+def test_more_seeds_are_told_above_the_table():
+    options = Namespace(recipe="tiny", seeds="0,1", more_seeds="2,7")
+    told = asked(load_recipe("tiny"), options, [], {})
+    assert told["source"].endswith("tiny, of the first 3 sizes with seeds 2,7 besides")
+    assert told["seeds"] == [0, 1]
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -181,6 +190,11 @@ def test_a_curve_says_what_ten_times_would_bring_and_how_the_first_sizes_missed(
     ]
     assert lines[0][1:] == [f"{true(100):.2f} +- 0.01", "0.50 +- 0.00", "6/6"]
     assert float(lines[-1][1]) == pytest.approx(1 + curve["back_test_error"], abs=0.01)
+
+
+def test_a_curve_whose_caches_were_deleted_is_shown_without_their_tokens(tmp_path):
+    _, *lines = grid_of(make_curves(made_sizes(tmp_path), {300: 27000}))
+    assert [line[0] for line in lines[:2]] == ["100 rows", "300 rows, 27,000 tokens"]
 
 
 @pytest.mark.parametrize(

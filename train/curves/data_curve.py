@@ -18,14 +18,14 @@ def make_curves(sizes: Sequence[tuple[str, Size]], learnt: Mapping[int, int]) ->
     """Return a table of all trainings, a row for every size, and the curve of every kind and regime
     of steps.
 
-    learnt: tokens of a size that are learnt from, on average over the seeds. The table is one of
-    eval/papers: it has tokens per step and minutes of training, what ten times the data would
-    bring, and what the first sizes foretell of the largest over what it has brought. `runs` are the
-    trainings.
+    learnt: tokens of a size that are learnt from, on average over the seeds; none of one whose
+    caches are gone. The table is one of eval/papers: it has tokens per step and minutes of
+    training, what ten times the data would bring, and what the first sizes foretell of the largest
+    over what it has brought. `runs` are the trainings.
     """
     points = [{"steps_are": regime} | _point(size) for regime, size in sizes]
     for point in points:
-        point["tokens"] = learnt[point["rows"]]
+        point["tokens"] = learnt.get(point["rows"])
     regimes = {point["steps_are"] for point in points}
     columns: dict[str, list[dict]] = {}
     for point in points:
@@ -33,7 +33,7 @@ def make_curves(sizes: Sequence[tuple[str, Size]], learnt: Mapping[int, int]) ->
         columns.setdefault(named, []).append(point)
     found = {name: _curve(some) for name, some in columns.items()}
     rows = {
-        f"{rows:,} rows, {tokens:,} tokens": _size(rows, columns)
+        f"{rows:,} rows" + (f", {tokens:,} tokens" if tokens else ""): _size(rows, columns)
         for rows, tokens in dict.fromkeys((point["rows"], point["tokens"]) for point in points)
     }
     rows |= _foretold(found)
