@@ -38,12 +38,8 @@ class Meter:
             self.seconds += time.perf_counter()
             self.forwards += 1
 
-        hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
-        try:
+        with model.register_forward_pre_hook(enter), model.register_forward_hook(leave):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 class Generate:

@@ -87,13 +87,7 @@ def transformations(
     ratio = (mine * other).sum() / mine.square().sum().clamp(min=1e-30)
     if alike(mine * ratio, other):
         yield f"theirs are ours times {float(ratio):.4g}"
-    if name == "normed":
-        yield from without_norm(mine, other)
-
-
-def without_norm(mine: Tensor, other: Tensor) -> Iterator[str]:
-    """Say it where theirs are ours but for the weights of a norm."""
-    if but_for_weights(mine, other):
+    if name == "normed" and but_for_weights(mine, other):
         yield "theirs are ours but for the weights of the norm, which are missing"
 
 
@@ -109,16 +103,10 @@ def other_features(target: Target, prompt: list[int], mine: Tensor, other: Tenso
     several side by side and weighs them, the layers."""
     count = len(mine)
     ids = torch.tensor([prompt[:count]], device=target.device)
-    last = [
-        module for module in target.model.base_model.modules() if "Norm" in type(module).__name__
-    ]
-    norm = last[-1]
-    kept: list[Tensor] = []
-    hook = norm.register_forward_pre_hook(lambda _, args: kept.append(args[0][0].float().cpu()))
-    try:
-        states = target.model.base_model(ids, output_hidden_states=True).hidden_states
-    finally:
-        hook.remove()
+    base, kept = target.model.base_model, []
+    *_, norm = (module for module in base.modules() if "Norm" in type(module).__name__)
+    with norm.register_forward_pre_hook(lambda _, args: kept.append(args[0][0].float().cpu())):
+        states = base(ids, output_hidden_states=True).hidden_states
     if kept and alike(kept[0], other):
         yield "theirs are those before the final norm"
     for number, state in enumerate(states[:-1]):

@@ -11,7 +11,7 @@ done/trace.safetensors.
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def traced(llm: Any, job: dict) -> Trace:
     elif hasattr(module, "fc"):
         opened = tracing_eagle(module)
     else:
-        opened = tracing_nothing()
+        opened = nullcontext({})
     with opened as trace, drafts_noted(drafter, trace):
         add(llm.llm_engine, job, 0, job["prompts"][0], 0.0, 1)
         while llm.llm_engine.has_unfinished_requests():
@@ -157,11 +157,6 @@ def drafts_noted(drafter: Any, trace: Trace) -> Iterator[None]:
         yield
     finally:
         drafter.propose = propose
-
-
-@contextmanager
-def tracing_nothing() -> Iterator[Trace]:
-    yield {}
 
 
 @contextmanager
@@ -202,11 +197,10 @@ def tracing_eagle(model: nn.Module) -> Iterator[Trace]:
         layer.mlp.register_forward_pre_hook(lambda _, a: note(trace, normed=a[0])),
         layer.register_forward_hook(lambda _, __, out: note(trace, output=out[0] + out[1])),
     ]
-    try:
-        yield trace
-    finally:
+    with ExitStack() as stack:
         for hook in hooks:
-            hook.remove()
+            stack.enter_context(hook)
+        yield trace
 
 
 def _heads(x: Tensor, width: int) -> Tensor:

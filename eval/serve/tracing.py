@@ -8,7 +8,7 @@ Shapes: T inputs read, Q queries, H hidden, n layers that EAGLE-3 reads, D head 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
@@ -53,11 +53,10 @@ def tracing(head: FalconHead | Eagle3Head) -> Iterator[Trace]:
         layer.gate_up.register_forward_pre_hook(lambda _, args: note(trace, normed=args[0][0])),
         layer.register_forward_hook(lambda _, __, output: note(trace, output=output[0] * scale)),
     ]
-    try:
-        yield trace
-    finally:
+    with ExitStack() as stack:
         for hook in hooks:
-            hook.remove()
+            stack.enter_context(hook)
+        yield trace
 
 
 def note(trace: Trace, **tensors: Tensor) -> None:
