@@ -9,7 +9,6 @@ Nothing is built, trained or changed. Exit code 1 if a line fails.
 from specdraft.recipes.entry import entry
 
 import sys
-from dataclasses import replace
 
 from specdraft.data.prompts import load_prompts
 from specdraft.data.template import LEGEND, preview
@@ -39,7 +38,7 @@ def main() -> None:
     )
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides, check=problems)
-    recipe = replace(recipe, eval=replace(recipe.eval, limit=options.prompts))
+    recipe = recipe.with_eval(limit=options.prompts)
     target = Target.of_recipe(recipe.target)
     caches, findings = check_caches(recipe, target, options.samples)
     manifest = caches.features.manifest if caches.features else None

@@ -13,7 +13,6 @@ something differs.
 from specdraft.recipes.entry import entry
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from specdraft.data.prompts import load_prompts
@@ -46,7 +45,7 @@ def main() -> None:
     if engine.version != TRIED:
         say(f"vLLM {engine.version}: tried with {TRIED}; going on")
     target = Target.of_recipe(recipe.target)
-    recipe = replace(recipe, eval=replace(recipe.eval, methods=("plain",)))
+    recipe = recipe.with_eval(methods=("plain",))
     prompts = load_prompts(recipe, target.tokenizer)
     path = (options.out or Path(recipe.output.dir)) / "parity.json"
     console, found = Screen(soft_wrap=True, highlight=False), []

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from specdraft.recipes.fields import InvalidRecipeError, Section, plain, shown
 from specdraft.recipes.sections.data import DataSection
@@ -68,6 +68,10 @@ class Recipe:
     def sections(cls) -> dict[str, type[Section]]:
         """Return the class of each section, by its name."""
         return {name: kind for name, kind in get_type_hints(cls).items() if name != "name"}
+
+    def with_eval(self, **settings: Any) -> Self:
+        """Return the recipe with other settings of its eval section. Raises InvalidRecipeError."""
+        return dataclasses.replace(self, eval=dataclasses.replace(self.eval, **settings))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as plain dicts, lists and scalars, ready for YAML and JSON."""

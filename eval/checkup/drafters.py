@@ -1,7 +1,6 @@
 """Whether what was trained is whole, made for this target, and changes no token of its output."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +112,10 @@ def check_methods(
     recipe: Recipe, target: Target, loaded: dict[str, Trained], prompts: Sequence[Prompt]
 ) -> Iterator[Finding]:
     """Decode the prompts greedily by every method and compare with plain decoding."""
-    settings = replace(recipe.eval, temperature=0.0, spread=1.0, repeats=1)
-    recipe = replace(recipe, eval=settings)
-    with cpu_threads(settings.threads):
+    recipe = recipe.with_eval(temperature=0.0, spread=1.0, repeats=1)
+    with cpu_threads(recipe.eval.threads):
         plain = _measured(recipe, target, Trained(), prompts, REFERENCE).tokens(REFERENCE)
-        for method in settings.methods:
+        for method in recipe.eval.methods:
             line = f"{method} = plain"
             if method == REFERENCE:
                 continue

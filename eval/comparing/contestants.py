@@ -90,7 +90,7 @@ def read_recipes(names: Sequence[str], overrides: Sequence[str]) -> dict[str, Re
                     f"{base_name}; compare drafters of one target"
                 )
     common = {key: getattr(base.eval, key) for key in COMMON}
-    return {n: replace(recipes[n], eval=replace(recipes[n].eval, **common)) for n in names}
+    return {name: recipes[name].with_eval(**common) for name in names}
 
 
 def _drafters_of(name: str) -> list[str]:
@@ -119,7 +119,7 @@ def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant],
             recipe = _drafting(recipe)
             trained = load_trained(recipe, target, [featured(recipe.eval.methods)])
             method = _method(recipe, trained)
-            alone = replace(recipe, eval=replace(recipe.eval, methods=(method,)))
+            alone = recipe.with_eval(methods=(method,))
             drafted_tree(alone, trained)  # a missing one is told here
         except (HeadError, RecipeError) as error:
             left_out[given] = in_a_line(error)
@@ -157,7 +157,7 @@ def _drafting(recipe: Recipe) -> Recipe:
     if featured(recipe.eval.methods) != REFERENCE:
         return recipe
     method = {"student": "ssd", "table": "maxgram"}.get(recipe.kind, f"{recipe.kind}_tree")
-    return replace(recipe, eval=replace(recipe.eval, methods=(REFERENCE, method)))
+    return recipe.with_eval(methods=(REFERENCE, method))
 
 
 def _method(recipe: Recipe, trained: Trained) -> str:

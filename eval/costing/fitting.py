@@ -5,7 +5,7 @@ target answers them; the best few decode these prompts in turns, and the best by
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -92,7 +92,7 @@ def _race(
         for number, one in enumerate(trees):
             file = Path(folder) / f"{number}.yaml"
             write_tree(file, drafter.block_size, "a finalist", one.paths)
-            recipes.append(replace(recipe, eval=replace(recipe.eval, tree=str(file))))
+            recipes.append(recipe.with_eval(tree=str(file)))
         seconds = plain_seconds * (1 + sum(1 / one.speedup for one in trees))
         return speedups(drafter.method, recipes, target, drafter.trained, prompts, seconds)
 

@@ -6,7 +6,6 @@ all texts so far and goes on. What outgrows the context is forgotten from the be
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache, partial
 
 from specdraft.data.prompts import Prompt, chat_prompt
@@ -60,15 +59,14 @@ class Chat:
         except RecipeError as error:
             can = ", ".join(self.usable())  # of all there are, most lack what they draft with
             raise RecipeError(f"unknown method {shown(name)}; this run can do {can}") from error
-        settings = replace(self.recipe.eval, batch_size=1, methods=(name,))
-        recipe = replace(self.recipe, eval=settings)
+        recipe = self.recipe.with_eval(batch_size=1, methods=(name,))
         trained = load_trained(recipe, self.target)
         self.method = make_method(name, recipe, self.target, trained, self.context)
         self.recipe, self.name = recipe, name
 
     def usable(self) -> list[str]:
         """The methods for which this run has all that they draft with."""
-        recipe = replace(self.recipe, eval=replace(self.recipe.eval, batch_size=1))
+        recipe = self.recipe.with_eval(batch_size=1)
         found, load = [], cache(partial(load_trained, recipe, self.target))
         for method in METHODS.values():
             alike = next(name for name, row in METHODS.items() if row.needs == method.needs)

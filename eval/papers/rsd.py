@@ -127,13 +127,13 @@ def compare(
     student = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
     every, trained = [prompt for _ in seeds for prompt in prompts], Trained(student=student)
     # SD as the papers have it: with noise shared between drafter and target it would accept more.
-    recipe = replace(recipe, eval=replace(recipe.eval, acceptance="recursive"))
+    recipe = recipe.with_eval(acceptance="recursive")
     for name, some in shapes.items():
         for shape in some:
             own = replace(recipe, drafting=shape.section(recipe.drafting))
             outcomes = {shape.method: []}
             for seed in seeds:
-                seeded = replace(own, eval=replace(own.eval, seed=APART * seed))
+                seeded = own.with_eval(seed=APART * seed)
                 done = measure(seeded, target, trained, prompts, [*outcomes], progress=False)
                 outcomes[shape.method] += done.outcomes[shape.method]
             requests = make_requests(own.eval, every)

@@ -8,7 +8,7 @@ from what is measured by milliseconds alone.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -100,7 +100,7 @@ def decoded(
     for number, (name, paths) in enumerate(trees.items()):
         file = folder / f"{number}.yaml"
         write_tree(file, drafter.block_size, name, paths)
-        recipes[name] = replace(recipe, eval=replace(recipe.eval, tree=str(file)))
+        recipes[name] = recipe.with_eval(tree=str(file))
         runners[name] = make_method(drafter.method, recipes[name], *common)
     outcomes = take_turns(runners, requests, recipe.eval)
     plain, figures = outcomes[REFERENCE], {}

@@ -168,7 +168,7 @@ def decode(
     behind the first token: so that the steps are the same, it is handed that token with the prompt.
     """
     settings = {"temperature": temperature, "acceptance": "walk", "repeats": 1, "spread": 1.0}
-    recipe = replace(recipe, eval=replace(recipe.eval, **settings))
+    recipe = recipe.with_eval(**settings)
     setup = Setup(recipe, target, trained, 1, 1)
     if make_drafter(name, setup).from_tokens:
         return decode_behind_first(recipe, target, trained, prompts, name)
@@ -179,13 +179,16 @@ def decode_behind_first(
     recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], name: str
 ) -> Side:
     """The first token by plain decoding, the others behind it by the method."""
-    firsts = completions(with_length(recipe, 1), target, trained, prompts, "plain")
-    rest = recipe.eval.max_new_tokens - 1
+    short, rest = recipe.with_eval(max_new_tokens=1), recipe.eval.max_new_tokens - 1
+    firsts = completions(short, target, trained, prompts, "plain")
     going = [n for n, one in enumerate(firsts) if rest and one.tokens[0] not in target.eos_ids]
     longer = [
         replace(prompts[n], input_ids=[*prompts[n].input_ids, *firsts[n].tokens]) for n in going
     ]
-    later = completions(with_length(recipe, rest), target, trained, longer, name) if going else []
+    later = []
+    if going:
+        recipe = recipe.with_eval(max_new_tokens=rest)
+        later = completions(recipe, target, trained, longer, name)
     behind = dict(zip(going, later, strict=True))
     return Side.of(
         replace(one, tokens=one.tokens + behind[n].tokens, steps=one.steps + behind[n].steps)
@@ -201,11 +204,6 @@ def completions(
     """Decode prompts by a method, in their order."""
     outcomes = measure(recipe, target, trained, prompts, [name], progress=False).outcomes[name]
     return [completion for outcome in outcomes for completion in outcome.completions]
-
-
-def with_length(recipe: Recipe, tokens: int) -> Recipe:
-    """The recipe with answers of so many tokens at most."""
-    return replace(recipe, eval=replace(recipe.eval, max_new_tokens=tokens))
 
 
 def side_of(run: dict) -> Side:
