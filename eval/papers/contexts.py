@@ -47,10 +47,10 @@ class ContextTable(Table):
             prompts = asked(rows[0].recipe, target)
             _, *made = measured([plain, *rows], target, prompts)
             runs += [run | {"context": length} for run in made]
+        (figure,) = self.columns.values()
         for run in runs:
-            figures = {title: {"mean": run[key]} for title, key in self.columns.items()}
             own = cells.setdefault(run["row"], Row({}, []))
-            own.figures.update({str(run["context"]): figure for figure in figures.values()})
+            own.figures[str(run["context"])] = {"mean": run[figure]}
             own.runs.append(run)
         return Found(cells, environment(target), runs)
 

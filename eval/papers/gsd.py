@@ -12,7 +12,6 @@ Shapes: N paths, T tokens of the longest, V vocabulary.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,12 +25,11 @@ from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.methods import Engine
 from specdraft.eval.measure.metrics import Costs, counts
 from specdraft.eval.measure.questions import make_requests
-from specdraft.eval.methods.registry import Setup
+from specdraft.eval.methods.registry import Setup, load_trained
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.papers.jobs import Job
 from specdraft.eval.papers.students import OverStudents
 from specdraft.eval.papers.table import Found, Plan, Row, Table
-from specdraft.models.student import finished_student
 from specdraft.models.target import Target
 from specdraft.recipes.fields import Natural
 from specdraft.recipes.schema import Recipe
@@ -49,7 +47,7 @@ class TauTable(Table):
         """One row per tau."""
         recipe = self.loaded(plan)
         target = Target.of_recipe(recipe.target)
-        student = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
+        student = load_trained(recipe, target, ["gsd"]).student
         with cpu_threads(recipe.eval.threads):
             rows = sweep(recipe, target, student, self.taus, self.columns)
             return Found(rows, environment(target))

@@ -8,7 +8,6 @@ has there, by tokens per step. SD is one chain, accepted token-wise.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 from specdraft.data.prompts import load_prompts
@@ -16,10 +15,9 @@ from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import Measurement, measure
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.questions import make_requests
-from specdraft.eval.methods.trained import Trained
+from specdraft.eval.methods.registry import load_trained
 from specdraft.eval.papers.students import OverStudents
 from specdraft.eval.papers.table import Found, Plan, Row, Table
-from specdraft.models.student import finished_student
 from specdraft.models.target import Target
 from specdraft.recipes.fields import Interval
 from specdraft.recipes.schema import DraftingSection, Recipe
@@ -124,8 +122,8 @@ def compare(
 ) -> Iterator[dict]:
     """Decode the recipe's prompts by every shape of every comparison; one run each."""
     prompts = load_prompts(recipe, target.tokenizer)
-    student = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
-    every, trained = [prompt for _ in seeds for prompt in prompts], Trained(student=student)
+    trained = load_trained(recipe, target, ["ssd"])
+    every = [prompt for _ in seeds for prompt in prompts]
     # SD as the papers have it: with noise shared between drafter and target it would accept more.
     recipe = recipe.with_eval(acceptance="recursive")
     for name, some in shapes.items():

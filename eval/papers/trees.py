@@ -23,11 +23,9 @@ from specdraft.eval.costing.shares import DEEPEST, TreeDrafter
 from specdraft.eval.costing.tree_growth import best_paths
 from specdraft.eval.drafters.static import Path as Ranks
 from specdraft.eval.measure.environment import cpu_threads, environment
-from specdraft.eval.measure.measurement import REFERENCE, Measurement
-from specdraft.eval.measure.methods import make_method
-from specdraft.eval.measure.questions import make_requests
-from specdraft.eval.measure.rounds import capacity_for, take_turns
-from specdraft.eval.papers.contenders import asked
+from specdraft.eval.measure.measurement import REFERENCE
+from specdraft.eval.methods.trained import Trained
+from specdraft.eval.papers.contenders import Contender, asked, measured
 from specdraft.eval.papers.table import Found, Plan, Row, Table
 from specdraft.eval.pricing.cost import COSTS, load_costs
 from specdraft.models.target import Target
@@ -72,8 +70,7 @@ class TreeTable(Table):
         rows = {name: row(expected[name], plain, run) for name, run in runs.items()}
         best = max(run["tokens_per_second"] for run in runs.values())
         over = {"x plain": {"mean": runs[FITTED]["tokens_per_second"] / best}}
-        made = [run | {"row": name} for name, run in runs.items()]
-        return Found({**rows, OVER_BEST: Row(over)}, where, made)
+        return Found({**rows, OVER_BEST: Row(over)}, where, [*runs.values()])
 
     def others(self, shares: Tensor) -> Iterator[tuple[str, tuple[Ranks, ...]]]:
         """The best trees of so many nodes that reach so deep, for shares [D, W], by name."""
@@ -94,21 +91,14 @@ def decoded(
     folder: Path,
 ) -> dict[str, dict]:
     """Every tree's figures on all prompts, in turns with plain decoding."""
-    requests = make_requests(recipe.eval, prompts)
-    common = target, drafter.trained, capacity_for(recipe.eval, requests)
-    runners, recipes = {REFERENCE: make_method(REFERENCE, recipe, *common)}, {}
+    rows = [Contender(REFERENCE, REFERENCE, recipe, Trained())]
     for number, (name, paths) in enumerate(trees.items()):
         file = folder / f"{number}.yaml"
         write_tree(file, drafter.block_size, name, paths)
-        recipes[name] = recipe.with_eval(tree=str(file))
-        runners[name] = make_method(drafter.method, recipes[name], *common)
-    outcomes = take_turns(runners, requests, recipe.eval)
-    plain, figures = outcomes[REFERENCE], {}
-    for name, own in recipes.items():
-        both = {REFERENCE: plain, drafter.method: outcomes[name]}
-        done = Measurement(own, target, drafter.trained, prompts, requests, both)
-        figures[name] = done.rows()[-1]
-    return figures
+        own = recipe.with_eval(tree=str(file))
+        rows.append(Contender(name, drafter.method, own, drafter.trained))
+    _, *runs = measured(rows, target, prompts)
+    return {run["row"]: run for run in runs}
 
 
 def row(expected: Candidate, plain: float, run: dict) -> Row:
