@@ -19,11 +19,13 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from specdraft.data.atomic import write_atomic
+from specdraft.eval.engine.tree import Topology
 from specdraft.eval.page.colours import SERIES, method_colours
 from specdraft.eval.page.plots import (
     Plot,
     bars,
     curves,
+    depth_first,
     node_tree,
     stacks,
     to_svg,
@@ -240,16 +242,11 @@ def _in_turn(names: Iterable[str]) -> dict[str, str]:
 
 def draft_lines(draft: dict) -> list[dict]:
     """The nodes of a draft as indented lines, every node below its parent."""
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(draft["parents"]):
-        children.setdefault(parent, []).append(node)
-    lines, stack = [], [(child, 0) for child in reversed(children.get(0, []))]
-    while stack:
-        node, depth = stack.pop()
-        accepted = node in draft["accepted"]
-        lines.append({"text": draft["texts"][node], "depth": depth, "accepted": accepted})
-        stack += [(child, depth + 1) for child in reversed(children.get(node, []))]
-    return lines
+    tree, texts, accepted = Topology(draft["parents"]), draft["texts"], draft["accepted"]
+    return [
+        {"text": texts[node], "depth": tree.depths[node] - 1, "accepted": node in accepted}
+        for node in depth_first(tree)[1:]
+    ]
 
 
 def _figure(value: float | None, digits: int = 2) -> str:

@@ -203,13 +203,16 @@ def node_tree(name: str, title: str, nodes: Sequence[Mapping], colour: str) -> P
 
 def _rows(tree: Topology) -> list[int]:
     """A row for every leaf; a parent stands in the row of its first child."""
-    rows, leaves, stack = [0] * len(tree), 0, [0]
-    while stack:
-        node = stack.pop()
+    rows, leaves = [0] * len(tree), 0
+    for node in depth_first(tree):
         rows[node] = leaves
         leaves += not tree.children[node]
-        stack += reversed(tree.children[node])
     return rows
+
+
+def depth_first(tree: Topology) -> list[int]:
+    """The nodes of a tree, each before its descendants, and these before its later siblings."""
+    return sorted(range(len(tree)), key=tree.rank_paths.__getitem__)
 
 
 def _percent(share: float) -> str:
