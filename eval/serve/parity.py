@@ -288,12 +288,6 @@ def first_step(ours: Side, theirs: Side) -> dict | None:
     for prompt, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
         for step, (a, b) in enumerate(zip_longest(mine, other, fillvalue=0)):
             if a != b:
-                position = sum(mine[:step])
-                return {
-                    "prompt": prompt,
-                    "step": step,
-                    "position": position,
-                    "ours": a,
-                    "engine": b,
-                }
+                where = {"prompt": prompt, "step": step, "position": sum(mine[:step])}
+                return where | {"ours": a, "engine": b}
     return None

@@ -50,26 +50,23 @@ def fixed_chain(recipe: Recipe) -> Recipe:
 # -- what vLLM is given ----------------------------------------------------------------------------
 
 
-def _custom(method: str, length: Callable[[Recipe], int], *kinds: str) -> Callable:
-    """Through our own class, with what is trained as it lies in the run's folder."""
+def _custom(method: str, length: Callable[[Recipe], int], **settings: tuple[str, ...]) -> Route:
+    """Through our own class, with what is trained as it lies in the run's folder.
+
+    settings: sections of the recipe, and which of their keys it drafts by.
+    """
+    ours = METHODS[method]
 
     def engine(recipe: Recipe, folder: Path) -> dict:
-        options = {"method": method} | {kind: _trained(recipe, kind) for kind in kinds}
-        sections = {"prompt_lookup": "eval", "maxgram": "maxgram", "cascade": "cascade"}
-        settings = {}
-        if section := sections.get(method):
-            given = recipe.to_dict()[section]
-            keys = {"eval": ("lookup_match",), "cascade": ("k", "leniency", "copy_match")}
-            keys |= {"maxgram": ("min_match", "continuation")}
-            settings = {section: {key: given[key] for key in keys[section]}}
-        if method == "cascade":
-            settings["maxgram"] = {"n": recipe.maxgram.n}
+        tree = recipe.to_dict()
+        given = {name: {key: tree[name][key] for key in keys} for name, keys in settings.items()}
+        trained = {kind: _trained(recipe, kind) for kind in ours.needs}
         return {
             "speculative_config": _speculative("custom_class", PROPOSER, length(recipe)),
-            "additional_config": {"specdraft": options | {"settings": settings}},
+            "additional_config": {"specdraft": {"method": method} | trained | {"settings": given}},
         }
 
-    return engine
+    return Route(ours, engine)
 
 
 def _trained(recipe: Recipe, kind: str) -> str | list[str]:
@@ -134,24 +131,20 @@ MEDUSA_CHAIN = Method("medusa", "Medusa's heads, a chain", _medusa_chain, needs=
 NGRAM = Method("ngram", "vLLM's own prompt lookup", _first_suffix)
 
 
-def _depth(recipe: Recipe) -> int:
-    return recipe.eval.chain_depth
-
-
 ROUTES: dict[str, Route] = {
     "eagle_chain": Route(METHODS["eagle_chain"], _served("eagle")),
     "eagle3_chain": Route(METHODS["eagle3_chain"], _served("eagle3")),
-    "falcon_chain": Route(METHODS["falcon_chain"], _custom("falcon_chain", _depth, "head")),
+    "falcon_chain": _custom("falcon_chain", lambda r: r.eval.chain_depth),
     "medusa": Route(MEDUSA_CHAIN, _served("medusa")),
     "ssd": Route(METHODS["ssd"], _draft_model),
     "ngram": Route(NGRAM, _ngram),
-    "prompt_lookup": Route(
-        METHODS["prompt_lookup"], _custom("prompt_lookup", lambda r: r.eval.lookup_copy)
-    ),
-    "maxgram": Route(METHODS["maxgram"], _custom("maxgram", lambda r: r.maxgram.n, "table")),
-    "cascade": Route(
-        METHODS["cascade"],
-        _custom("cascade", lambda r: sum(r.cascade.k[0]) + r.maxgram.n, "cascade", "table"),
+    "prompt_lookup": _custom("prompt_lookup", lambda r: r.eval.lookup_copy, eval=("lookup_match",)),
+    "maxgram": _custom("maxgram", lambda r: r.maxgram.n, maxgram=("min_match", "continuation")),
+    "cascade": _custom(
+        "cascade",
+        lambda r: sum(r.cascade.k[0]) + r.maxgram.n,
+        cascade=("k", "leniency", "copy_match"),
+        maxgram=("n",),
     ),
 }
 
