@@ -123,34 +123,28 @@ class DraftBench:
 
     def _chosen(self) -> Iterator[Draft]:
         """Chains of a head or a student, chosen best first."""
+        how = {"capacity": self.capacity, "paths": 1}
         if head := self.trained.head:
-            size = head.config.block_size
+            how |= {"nodes": 1, **self.way._asdict()}
+            make = partial(DynamicFalcon, head, self.target, FREE, **how)
             for passes in PASSES:
-                yield [1] * passes, [1] * passes * size, partial(self._dynamic, head, passes)
+                levels = [1] * passes * head.config.block_size
+                yield [1] * passes, levels, partial(make, passes=passes)
         elif (student := self.trained.student) and not self.trained.medusa:
             for depth in GAMMAS:
-                most = {"depth": depth, "nodes": depth, "paths": 1}
-                make = partial(BestFirst, student, capacity=self.capacity, costs=FREE, **most)
+                make = partial(BestFirst, student, costs=FREE, depth=depth, nodes=depth, **how)
                 yield [1] * depth, [1] * depth, make
-
-    def _dynamic(self, head: FalconHead | Eagle3Head, passes: int, rows: int) -> DynamicFalcon:
-        most = {"paths": 1, "nodes": 1, "passes": passes}
-        sizes = rows, self.capacity
-        return DynamicFalcon(head, self.target, FREE, *sizes, **most, **self.way._asdict())
 
     def _of_head(self, head: FalconHead | Eagle3Head) -> Iterator[Draft]:
         config, seen = head.config, []
         most = config.draft_vocab or self.target.vocab_size
-        for paths in _trees(
-            config.block_size, [width for width in self.grid.widths if width <= most]
-        ):
+        how = {"capacity": self.capacity, **self.way._asdict()}
+        widths = [width for width in self.grid.widths if width <= most]
+        for paths in _trees(config.block_size, widths):
             tree = StaticTree(paths, config.block_size, config.coupling != "none")
             if (shape := shape_of(tree)) not in seen:
                 seen.append(shape)
-                yield *shape, partial(self._falcon, head, tree)
-
-    def _falcon(self, head: FalconHead | Eagle3Head, tree: StaticTree, rows: int) -> FalconDrafter:
-        return FalconDrafter(head, self.target, tree, rows, self.capacity, *self.way)
+                yield *shape, partial(FalconDrafter, head, self.target, tree, **how)
 
     def _of_medusa(self, heads: MedusaHeads) -> Iterator[Draft]:
         for depth in range(1, heads.config.heads + 1):
@@ -158,14 +152,11 @@ class DraftBench:
             yield [1], [depth], partial(MedusaDrafter, heads, self.target, tree)
 
     def _of_student(self, student: Target) -> Iterator[Draft]:
-        def make(branching: Sequence[int], rows: int) -> Branching:
-            # Beside the prompt, what its context holds of what it drafts.
-            return Branching(student, rows, self.capacity, branching)
-
+        make = partial(Branching, student, capacity=self.capacity)
         for depth in GAMMAS:
             for width in self.grid.widths if depth > 1 else (1,):
                 nodes = [1, *[width] * (depth - 1)]
-                yield nodes, nodes, partial(make, (width, *[1] * (depth - 1)))
+                yield nodes, nodes, partial(make, branching=(width, *[1] * (depth - 1)))
 
     def _open(self, make: Make, rows: int, between: Between) -> Callable[[], float]:
         drafter, numbers = make(rows), list(range(rows))
