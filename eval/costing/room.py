@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
@@ -13,17 +14,14 @@ SPARE = 0.9  # of what is free: activations, logits and the allocator take the r
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that a device can still give; None where the system does not tell."""
+def free_bytes(device: torch.device) -> int:
+    """Memory that a device can still give."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    found = []
-    if (info := Path("/proc/meminfo")).is_file():
-        values = dict(line.split(":") for line in info.read_text().splitlines())
-        found.append(1024 * int(values["MemAvailable"].split()[0]))
+    free = psutil.virtual_memory().available
     if CGROUP.is_file() and (limit := CGROUP.read_text().strip()).isdecimal():
-        found.append(int(limit))
-    return min(found, default=None)
+        return min(free, int(limit))
+    return free
 
 
 def bytes_of(module: nn.Module) -> int:
@@ -35,7 +33,7 @@ def bytes_of(module: nn.Module) -> int:
 def check_room(what: str, needed: int, device: torch.device) -> None:
     """Raise RecipeError where a device has no room for so many bytes."""
     free = free_bytes(device)
-    if free is not None and needed > SPARE * free:
+    if needed > SPARE * free:
         place = "GPU memory" if device.type == "cuda" else "memory"
         raise RecipeError(
             f"{what}: needs {needed / GB:.1f} GB of {place}, and {free / GB:.1f} GB are free "
@@ -51,5 +49,4 @@ def row_bytes(shape: TargetShape, capacity: int, dtype: str) -> int:
 
 def most_rows(row: int, device: torch.device) -> int:
     """How many rows of so many bytes have room beside what is there."""
-    free = free_bytes(device)
-    return 10**6 if free is None else int(SPARE * free // row)
+    return int(SPARE * free_bytes(device) // row)
