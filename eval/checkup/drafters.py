@@ -114,7 +114,8 @@ def check_methods(
     """Decode the prompts greedily by every method and compare with plain decoding."""
     recipe = recipe.with_eval(temperature=0.0, spread=1.0, repeats=1)
     with cpu_threads(recipe.eval.threads):
-        plain = _measured(recipe, target, Trained(), prompts, REFERENCE).tokens(REFERENCE)
+        done = measure(recipe, target, Trained(), prompts, [REFERENCE], progress=False)
+        plain = done.tokens(REFERENCE)
         for method in recipe.eval.methods:
             line = f"{method} = plain"
             if method == REFERENCE:
@@ -123,17 +124,11 @@ def check_methods(
                 yield skipped(line, f"its {' and '.join(needs(method))} could not be loaded")
                 continue
             try:
-                ours = _measured(recipe, target, loaded[method], prompts, method)
+                ours = measure(recipe, target, loaded[method], prompts, [method], progress=False)
             except UserError as error:
                 yield failed(line, str(error), "change eval.methods")
             else:
                 yield _compared(line, method, plain, ours)
-
-
-def _measured(
-    recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], method: str
-) -> Measurement:
-    return measure(recipe, target, trained, prompts, [method], progress=False)
 
 
 def _compared(line: str, method: str, plain: list[list[int]], measured: Measurement) -> Finding:
