@@ -11,7 +11,9 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
+from operator import getitem
 from typing import Any, TypeVar
 
 from specdraft.data.prompts import Prompt
@@ -53,10 +55,7 @@ def _at(space: Space, place: int) -> Setting:
 
 def look_up(recipe: Recipe, path: str) -> Any:
     """Return the value at a path of a recipe."""
-    value: Any = recipe.to_dict()
-    for key in _keys(path):
-        value = value[key]
-    return value
+    return reduce(getitem, _keys(path), recipe.to_dict())
 
 
 def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
@@ -64,10 +63,7 @@ def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
     tree = recipe.to_dict()
     for path, value in setting.items():
         *above, last = _keys(path)
-        place = tree
-        for key in above:
-            place = place[key]
-        place[last] = value
+        reduce(getitem, above, tree)[last] = value
     return from_dict(tree)
 
 
