@@ -188,16 +188,12 @@ class CascadeDrafter:
         for row in rows:
             memory = self.memory[row]
             memory.committed, memory.probs = len(memory.tokens), []
-            if copied := self._copied(row):
+            if copied := self.copy_match and self.maxgram.copied(row, self.copy_match):
                 memory.tokens += copied
             elif memory.committed <= self.max_committed:
                 asking.append(row)
         self._propose(0, asking)
         return [self._take(self.memory[row]) for row in rows]
-
-    def _copied(self, row: int) -> list[int]:
-        """What Max-Gram drafts alone, where it does."""
-        return self.maxgram.copied(row, self.copy_match) if self.copy_match else []
 
     def _take(self, memory: Memory) -> Tree:
         drafted = memory.tokens[memory.committed :]

@@ -145,10 +145,10 @@ def tree_file(recipe: Recipe, trained: Trained) -> str | None:
     """The name or the place of the static tree that a recipe's head drafts: the recipe's, or the
     one beside the weights; None where there are no weights either. Raises RecipeError for weights
     without a tree, or with that of others."""
+    if recipe.eval.tree != AUTO:
+        return recipe.eval.tree
     part = trained.head or trained.medusa
-    if recipe.eval.tree != AUTO or part is None:
-        return None if recipe.eval.tree == AUTO else recipe.eval.tree
-    return str(fitted_tree(part.folder, part.hash()))
+    return str(fitted_tree(part.folder, part.hash())) if part else None
 
 
 def make_maxgram(setup: Setup) -> MaxGramDrafter:

@@ -36,6 +36,11 @@ class Trained:
     cascade: tuple[Target, ...] = ()  # students, from the largest to the smallest
     medusa: MedusaHeads | None = None
 
+    @property
+    def students(self) -> list[Target]:
+        """All of them, those of the cascade first."""
+        return [*filter(None, (*self.cascade, self.student))]
+
     def networks(self, kinds: Collection[str]) -> list[nn.Module]:
         """The networks among some kinds, in the order of a draft's passes."""
         heads = [getattr(self, name) for name in ("head", "medusa") if name in kinds]
@@ -45,7 +50,7 @@ class Trained:
 
     def check_tokens(self, target: Target) -> None:
         """Raise TargetError where students or a table draft other tokens than the target's."""
-        for student in (*self.cascade, *([self.student] if self.student else [])):
+        for student in self.students:
             check_tokens(student, target)
         if self.table:
             self.table.check(target.name, target.vocab_size, None)
@@ -54,8 +59,7 @@ class Trained:
         """Hashes of all that there is to draft with."""
         own = (self.head and self.head.hash(), self.table and hash_weights(self.table))
         hashes = (*own, self.medusa and self.medusa.hash())
-        students = [*self.cascade, *([self.student] if self.student else [])]
-        return [*filter(None, hashes), *(student.identity()["weights"] for student in students)]
+        return [*filter(None, hashes), *(one.identity()["weights"] for one in self.students)]
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ def row_bytes(trained: Trained, capacity: int) -> int:
     if trained.head is not None:
         config = trained.head.config
         held += 4 * 2 * config.layers * config.kv_heads * config.head_dim
-    for student in filter(None, (*trained.cascade, trained.student)):
+    for student in trained.students:
         shape = TargetShape.of(student.config.get_text_config())
         held += student.dtype.itemsize * shape.cached_numbers
     return held * capacity
