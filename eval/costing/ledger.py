@@ -52,9 +52,7 @@ class Ledger:
     def _read(self) -> dict:
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            if content["schema"] != SCHEMA:
-                raise ValueError
-            if not all(map(is_sound, content["points"])):
+            if content["schema"] != SCHEMA or not all(map(is_sound, content["points"])):
                 raise ValueError
             list(differing(content, self.subject))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -215,12 +215,12 @@ def load_costs(
         elsewhere = {part: elsewhere.get(part) for part in PROCESSORS}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} holds no costs; delete it and measure them again") from error
-    if target is not None and target.identity()["weights"] != weights:
-        raise DataError(
-            f"{path} is of {name}, not of {target.name}; measure this one: "
-            "python eval/costs.py RECIPE"
-        )
     if target is not None:
+        if target.identity()["weights"] != weights:
+            raise DataError(
+                f"{path} is of {name}, not of {target.name}; measure this one: "
+                "python eval/costs.py RECIPE"
+            )
         _compare(path, elsewhere, machine(target.device))
     if form is not None and there != _timed(json.loads(json.dumps(form))):
         return replace(costs, draft=None)
