@@ -29,21 +29,9 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
     completions = [done for outcome in outcomes for done in outcome.completions]
     steps = [step for done in completions for step in done.steps]
     tokens = sum(len(done.tokens) for done in completions)
-    drafter_forwards = sum(outcome.drafter_forwards for outcome in outcomes)
+    forwards = sum(outcome.drafter_forwards for outcome in outcomes)
     ratio = tokens / len(steps)
-    per_step = drafter_forwards / len(steps)
-
-    def swi(cost: float | None) -> float | None:
-        return None if cost is None else tokens / (len(steps) + drafter_forwards * cost)
-
-    drafts, drafted_depth = sum(step.depth > 0 for step in steps), sum(s.depth for s in steps)
-    accepted = sum(step.accepted for step in steps)
-
-    def expected(cost: float | None) -> float | None:
-        # Of drafts of one depth what Theorem 4.1 makes of its alphas; of any, what they bring.
-        if cost is None or not drafts:
-            return None
-        return (drafts + accepted) / (drafts + drafter_forwards * cost)
+    accepted, drafted_depth = sum(s.accepted for s in steps), sum(s.depth for s in steps)
 
     def of_drafts(counted: Iterable[int]) -> float | None:
         known = drafted_depth or not accepted  # transformers tells of no draft
@@ -63,13 +51,30 @@ def counts(outcomes: Sequence[Outcome], costs: Costs) -> dict:
         "graph_success": of_drafts(step.copied > 0 for step in steps),
         "drafted_per_step": of_drafts(step.drafted - step.copies for step in steps),
         "verified_per_step": of_drafts(step.drafted for step in steps),
-        "drafter_forwards_per_step": per_step,
+        "drafter_forwards_per_step": forwards / len(steps),
+    } | _gains(tokens, steps, forwards, costs)
+
+
+def _gains(tokens: int, steps: Sequence[Step], forwards: int, costs: Costs) -> dict:
+    """Tokens over what they cost, in forwards of the target; forwards: of the drafter."""
+    drafts, accepted = sum(step.depth > 0 for step in steps), sum(step.accepted for step in steps)
+
+    def swi(cost: float | None) -> float | None:
+        return None if cost is None else tokens / (len(steps) + forwards * cost)
+
+    def ewif(cost: float | None) -> float | None:
+        # Of drafts of one depth what Theorem 4.1 makes of its alphas; of any, what they bring.
+        if cost is None or not drafts:
+            return None
+        return (drafts + accepted) / (drafts + forwards * cost)
+
+    return {
         "swi_params": swi(costs.by_parameters),
         "swi_measured": swi(costs.measured),
         # What whole drafts would gain (Theorem 4.1); SWI counts prompts, short drafts, ends, too.
-        "ewif_params": expected(costs.by_parameters),
-        "ewif_measured": expected(costs.measured),
-        "mbsu": ratio / (1 + costs.by_parameters * per_step),
+        "ewif_params": ewif(costs.by_parameters),
+        "ewif_measured": ewif(costs.measured),
+        "mbsu": tokens / len(steps) / (1 + costs.by_parameters * (forwards / len(steps))),
     }
 
 
