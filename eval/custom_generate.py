@@ -49,9 +49,8 @@ from specdraft.recipes.load import from_dict
 from specdraft.recipes.static_trees import AUTO
 
 MakeDrafter = Callable[[Target, int, int], Drafter | None]  # of a target, rows and capacity
-BLOCK = (
-    256  # slots of a row: a conversation that goes on needs a new drafter once in so many tokens
-)
+# Slots of a row: a conversation that goes on needs a new drafter once in so many tokens.
+BLOCK = 256
 # Of a module: what torch keeps there, and whether it trains, which a copy does not.
 IGNORED = {*vars(nn.Module())}
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
@@ -209,16 +208,7 @@ class Speculative:
             )
         sources, output = None, GenerateDecoderOnlyOutput
         if is_encoder_decoder(model.config):
-            if (_of_the_call("kwargs") or {}).get("encoder_outputs") is not None:
-                raise DataError(
-                    "generate: encoder_outputs of your own cannot be honoured; give input_ids"
-                )
-            mask = model_kwargs.get("decoder_attention_mask")
-            if mask is not None and not mask.all() and context_length(model.config):
-                raise DataError(  # `generate` counts them; there is no padding here
-                    "generate: a decoder_attention_mask that hides tokens cannot be honoured with "
-                    "learned positions; give decoder_input_ids of one length"
-                )
+            _check_encoder_decoder(model, model_kwargs.get("decoder_attention_mask"))
             output = GenerateEncoderDecoderOutput
             sources = read_sources(inputs_tensor, len(input_ids), model_kwargs)
         call = read_call(
@@ -277,6 +267,17 @@ def _of_the_call(name: str) -> Any:
     while frame and frame.f_code is not GENERATE:
         frame = frame.f_back
     return frame and frame.f_locals.get(name)
+
+
+def _check_encoder_decoder(model: PreTrainedModel, mask: Tensor | None) -> None:
+    """Raise DataError for what a call hands over that cannot be honoured. mask: of the decoder."""
+    if (_of_the_call("kwargs") or {}).get("encoder_outputs") is not None:
+        raise DataError("generate: encoder_outputs of your own cannot be honoured; give input_ids")
+    if mask is not None and not mask.all() and context_length(model.config):
+        raise DataError(  # `generate` counts them; there is no padding here
+            "generate: a decoder_attention_mask that hides tokens cannot be honoured with "
+            "learned positions; give decoder_input_ids of one length"
+        )
 
 
 class BorrowedModel:
