@@ -39,23 +39,24 @@ def race(
         prompts = expand_turns(first, target, prompts)
         requests = make_requests(first.eval, prompts)
         room = capacity_for(first.eval, requests)
-        makers = {REFERENCE: partial(make_method, REFERENCE, first, target, entered[0].trained)}
-        makers |= {
-            one.name: partial(make_method, one.method, one.recipe, target, one.trained)
-            for one in entered
+        plain = replace(entered[0], name=REFERENCE, method=REFERENCE)
+        runners = {
+            one.name: FaultTolerant(
+                partial(make_method, one.method, one.recipe, target, one.trained, room)
+            )
+            for one in (plain, *entered)
         }
-        runners = {name: FaultTolerant(partial(make, room)) for name, make in makers.items()}
         outcomes = take_turns(runners, requests, first.eval, progress)
         where = environment(target)
     rows, contestants = [], []
     for one in entered:
         parts = {REFERENCE: outcomes[REFERENCE], one.method: outcomes[one.name]}
         done = Measurement(one.recipe, target, one.trained, prompts, requests, parts)
-        plain, row = done.rows()
-        rows += [plain] if not rows else []
-        rows.append(row | {"method": one.name})
+        reference, row = done.rows()
+        rows = [*(rows or [reference]), row | {"method": one.name}]
         facts = {"drafted_per_second": _drafted_per_second(outcomes[one.name])}
         contestants.append(one.facts() | facts)
+    best = max(rows[1:], key=lambda row: (not row["failures"], row.get("speedup") or 0.0))
     recipe = replace(first, name=f"compare_{first.target.model.replace('/', '_')}")
     return {
         "schema": SCHEMA,
@@ -65,9 +66,7 @@ def race(
         "fit": None,
         "runs": rows,
         "samples": [],
-        "headline": max(rows[1:], key=lambda row: (not row["failures"], row.get("speedup") or 0.0))[
-            "method"
-        ],
+        "headline": best["method"],
         "contestants": contestants,
         "left_out": left_out,
         "advice": advice(rows, contestants),

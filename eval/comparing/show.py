@@ -120,6 +120,6 @@ def _short(count: float | None) -> str:
     """A large number in four characters: 950, 12k, 3.1M."""
     if count is None:
         return "-"
-    unit = next((unit for unit in (1e9, 1e6, 1e3) if count >= unit), 1)
-    sign = {1e9: "G", 1e6: "M", 1e3: "k", 1: ""}[unit]
-    return f"{count / unit:.{1 if unit > 1e3 and count < 10 * unit else 0}f}{sign}"
+    units = {1e9: "G", 1e6: "M", 1e3: "k", 1: ""}
+    unit = next((unit for unit in units if count >= unit), 1)
+    return f"{count / unit:.{1 if unit > 1e3 and count < 10 * unit else 0}f}{units[unit]}"
