@@ -15,13 +15,12 @@ from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
 
 
-def print_costs(points: Sequence[dict], costs: CostModel, console: Screen | None = None) -> None:
+def print_costs(points: Sequence[dict], costs: CostModel, console: Screen) -> None:
     """Show verifying by nodes and by rows, drafting by passes and levels, and the loop.
 
     points: as costs.json has them. A cell has the milliseconds measured and, in brackets, the
     curve's.
     """
-    console = console or Screen(soft_wrap=True)
     verify = [point for point in points if point["what"] == "verify"]
     least = min(point["rows"] for point in verify)
     console.print(_by_nodes(verify, least, costs))

@@ -98,9 +98,7 @@ class LevelDrafter(LMDrafter):
             ids += [growths[row].tokens[node] for node in nodes]
             positions += [self.num_committed_tokens(row) + depth - 1] * len(nodes)
             segments.append(self._segment(row, growths[row], nodes))
-        return self.forward(
-            upload(ids, self.student.device), positions, segments, logits_to_keep=None
-        )
+        return self.forward(upload(ids, self.student.device), positions, segments)
 
     def _segment(self, row: int, growth: Growth, nodes: list[int]) -> Segment:
         """Place nodes behind what is cached of a row; each sees its ancestors and itself."""

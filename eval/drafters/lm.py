@@ -103,7 +103,7 @@ class LMDrafter:
         ids: Tensor,
         positions: list[int],
         segments: list[Segment],
-        logits_to_keep: Tensor | slice | None,
+        logits_to_keep: Tensor | slice | None = None,
     ) -> Tensor:
         """Run packed ids [N] of the segments' rows; return logits [A, V] after some, None: all."""
         with Stopwatch() as watch:
@@ -148,7 +148,7 @@ class LMDrafter:
         # In a chain a token sees all that is before it: there is nothing to hide.
         segments = [Segment(row, lengths[row] + depth - 1, 1, CAUSAL) for row in rows]
         positions = [segment.start for segment in segments]
-        return self.forward(tokens, positions, segments, logits_to_keep=None)
+        return self.forward(tokens, positions, segments)
 
     # -- reading and keeping ---------------------------------------------------------------------
 

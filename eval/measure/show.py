@@ -90,9 +90,8 @@ def sample(
     }
 
 
-def print_sample(sample: dict, console: Screen | None = None) -> None:
+def print_sample(sample: dict, console: Screen) -> None:
     """Print one answer of a report with its accepted tokens coloured."""
-    console = console or Screen()
     ratio = sample["tokens"] / sample["steps"]
     console.print(Text(sample["prompt"].strip()[-400:], style="dim"))
     console.print(Text.assemble(*((text, STYLES[kind]) for text, kind in sample["pieces"])))
