@@ -106,40 +106,23 @@ class MaxGramDrafter:
 
         A copy that another one begins with adds nothing, and bigrams complete the others.
         """
-        children: dict[tuple[int, int], int] = {}
-        parents, tokens, branches = [-1], [], 0
+        nodes: dict[tuple[int, ...], int] = {(): 0}  # by their paths
+        branches = 0
         for copied in copies:
             if branches == self.branches:
                 break
-            if branches and self._holds(children, copied):
-                continue
-            branches += 1
-            self._insert(children, parents, tokens, self._complete(copied, last, self.count))
+            if not branches or tuple(copied) not in nodes:
+                branches += 1
+                self._insert(nodes, self._complete(copied, last, self.count))
         if not branches:
-            self._insert(children, parents, tokens, self._complete([], last, self.count))
-        return Topology(parents), tokens
+            self._insert(nodes, self._complete([], last, self.count))
+        _, *paths = nodes
+        return Topology([-1, *(nodes[path[:-1]] for path in paths)]), [path[-1] for path in paths]
 
     @staticmethod
-    def _holds(children: dict[tuple[int, int], int], path: list[int]) -> bool:
-        node = 0
-        for token in path:
-            node = children.get((node, token))
-            if node is None:
-                return False
-        return True
-
-    @staticmethod
-    def _insert(
-        children: dict[tuple[int, int], int], parents: list[int], tokens: list[int], path: list[int]
-    ) -> None:
-        node = 0
-        for token in path:
-            child = children.get((node, token))
-            if child is None:
-                child = children[node, token] = len(parents)
-                parents.append(node)
-                tokens.append(token)
-            node = child
+    def _insert(nodes: dict[tuple[int, ...], int], path: list[int]) -> None:
+        for end in range(1, len(path) + 1):
+            nodes.setdefault(tuple(path[:end]), len(nodes))
 
 
 class PromptLookup(MaxGramDrafter):
