@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from specdraft.eval.costing.replay import Load
+from specdraft.eval.engine.accept import walk
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.timing import Stopwatch
@@ -58,10 +59,6 @@ _NONE = torch.empty(0)  # features, which these drafters do not read
 
 def accepted(tree: Tree, ahead: list[int]) -> int:
     """How many of the tokens ahead a tree has on one path from its root."""
-    drafted, node, count = [None, *tree.tokens.tolist()], 0, 0
-    for token in ahead:
-        children = tree.topology.children[node]
-        if (node := next((child for child in children if drafted[child] == token), None)) is None:
-            break
-        count += 1
-    return count
+    drafted, left = [None, *tree.tokens.tolist()], iter(ahead)
+    path, _ = walk(tree.topology, drafted, lambda node: next(left, None))
+    return len(path) - 1
