@@ -9,7 +9,7 @@ Where they differ, the tensors of the first draft are gone through in the order 
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -23,14 +23,7 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request
 from specdraft.eval.measure.identity import differences
 from specdraft.eval.measure.measurement import measure
-from specdraft.eval.methods.registry import (
-    METHODS,
-    Method,
-    Setup,
-    load_trained,
-    make_drafter,
-    registered,
-)
+from specdraft.eval.methods.registry import METHODS, Setup, load_trained, make_drafter, registered
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.serve.causes import first_cause
 from specdraft.eval.serve.engine import VLLM
@@ -93,7 +86,8 @@ class Side:
 def check(recipe: Recipe, target: Target, prompts: Sequence[Prompt], vllm: VLLM, name: str) -> dict:
     """Compare one method with its route in the engine, greedily and at temperature 1: a report."""
     way, recipe = route(name), fixed_chain(recipe)
-    with known(way.ours), TemporaryDirectory() as folder:
+    kept = nullcontext() if way.ours.name in METHODS else registered(way.ours)
+    with kept, TemporaryDirectory() as folder:
         trained = load_trained(recipe, target, [way.ours.name])
         given = way.engine(recipe, Path(folder))
         result, theirs = vllm.run(job(recipe, target, prompts, (0.0, 1.0), given))
@@ -119,11 +113,6 @@ def check(recipe: Recipe, target: Target, prompts: Sequence[Prompt], vllm: VLLM,
         "repaired": result["repaired"],
         "runs": parts,
     }
-
-
-def known(method: Method) -> AbstractContextManager:
-    """A method of the registry, or one that is registered as long as the context is open."""
-    return nullcontext() if method.name in METHODS else registered(method)
 
 
 def job(
