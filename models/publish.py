@@ -23,6 +23,7 @@ from specdraft.recipes.find import (
     KINDS,
     TEMPLATE,
     drafter_folder,
+    drafter_of,
     is_own_template,
     kind_of,
     kinds_of,
@@ -80,7 +81,7 @@ def publish(recipe: Recipe, card: Card) -> str | None:
 def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
     """Return what goes into the repository, by its place there; nothing that names a place of this
     machine. Raises HeadError where the drafter is not whole, or a link to one."""
-    folder = _folder(recipe, card)
+    folder = Path(drafter_of(recipe, card.kind))
     if not (folder / CONFIG).is_file() or not any(folder.glob("*.safetensors")):
         noun = card.noun.partition(" ")[2]
         raise HeadError(f"no trained {noun} at {folder}; train one first")
@@ -103,7 +104,7 @@ def contents(recipe: Recipe, card: Card) -> dict[str, Path | bytes]:
 def pages(recipe: Recipe, card: Card) -> dict[str, bytes]:
     """Return the card of the drafter of `output.dir`, and the picture in it."""
     run = Path(recipe.output.dir)
-    folder, own = _folder(recipe, card), _own_tree(recipe, card)
+    folder, own = Path(drafter_of(recipe, card.kind)), _own_tree(recipe, card)
     log = log_in(folder, run)  # which nothing but the loop writes
     picture = None if card.kind == "table" else curve(log)
     reports = measured(run, folder)
@@ -144,7 +145,7 @@ def _own_tree(recipe: Recipe, card: Card) -> Path | None:
     """The file of a tree that is no bundled one; None where there is none to know of."""
     if not card.drafts_trees or tree_name(recipe) != AUTO:
         return None
-    folder = _folder(recipe, card)
+    folder = Path(drafter_of(recipe, card.kind))
     own = folder / TREE if recipe.eval.tree == AUTO else Path(recipe.eval.tree)
     if not own.is_file():
         raise HeadError(f"eval.tree = {AUTO}: no {TREE} in {folder}; {FIT}")
@@ -173,7 +174,7 @@ def _tree(file: Path) -> bytes:
 
 def manifest(files: Mapping[str, Path | bytes], recipe: Recipe, card: Card) -> str:
     """Say what a push publishes, file by file, and what it leaves in the drafter's folder."""
-    hub, folder = recipe.hub, _folder(recipe, card)
+    hub, folder = recipe.hub, Path(drafter_of(recipe, card.kind))
     lines = [f"to {hub.repo_id} ({'private' if hub.private else 'PUBLIC'}):"]
     for name, content in files.items():
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -218,12 +219,3 @@ def kind_named(name: str, recipe: Recipe) -> str:
     if not (Path(name) / CONFIG).is_file():
         return kind_there(Path(recipe.output.dir))
     return Path(name).name if Path(name).name in KINDS else kind_of(read_config(Path(name)))
-
-
-def _folder(recipe: Recipe, card: Card) -> Path:
-    """Where a drafter of a recipe lies: where its section says, or in the recipe's run."""
-    own = {"medusa": recipe.medusa.model, "table": recipe.maxgram.table, "student": None}
-    if recipe.student.training == "none":
-        own["student"] = recipe.student.model
-    named = own.get(card.kind, recipe.head.model)
-    return Path(named) if named else drafter_folder(Path(recipe.output.dir), card.kind)

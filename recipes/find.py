@@ -18,6 +18,7 @@ from huggingface_hub import hf_hub_download
 from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import RecipeError, in_a_line
 from specdraft.recipes.fields import nearest, shortened
+from specdraft.recipes.schema import Recipe
 
 BUNDLED = Path(__file__).parent
 TEMPLATES = BUNDLED / "templates"  # of chats
@@ -144,6 +145,16 @@ def drafter_folder(run: Path, kind: str) -> Path:
     """The folder of a run's drafter of a kind; where it has one head, of any kind, that one's."""
     heads = [name for name in kinds_of(run) if name in (*HEADS, OLD_HEAD)]
     return run / (heads[0] if kind in HEADS and len(heads) == 1 else kind)
+
+
+def drafter_of(recipe: Recipe, kind: str, run: Path | None = None) -> str | Path:
+    """Where a recipe's drafter of a kind is: where its section says, which may be a Hub id, else in
+    a run (None: the recipe's own). kind: one of KINDS, or "head", of whichever kind that is."""
+    named = {"medusa": recipe.medusa.model, "table": recipe.maxgram.table}
+    named["student"] = recipe.student.model if recipe.student.training == "none" else None
+    own = recipe.head.kind if kind == "head" else kind
+    folder = drafter_folder(run or Path(recipe.output.dir), own)
+    return named.get(kind, recipe.head.model) or folder
 
 
 def _of_drafter(folder: Path) -> tuple[Path, Path] | None:

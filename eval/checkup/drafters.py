@@ -1,7 +1,6 @@
 """Whether what was trained is whole, made for this target, and changes no token of its output."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from specdraft.data.prompts import Prompt
@@ -16,7 +15,7 @@ from specdraft.models.falcon import FalconHead
 from specdraft.models.feature_layers import cache_command
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, TargetError, UntrainedError, UserError
-from specdraft.recipes.find import drafter_folder
+from specdraft.recipes.find import drafter_of
 from specdraft.recipes.schema import Recipe
 
 RETRAIN = "train one for this target with the same recipe"
@@ -68,17 +67,9 @@ def _check_drafter(
 
 def _place(recipe: Recipe, kind: str) -> str:
     """Where a recipe has what its methods draft with: in its run, or where it says."""
-    run, student = Path(recipe.output.dir), recipe.student
     if kind == "cascade" and recipe.cascade.students is not None:
         return " and ".join(recipe.cascade.students)
-    if kind in ("student", "cascade"):
-        return str(student.model if student.training == "none" else run / "student")
-    own = {
-        "head": recipe.head.model or drafter_folder(run, recipe.head.kind),
-        "medusa": recipe.medusa.model or run / "medusa",
-        "table": recipe.maxgram.table or run / "table",
-    }
-    return str(own[kind])
+    return str(drafter_of(recipe, "student" if kind == "cascade" else kind))
 
 
 def check_shape(

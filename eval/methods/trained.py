@@ -18,7 +18,7 @@ from specdraft.models.published import load_head
 from specdraft.models.student import check_tokens, finished_student, load_student
 from specdraft.models.target import Target
 from specdraft.models.target_files import hash_weights
-from specdraft.recipes.find import drafter_folder
+from specdraft.recipes.find import drafter_of
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO, load_tree_paths, tree_block_size
 
@@ -131,8 +131,7 @@ def _without_medusa(method: str, sections: Sections) -> list[str]:
 
 
 def _load_head(recipe: Recipe, target: Target, run: Path) -> FalconHead | Eagle3Head:
-    source = recipe.head.model or drafter_folder(run, recipe.head.kind)
-    head = load_head(source, target)
+    head = load_head(drafter_of(recipe, "head", run), target)
     if recipe.head.window is not None:  # no weight depends on it
         head.config = replace(head.config, window=recipe.head.window)
     return head
@@ -140,7 +139,7 @@ def _load_head(recipe: Recipe, target: Target, run: Path) -> FalconHead | Eagle3
 
 def _load_table(recipe: Recipe, target: Target, run: Path) -> MaxGramTable:
     tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
-    folder = recipe.maxgram.table or run / "table"
+    folder = drafter_of(recipe, "table", run)
     return load_table(folder, target.name, target.vocab_size, tokenizer)
 
 
@@ -154,7 +153,7 @@ KINDS: dict[str, Kind] = {
     "medusa": Kind(
         "Medusa heads; train them first: train/medusa.py",
         load=lambda recipe, target, run: load_medusa(
-            recipe.medusa.model or run / "medusa", target.identity()
+            drafter_of(recipe, "medusa", run), target.identity()
         ),
         fetch=lambda name, revision, target: load_medusa(name, target.identity(), revision),
         problems=_without_medusa,

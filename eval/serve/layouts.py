@@ -1,7 +1,5 @@
 """The trained head of a recipe in the layout that an engine loads (models/serving.py)."""
 
-from pathlib import Path
-
 from transformers import AutoConfig
 
 from specdraft.models.eagle3 import load_eagle3
@@ -16,24 +14,24 @@ from specdraft.models.medusa import load_medusa
 from specdraft.models.serving import Served, serve_eagle, serve_eagle3, serve_medusa
 from specdraft.models.target import context_length
 from specdraft.models.target_files import identity_of, model_folder
-from specdraft.recipes.find import drafter_folder
+from specdraft.recipes.find import drafter_of
 from specdraft.recipes.schema import Recipe
 
 
 def served_head(recipe: Recipe, engine: str) -> Served:
     """Convert the trained head of a recipe. Raises HeadError, TargetError."""
-    section, out = recipe.target, Path(recipe.output.dir)
+    section = recipe.target
     name, folder = (section.model, section.revision), model_folder(section.model, section.revision)
     whose, dtype = identity_of(*name, folder), DTYPES[section.dtype]
     if recipe.medusa.given:
-        heads = load_medusa(recipe.medusa.model or out / "medusa", whose)
+        heads = load_medusa(drafter_of(recipe, "medusa"), whose)
         shared = None
         if heads.lm_heads is None:
             shared = TargetEmbeddings.load(*name, section.dtype).lm_head_weight
         return serve_medusa(heads, engine, shared, dtype)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     settings = (engine, context_length(config), dtype)
-    source = recipe.head.model or drafter_folder(out, recipe.head.kind)
+    source = drafter_of(recipe, "head")
     if recipe.head.fusion == "layers":
         return serve_eagle3(load_eagle3(source, whose), *settings)
     empty = model_without_weights(folder, dtype, section.trust_remote_code)
