@@ -77,8 +77,9 @@ def visit(cell: Cell) -> float:
 
 
 def _go_on(go: Callable[[], float], times: int) -> list[float]:
-    """Seconds of so many goes, or of as many as there is time for."""
-    seconds, begun = [], time.perf_counter()
+    """Seconds of so many goes, or of as many as there is time for: of one at least."""
+    begun = time.perf_counter()
+    seconds = [go()]
     while len(seconds) < times and time.perf_counter() - begun < ENOUGH:
         seconds.append(go())
     return seconds
