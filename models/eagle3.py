@@ -123,7 +123,7 @@ class Eagle3Config(SavedConfig):
 class Apart(nn.Module):
     """The fusion of a head that reads token and state side by side: none."""
 
-    KEPT = 0
+    KEPT = 4  # the token's norm, and what lm_head reads of all passes together
 
     def start(self, sequences: int, device: torch.device) -> State:
         return ()

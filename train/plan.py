@@ -100,8 +100,9 @@ def make_plan(
     train = recipe.train
     cut = train.batch_size, train.accumulation, ranks
     per_forward = rows_per_forward(*cut) if parameters else 1
+    positions = _positions(recipe, per_forward)
     memory = (
-        student.memory(per_forward) if student else _memory(recipe, shape, parameters, per_forward)
+        student.memory(positions) if student else head_memory(recipe, shape, parameters, positions)
     )
     frozen = student.frozen_bytes if student else 0  # a checkpoint holds every weight
     known = train.steps is not None or (rows and train.epochs is not None)
@@ -287,34 +288,46 @@ def _head_parameters(recipe: Recipe, shape: TargetShape) -> int:
     return sum(p.numel() for p in head.parameters())
 
 
-def _memory(recipe: Recipe, shape: TargetShape, parameters: int, rows: int) -> int:
-    """Estimate the bytes one process holds while training a head."""
-    width = shape.hidden_size
-    rows *= recipe.head.block_size if recipe.train.alignments == "all" else 1
+def _positions(recipe: Recipe, rows: int) -> int:
+    """Tokens that a forward over `rows` rows of a recipe holds at most."""
+    train, longest = recipe.train, recipe.data.max_length
+    if train.alignments == "all" and not (recipe.medusa.given or recipe.student.given):
+        longest *= recipe.head.block_size
+    return min(rows * longest, max(train.forward_tokens or rows * longest, longest))
+
+
+def head_memory(recipe: Recipe, shape: TargetShape, parameters: int, positions: int) -> int:
+    """Estimate the bytes one process holds while training a head, `positions` to a forward."""
+    width, data, size = shape.hidden_size, recipe.data, BYTES[recipe.train.precision]
     # Whoever measures while it trains keeps all of the target.
-    whole = recipe.data.features == "online" or recipe.train.eval_every is not None
+    whole = data.features == "online" or recipe.train.eval_every is not None
     target = shape.parameters if whole else shape.embedding_parameters
-    # As read, float32, noise, revised.
-    features = 4 * rows * recipe.data.max_length * Storage.of(recipe.data).parts * width * 4
-    weights = BYTES_PER_PARAMETER * parameters + BYTES[recipe.target.dtype] * target
+    # As read, float32, noise, revised; the other forwards of this step and the next wait as read.
+    waiting = (2 * recipe.train.accumulation - 1) * BYTES.get(data.feature_dtype, 4)
+    features = positions * Storage.of(data).parts * width * (4 * 4 + waiting)
+    casts = size if size < 4 else 0  # autocast keeps its copies of weights for backward
+    weights = (BYTES_PER_PARAMETER + casts) * parameters + BYTES[recipe.target.dtype] * target
     held = weights + features + LOGITS_BYTES
     if recipe.medusa.given:
         # Kept for backward per position: of every block its input, W x + b and SiLU; and the slopes
         # of the lm_heads, which are taken with the loss.
         floats = recipe.medusa.heads * recipe.medusa.layers * 3 * width
         slopes = 4 * parameters if recipe.medusa.lm_heads == "own" else 0
-        return held + slopes + rows * recipe.data.max_length * floats * 4
-    if recipe.head.fusion == "layers":  # the slope of its lm_head is taken with the loss
-        held += 4 * (recipe.head.draft_vocab or shape.vocab_size) * width
-    inner = recipe.head.intermediate or shape.intermediate_size
-    # Kept for backward per position: inputs 2H, what the fusion keeps, per decoder layer about 12H
-    # and the MLP's 4I; of a coupled slot 8H.
-    fusion = FUSIONS.get(recipe.head.fusion, Apart)
-    fused = (2 + fusion.KEPT) * width
-    fused += 8 * width if recipe.head.coupling != "none" else 0
-    layers, passes = recipe.head.layers * (12 * width + 4 * inner), recipe.train.rollout
-    floats = passes * (fused + layers)
+        return held + slopes + positions * floats * 4
+    head, passes = recipe.head, recipe.train.rollout
+    if head.fusion == "layers":  # the slope of its lm_head is taken with the loss
+        held += 4 * (head.draft_vocab or shape.vocab_size) * width
+    # Bytes kept for backward per position. Inputs 2H, and in float32 what the fusion keeps; of a
+    # coupled slot 8H, of one that reads the newest 2H.
+    slots = 8 * (head.coupling != "none") + 2 * (head.reads != "own")
+    fused = ((2 + slots) * size + FUSIONS.get(head.fusion, Apart).KEPT * 4) * width
+    # Per decoder layer 6H of norms and sums in float32, 6H more and the MLP's 4I; keys and values.
+    inner = head.intermediate or shape.intermediate_size
+    layer, seen = 6 * width * 4 + (6 * width + 4 * inner) * size, 2 * width * size
+    # A pass has keys and values of all before it once more.
+    layers = passes * layer + passes * (passes - 1) // 2 * seen
     if recipe.train.checkpointing:  # one pass at a time, and keys and values of all
-        floats = passes * (fused + recipe.head.layers * 2 * width) + layers
-    activations = rows * recipe.data.max_length * floats * BYTES[recipe.train.precision]
-    return held + activations
+        layers = layer + 2 * passes * seen
+    joined = 2 * len(data.feature_layers) * width * 4
+    masks = passes * (passes + 1) // 2 * data.max_length * size
+    return held + positions * (passes * fused + head.layers * layers + joined + masks)

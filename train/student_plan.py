@@ -62,8 +62,8 @@ class StudentPlan:
         """Whether the target itself runs in training."""
         return self.recipe.distill.divergences and not self.features
 
-    def memory(self, rows: int) -> int:
-        """Estimate the bytes one process holds while training on `rows` rows at a time."""
+    def memory(self, positions: int) -> int:
+        """Estimate the bytes one process holds while training on so many tokens at a time."""
         recipe, shape, dtype = self.recipe, self.shape, BYTES[self.recipe.target.dtype]
         # All of the target but where features stand in for it and nobody measures with it.
         whole = not self.features or recipe.train.eval_every is not None
@@ -73,7 +73,7 @@ class StudentPlan:
         floats = shape.layers * layer
         if recipe.train.checkpointing:  # one layer at a time, and the input of each
             floats = shape.layers * shape.hidden_size + layer
-        activations = rows * recipe.data.max_length * floats * BYTES[recipe.train.precision]
+        activations = positions * floats * BYTES[recipe.train.precision]
         slopes = 4 * shape.vocab_size * shape.hidden_size  # of lm_head, taken with the loss
         weights = BYTES_PER_PARAMETER * self.trained + self.frozen_bytes + dtype * held
         return weights + activations + slopes + LOGITS_BYTES

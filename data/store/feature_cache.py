@@ -271,7 +271,8 @@ class _Builder:
         rows = [row for part in todo.values() for row in part]
         count, stored = (sum(sizes[row] for row in rows) for sizes in (tokens.lengths, kept))
         size = storage.feature_bytes(count, stored, target.hidden_size, self.storage)
-        storage.check_disk(self.directory, count, size + len(todo) * 4096)
+        needed = size + len(todo) * 4096
+        storage.check_disk(self.directory, count, needed, self.storage.dtype)
         if announce and ranks.is_first:
             announce(count, size)
         self.directory.mkdir(parents=True, exist_ok=True)

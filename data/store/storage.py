@@ -158,14 +158,20 @@ def feature_bytes(tokens: int, kept: int, hidden_size: int, storage: Storage) ->
     return tokens * _MASK_AND_ID_BYTES + kept * storage.token_bytes(hidden_size)
 
 
-def check_disk(directory: Path, count: int, needed: int) -> None:
-    """Refuse to start what the disk cannot hold. Raises CacheError that states the shortfall."""
+def check_disk(directory: Path, count: int, needed: int, dtype: str) -> None:
+    """Refuse to start what the disk cannot hold. Raises CacheError that states the shortfall.
+
+    dtype: of the features, which a smaller one may take the place of.
+    """
     free, told = atomic.free_bytes(directory), atomic.of_bytes
     if needed > free:
+        size = TYPES[dtype].itemsize
+        smaller = [name for name in ("bfloat16", "int8") if TYPES[name].itemsize < size]
+        key = f"feature_dtype={' or '.join(smaller)}" if smaller else "features=online"
         raise CacheError(
             f"out of disk: the features of {count} tokens need {told(needed)} and "
             f"{directory.parent} has {told(free)} free, {told(needed - free)} short; set "
-            "data.feature_dtype=bfloat16 or int8, a lower data.limit or another data.cache_dir"
+            f"data.{key}, a lower data.limit or another data.cache_dir"
         )
 
 

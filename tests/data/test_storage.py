@@ -400,6 +400,20 @@ def test_the_doctor_compares_rows_with_one_stored_feature(make):
     assert next(check_rows(settings, target, cache, wrong)).outcome == "fail"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "way_out"),
+    [
+        ("float32", "data.feature_dtype=bfloat16 or int8"),
+        ("bfloat16", "data.feature_dtype=int8"),
+        ("float8", "data.features=online"),
+        ("int8", "data.features=online"),
+    ],
+)
+def test_a_full_disk_is_told_with_what_would_take_less(tmp_path, dtype, way_out):
+    with pytest.raises(CacheError, match=rf"short; set {way_out}, a lower data.limit"):
+        storage.check_disk(tmp_path / "features", 9, 1 << 60, dtype)
+
+
 def test_another_storage_is_another_cache(make):
     made = [make(feature_dtype=dtype, feature_context=context) for dtype, context in STORED]
     assert len({build(one).directory for one in made}) == len(STORED)

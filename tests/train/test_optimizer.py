@@ -6,6 +6,7 @@ import pytest
 import torch
 from random_models import random_target
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.falcon import FalconConfig, FalconHead
@@ -74,6 +75,15 @@ def test_muon_has_the_matrices_of_a_student_too():
     matrices = {f"model.model.layers.0.{of}.weight" for of in ("self_attn.q_proj", "mlp.up_proj")}
     assert matrices < names(student, muon)
     assert {"model.model.embed_tokens.weight", "model.lm_head.weight"} < names(student, adamw)
+
+
+def test_a_table_of_positions_is_no_matrix_of_muon():
+    sizes = {"n_embd": 24, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    student = Student(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **ends)))
+    adamw, muon = make_optimizer(student, OptimSection(name="muon"), CPU).parts
+    assert {f"model.transformer.{of}.weight" for of in ("wte", "wpe")} < names(student, adamw)
+    assert "model.transformer.h.0.mlp.c_fc.weight" in names(student, muon)
 
 
 def test_parts_step_as_each_would_alone():

@@ -19,10 +19,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import build_tokens
+from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconHead, block_index
-from specdraft.models.shapes import KNOWN, TargetShape, head_config, target_shape
+from specdraft.models.shapes import KNOWN, TargetShape, eagle3_config, head_config, target_shape
 from specdraft.models.student import make_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
@@ -32,7 +34,9 @@ from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
 from specdraft.train.heads import sar_head
 from specdraft.train.objectives.csgd import CoupledGlancing
+from specdraft.train.objectives.training_time_test import TrainingTimeTest
 from specdraft.train.plan import (
+    head_memory,
     format_bytes,
     format_seconds,
     known_sizes,
@@ -186,6 +190,62 @@ def test_checkpointing_is_planned_with_less_memory(name):
     rollout = "train.rollout=3"  # a single pass of a head is whole in backward either way
     plain, less = load(name, rollout), load(name, rollout, "train.checkpointing=true")
     assert make_plan(less).memory_per_gpu < 0.9 * make_plan(plain).memory_per_gpu
+
+
+WIDE = TargetShape(256, layers=6, heads=4, kv_heads=4, intermediate_size=704, vocab_size=512)
+EAGLE3 = ("data.feature_layers=[1,2,3]", "optim.name=adamw")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rollout", [1, 6])
+@pytest.mark.parametrize("name", ["tiny", "tiny_eagle", "tiny_eagle3"])
+def test_what_is_kept_for_backward_is_planned(name, rollout, precision):
+    """Against the bytes that autograd holds, of a row that is all learnt."""
+    options = [f"train.precision={precision}", f"train.rollout={rollout}", "loss.depth_decay=1.0"]
+    recipe = load(name, *options, *(EAGLE3 if name == "tiny_eagle3" else ()))
+    ends = TargetEmbeddings(*torch.randn(2, WIDE.vocab_size, WIDE.hidden_size))
+    if name == "tiny_eagle3":
+        config = eagle3_config(recipe, WIDE)
+        head = Eagle3Head.of(config, ends.lm_head_weight, None, 1.0)
+        objective = TrainingTimeTest(recipe, ends, config)
+    else:
+        head = FalconHead(head_config(recipe, WIDE))
+        objective = CoupledGlancing(recipe, ends, head.config)
+    length, width = recipe.data.max_length, WIDE.hidden_size * Storage.of(recipe.data).parts
+    row = {"input_ids": torch.arange(length), "loss_mask": torch.ones(length, dtype=torch.bool)}
+    batch = objective.collate([row | {"features": torch.randn(length, width)}], [(0, 0, 0)])
+    given = [*head.parameters(), ends.embedding, ends.lm_head_weight, batch.features]
+    given, kept = {tensor.untyped_storage().data_ptr() for tensor in given}, {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    cast = precision == "bfloat16"
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=cast),
+    ):
+        objective.loss(head, batch, *objective.plan(head, batch, 0.0))
+    held = sum(size for place, size in kept.items() if place not in given)
+    held -= cast * 2 * sum(one.numel() for one in head.parameters() if one.ndim == 2)
+    planned = head_memory(recipe, WIDE, 0, 2 * length) - head_memory(recipe, WIDE, 0, length)
+    planned -= 20 * length * width  # features, as they are read and revised
+    assert 0.75 < held / planned < 1.15
+
+
+def test_forwards_that_wait_hold_their_features_and_shorter_ones_take_less():
+    def memory(name: str, *options: str) -> int:
+        return make_plan(load(name, *options)).memory_per_gpu
+
+    whole, cut = memory("tiny"), memory("tiny", "train.accumulation=4", "train.batch_size=32")
+    assert cut - whole == 6 * 8 * 512 * 2 * 128 * 4  # as read, of this step and the next
+    for name in ("tiny", "tiny_distill"):
+        row, some, all_ = (memory(name, f"train.forward_tokens={n}") for n in (1, 1024, 4096))
+        assert row < some < all_ == memory(name)
+    assert memory("tiny", "train.alignments=all") > whole
+    assert memory("tiny_medusa", "train.alignments=all") == memory("tiny_medusa")  # have none
 
 
 def test_the_recipe_says_whether_a_head_is_checkpointed():

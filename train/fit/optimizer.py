@@ -2,9 +2,9 @@
 
 Muon (Jordan et al., 2024) makes the momentum of a weight matrix orthogonal before it is taken as
 the update, so that no direction of the matrix is left behind. In torch's form the update is scaled
-as AdamW's are (arXiv 2502.16982): one learning rate serves both. Rows of a vocabulary are no
-directions of a hidden space: embeddings and lm_heads are AdamW's, as are norms and stacks of
-matrices.
+as AdamW's are (arXiv 2502.16982): one learning rate serves both. Rows of a vocabulary or
+of positions are no directions of a hidden space: embeddings and lm_heads are AdamW's, as are norms
+and stacks of matrices.
 """
 
 from collections.abc import Callable
@@ -32,10 +32,11 @@ def make_optimizer(
     config = getattr(drafter, "config", None) or drafter.model.config.get_text_config()
     vocabulary = config.vocab_size
     heads = {id(one) for name, one in drafter.named_parameters() if "lm_head" in name}
+    tables = {id(one.weight) for one in drafter.modules() if isinstance(one, nn.Embedding)}
     matrices = [
         one
         for one in trained
-        if one.ndim == 2 and vocabulary not in one.shape and id(one) not in heads
+        if one.ndim == 2 and vocabulary not in one.shape and id(one) not in heads | tables
     ]
     chosen = {id(one) for one in matrices}
     others = [one for one in trained if id(one) not in chosen]
