@@ -124,7 +124,7 @@ class Bench:
         if shape:
             target, _ = enlarge(shape, recipe, target, Trained())
         tokens, data = build_caches(recipe, target, accelerator)
-        kind = head_kind(recipe)
+        kind = head_kind(recipe.kind)
         head = kind.make(recipe, target, data)
         if isinstance(data, FeatureCache):
             data = FeatureCache(data.directory, data.manifest)  # nothing of it is mapped yet

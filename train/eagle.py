@@ -14,13 +14,13 @@ from functools import partial
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import run
-from specdraft.train.heads import Kind, sar_head, train_head
+from specdraft.train.heads import Kind, head_kind, train_head
 
 
 @entry
 def main() -> None:
     """Parse, load the recipe, and go through the stages."""
-    kind = sar_head("eagle")
+    kind = head_kind("eagle")
     run(__doc__, partial(train_head, kind), partial(check, kind))
 
 

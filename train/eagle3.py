@@ -14,7 +14,7 @@ from functools import partial
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import run
-from specdraft.train.heads import Kind, eagle3_head, train_head
+from specdraft.train.heads import Kind, head_kind, train_head
 
 # What its training has not got, by the key that asks for it, and the value that does not.
 LEFT_OUT = {
@@ -28,7 +28,7 @@ LEFT_OUT = {
 @entry
 def main() -> None:
     """Parse, load the recipe, and go through the stages."""
-    kind = eagle3_head()
+    kind = head_kind("eagle3")
     run(__doc__, partial(train_head, kind), partial(check, kind))
 
 

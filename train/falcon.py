@@ -11,13 +11,13 @@ from specdraft.recipes.entry import entry
 from functools import partial
 
 from specdraft.train.command import run
-from specdraft.train.heads import sar_head, train_head
+from specdraft.train.heads import head_kind, train_head
 
 
 @entry
 def main() -> None:
     """Parse, load the recipe, and go through the stages."""
-    kind = sar_head("falcon")
+    kind = head_kind("falcon")
     run(__doc__, partial(train_head, kind), kind.check_methods)
 
 

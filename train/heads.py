@@ -101,36 +101,20 @@ def _check_holdout(recipe: Recipe) -> None:
     )
 
 
-def head_kind(recipe: Recipe) -> Kind:
-    """The kind of head that a recipe trains."""
-    others = {"eagle3": eagle3_head, "medusa": medusa_heads}
-    return others[recipe.kind]() if recipe.kind in others else sar_head(recipe.kind)
+def head_kind(name: str) -> Kind:
+    """The kind of head that recipes/find.py calls so."""
+    if name == "medusa":
+        return Kind(
+            "medusa", name, _new_medusa_heads, lambda recipe, target, _: TokensAhead(recipe, target)
+        )
+    make, learns = _new_sar_head, CoupledGlancing
+    if name == "eagle3":
+        make, learns = _new_eagle3_head, TrainingTimeTest
 
+    def objective(recipe: Recipe, target: TargetEmbeddings, head: nn.Module) -> Objective:
+        return learns(recipe, target, head.config, head.draft_ids)
 
-def sar_head(name: str) -> Kind:
-    """The kind of semi-autoregressive heads, Falcon's and EAGLE-1's."""
-    return Kind(
-        field="head",
-        name=name,
-        make=_new_sar_head,
-        objective=lambda recipe, target, head: CoupledGlancing(
-            recipe, target, head.config, head.draft_ids
-        ),
-        check=_check_head,
-    )
-
-
-def eagle3_head() -> Kind:
-    """The kind of EAGLE-3 heads."""
-    return Kind(
-        field="head",
-        name="eagle3",
-        make=_new_eagle3_head,
-        objective=lambda recipe, target, head: TrainingTimeTest(
-            recipe, target, head.config, head.draft_ids
-        ),
-        check=_check_head,
-    )
+    return Kind("head", name, make, objective, _check_head)
 
 
 def _new_eagle3_head(recipe: Recipe, target: Target, data: Features) -> Eagle3Head:
@@ -177,16 +161,6 @@ def _new_sar_head(recipe: Recipe, target: Target, data: Features) -> FalconHead:
         start_from_layer(head, target, data, recipe.head.start_layer)
     head.checkpointing = recipe.train.checkpointing
     return head
-
-
-def medusa_heads() -> Kind:
-    """The kind of Medusa heads."""
-    return Kind(
-        field="medusa",
-        name="medusa",
-        make=_new_medusa_heads,
-        objective=lambda recipe, target, heads: TokensAhead(recipe, target),
-    )
 
 
 def _new_medusa_heads(recipe: Recipe, target: Target, data: Features) -> MedusaHeads:

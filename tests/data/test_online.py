@@ -23,16 +23,16 @@ from specdraft.recipes.load import load_recipe
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.batches import Loader, SamplingPlan
 from specdraft.train.fit.loop import fit
-from specdraft.train.heads import medusa_heads, sar_head
+from specdraft.train.heads import head_kind
 from specdraft.train.objectives.distillation import Distillation
 from specdraft.train.objectives.text import collate_text
 from specdraft.train.plan import make_plan, plan_lines
 
 KINDS = {
-    "falcon": (sar_head("falcon"), {}),
-    "few tokens": (sar_head("falcon"), {"head.draft_vocab": 20, "loss.lk_weight": 0.5}),
-    "eagle": (sar_head("eagle"), {"head.block_size": 1, "head.fusion": "linear"}),
-    "medusa": (medusa_heads(), {"medusa.heads": 3, "medusa.soft_weight": 0.5}),
+    "falcon": (head_kind("falcon"), {}),
+    "few tokens": (head_kind("falcon"), {"head.draft_vocab": 20, "loss.lk_weight": 0.5}),
+    "eagle": (head_kind("eagle"), {"head.block_size": 1, "head.fusion": "linear"}),
+    "medusa": (head_kind("medusa"), {"medusa.heads": 3, "medusa.soft_weight": 0.5}),
 }
 ROWS = 24
 ONLINE = {"data.features": "online"}

@@ -23,7 +23,7 @@ from specdraft.models.embeddings import DraftVocabulary
 from specdraft.models.falcon import FalconHead, load_falcon
 from specdraft.recipes.errors import HeadError, RecipeError
 from specdraft.recipes.load import load_recipe
-from specdraft.train.heads import sar_head
+from specdraft.train.heads import head_kind
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 NO_LAYERS = "data.feature_layers=[]"  # of random targets, which have few
@@ -145,7 +145,7 @@ def test_a_draft_vocabulary_is_at_most_the_targets(target):
 
 def test_a_recipe_that_cannot_be_is_refused_before_any_training(target):
     """Before a cache is made, once the target is there."""
-    check = sar_head("falcon").check
+    check = head_kind("falcon").check
     ends = random_target()
     ends.model.generation_config.eos_token_id = [3, 5, 7]
     check(load_recipe(RECIPE, [NO_LAYERS, "head.draft_vocab=3"]), ends)
@@ -163,7 +163,7 @@ def test_a_new_head_drafts_among_its_answers_tokens_and_the_ends(target):
     recipe = load_recipe(RECIPE, [NO_LAYERS, "head.draft_vocab=3"])
     ends = random_target()
     ends.model.generation_config.eos_token_id = 22
-    head = sar_head("falcon").make(recipe, ends, data)
+    head = head_kind("falcon").make(recipe, ends, data)
     assert head.draft_ids.tolist() == [4, 9, 22]
 
 

@@ -18,7 +18,7 @@ from specdraft.recipes.load import load_recipe
 from specdraft.train.eagle import check
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
-from specdraft.train.heads import sar_head
+from specdraft.train.heads import head_kind
 from specdraft.train.objectives.csgd import CoupledGlancing
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -77,7 +77,7 @@ def test_training_lowers_the_loss(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["tiny_eagle", "vicuna7b_eagle"])
 def test_the_recipes_describe_eagle_heads(name):
     recipe = load_recipe(RECIPES / f"{name}.yaml")
-    check(sar_head("eagle"), recipe)
+    check(head_kind("eagle"), recipe)
     shape = TargetShape(64, 2, 4, 4, 128, 100)
     config = head_config(recipe, shape)
     assert config.is_eagle
@@ -95,7 +95,7 @@ def test_the_recipes_describe_eagle_heads(name):
 )
 def test_a_recipe_that_is_not_eagles_is_refused_before_any_training(overrides, message):
     with pytest.raises(RecipeError, match=message):
-        check(sar_head("eagle"), load_recipe(RECIPE, overrides))
+        check(head_kind("eagle"), load_recipe(RECIPE, overrides))
 
 
 def test_another_head_does_not_pass_for_eagle(target):

@@ -42,7 +42,7 @@ from specdraft.recipes.load import load_recipe
 from specdraft.train.eagle3 import check
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
-from specdraft.train.heads import eagle3_head
+from specdraft.train.heads import head_kind
 from specdraft.train.objectives.training_time_test import TrainingTimeTest
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -269,7 +269,7 @@ def test_a_new_head_says_what_the_target_says_of_its_norm(target):
         answers=lambda: [torch.tensor([4, 4, 9, 9, 9, 1])],
     )
     changes = ["head.draft_vocab=3", "data.feature_layers=[1,2,3]", "head.normed=true"]
-    head = eagle3_head().make(load_recipe(RECIPE, changes), target, data)
+    head = head_kind("eagle3").make(load_recipe(RECIPE, changes), target, data)
     assert head.draft_ids.tolist() == [1, 4, 9]
     torch.testing.assert_close(head.lm_head, 6.7 * target.lm_head_weight[[1, 4, 9]])
     assert (head.config.layer_norms, head.config.norm_output) == ("each", True)
@@ -279,7 +279,7 @@ def test_a_new_head_says_what_the_target_says_of_its_norm(target):
 @pytest.mark.parametrize("name", ["tiny_eagle3", "qwen3_8b_eagle3", "llama31_8b_eagle3"])
 def test_the_recipes_describe_its_heads(name):
     recipe = load_recipe(RECIPES / f"{name}.yaml")
-    check(eagle3_head(), recipe)
+    check(head_kind("eagle3"), recipe)
     assert (recipe.head.fusion, len(recipe.data.feature_layers)) == ("layers", 3)
     assert recipe.train.rollout > 1
 
@@ -301,7 +301,7 @@ def test_the_recipes_describe_its_heads(name):
 )
 def test_a_recipe_that_is_not_its_own_is_refused_before_any_training(overrides, message):
     with pytest.raises(RecipeError, match=message):
-        check(eagle3_head(), load_recipe(RECIPE, overrides))
+        check(head_kind("eagle3"), load_recipe(RECIPE, overrides))
 
 
 @pytest.mark.parametrize("features", ["cached", "online"])

@@ -37,7 +37,7 @@ from specdraft.recipes.errors import CacheError, HeadError, TargetError
 from specdraft.recipes.load import load_recipe
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
-from specdraft.train.heads import sar_head
+from specdraft.train.heads import head_kind
 from specdraft.train.objectives.csgd import CoupledGlancing
 from specdraft.train.plan import make_plan, plan_lines
 
@@ -220,7 +220,7 @@ def test_a_head_learns_from_them_cached_or_online(make, tmp_path, kind):
         data |= {"feature_layers": LAYERS}
         changes |= {f"data.{key}": value for key, value in data.items()}
         one = make_recipe(tmp_path / name, **own, **changes)
-        accelerator, sar = make_accelerator(one), sar_head(kind)
+        accelerator, sar = make_accelerator(one), head_kind(kind)
         _, rows = build_caches(one, target, accelerator)
         head = sar.make(one, target, rows)
         fit(head, rows, sar.objective(one, target.embeddings(), head), one, accelerator)

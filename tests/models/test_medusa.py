@@ -29,7 +29,7 @@ from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
-from specdraft.train.medusa import check, medusa_heads
+from specdraft.train.medusa import check, head_kind
 from specdraft.train.objectives.ahead import TokensAhead
 from specdraft.train.plan import make_plan, plan_lines
 
@@ -409,7 +409,7 @@ def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
 )
 def test_bad_input_is_one_clear_message_before_any_training(arguments, message):
     with pytest.raises(RecipeError, match=message):
-        check(medusa_heads(), load_recipe(ROOT / arguments[0], arguments[1:]))
+        check(head_kind("medusa"), load_recipe(ROOT / arguments[0], arguments[1:]))
 
 
 def test_a_run_leaves_measured_heads_that_are_measured_and_exported_again(tmp_path):

@@ -13,7 +13,7 @@ from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import StudentSection
 from specdraft.train.distill import train
 from specdraft.train.fit.accelerator import make_accelerator
-from specdraft.train.heads import sar_head, train_head
+from specdraft.train.heads import head_kind, train_head
 
 BIASED = "its lm_head has a bias"
 
@@ -34,7 +34,7 @@ def run(name, tmp_path):
     if recipe.student.given:
         train(recipe, accelerator, lambda: target)
     else:
-        train_head(sar_head("falcon"), recipe, accelerator, lambda: target)
+        train_head(head_kind("falcon"), recipe, accelerator, lambda: target)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_distill"])

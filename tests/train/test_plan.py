@@ -32,7 +32,7 @@ from specdraft.recipes.load import load_recipe
 from specdraft.train.draft_cost import compared
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
-from specdraft.train.heads import sar_head
+from specdraft.train.heads import head_kind
 from specdraft.train.objectives.csgd import CoupledGlancing
 from specdraft.train.objectives.training_time_test import TrainingTimeTest
 from specdraft.train.plan import (
@@ -253,7 +253,7 @@ def test_the_recipe_says_whether_a_head_is_checkpointed():
     cache = SimpleNamespace(scales={"embed_scale": 1.0, "feature_scale": 1.0})
     for told in (False, True):
         recipe = load("tiny", f"train.checkpointing={str(told).lower()}")
-        assert sar_head("falcon").make(recipe, target, cache).checkpointing == told
+        assert head_kind("falcon").make(recipe, target, cache).checkpointing == told
 
 
 def test_counted_rows_replace_the_bound():
