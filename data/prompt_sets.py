@@ -12,7 +12,6 @@ first turns are what its figures are of.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,8 +267,7 @@ def _of_hub(name: str, hub: tuple[str, str | None, str] | str | None) -> Iterato
         if not which:
             return Source(repository).rows()
         configuration, split = which
-        load = partial(datasets.load_dataset, repository, configuration, split=split)
-        dataset = abandonable(load)
+        dataset = abandonable(datasets.load_dataset, repository, configuration, split=split)
     except Exception as error:
         raise DataError(
             f"eval.prompts = {name}: cannot fetch {repository} from the Hub ({in_a_line(error)}); "

@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +170,8 @@ def _download(name: str, repo: str, revision: str | None, filename: str) -> Path
     from huggingface_hub import hf_hub_download
 
     try:
-        download = partial(hf_hub_download, repo, filename, repo_type="dataset")
-        return Path(abandonable(partial(download, revision=revision)))
+        options = {"repo_type": "dataset", "revision": revision}
+        return Path(abandonable(hf_hub_download, repo, filename, **options))
     except Exception as error:
         raise DataError(f"data.sources: cannot fetch {name} ({in_a_line(error)})") from error
 
@@ -193,8 +192,8 @@ def _open_dataset(name: str, path: Path | None, streaming: bool) -> Any:
     try:
         if path is None:
             repo, split = _HUB_NAME.fullmatch(name).groups()
-            load = partial(datasets.load_dataset, repo, split=split or "train")
-            return abandonable(partial(load, streaming=streaming))
+            options = {"split": split or "train", "streaming": streaming}
+            return abandonable(datasets.load_dataset, repo, **options)
         if path.suffix == ".arrow":
             return datasets.Dataset.from_file(str(path))
         if path.suffix == ".parquet":

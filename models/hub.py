@@ -9,7 +9,6 @@ Credentials are huggingface_hub's own affair (`hf auth login`, HF_TOKEN), and so
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from huggingface_hub import (
@@ -52,8 +51,8 @@ def fetch(name: str | Path, revision: str | None = None) -> Path:
         return Path(os.path.expanduser(name))  # which takes any name
     try:
         patterns = ["config.json", SUMS, TREE, *WEIGHTS]
-        download = partial(snapshot_download, name, revision=revision, tqdm_class=DownloadBar)
-        return Path(abandonable(partial(download, allow_patterns=patterns)))
+        options = {"allow_patterns": patterns, "tqdm_class": DownloadBar}
+        return Path(abandonable(snapshot_download, name, revision=revision, **options))
     except Exception as error:
         raise HubError(
             f"{name} is no local folder and the Hub did not give it ({_reason(error)}); "
@@ -97,8 +96,8 @@ def push(
         # Not upload_folder: it may take several commits, and show a repository half-way.
         operations = [CommitOperationAdd(name, content) for name, content in files.items()]
         operations += [CommitOperationDelete(name) for name in weights if name not in files]
-        commit = partial(api.create_commit, repo_id, operations, commit_message=message)
-        made = abandonable(partial(commit, revision=revision))
+        options = {"commit_message": message, "revision": revision}
+        made = abandonable(api.create_commit, repo_id, operations, **options)
     except HubError:
         raise
     except Exception as error:

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -74,8 +73,8 @@ def model_folder(name: str, revision: str | None = None) -> Path:
             f"give an existing folder, a Hub id (owner/name) or {BUNDLED!r}"
         )
     try:
-        download = partial(snapshot_download, name, revision=revision, tqdm_class=DownloadBar)
-        return Path(abandonable(partial(download, allow_patterns=_PATTERNS)))
+        options = {"allow_patterns": _PATTERNS, "tqdm_class": DownloadBar}
+        return Path(abandonable(snapshot_download, name, revision=revision, **options))
     except Exception as error:
         raise TargetError(
             f"target.model: {name} is no local folder and the Hub did not give it "

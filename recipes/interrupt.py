@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import dropwhile
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import psutil
 
@@ -118,7 +118,7 @@ class StopRequest:
             raise KeyboardInterrupt if pressed else Terminated
 
 
-def abandonable(call: Callable[[], Returned]) -> Returned:
+def abandonable(call: Callable[..., Returned], *given: Any, **options: Any) -> Returned:
     """Return what a call returns; do not wait for the threads it starts where it is interrupted.
 
     huggingface_hub moves files in pools, and leaving a pool waits for a file's end: of gigabytes.
@@ -128,7 +128,7 @@ def abandonable(call: Callable[[], Returned]) -> Returned:
 
     def work() -> None:
         try:
-            done.set_result(call())
+            done.set_result(call(*given, **options))
         except BaseException as error:
             done.set_exception(error)
 
