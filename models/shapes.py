@@ -1,6 +1,7 @@
 """The shape of a target, from its config or a table, and the drafter that goes with it."""
 
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
@@ -19,6 +20,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 BYTES_PER_PARAMETER = 4 + 4 + 8 + 4
 OTHER_STUDENTS = "take a student of the target's family, or student.layers or student.keep_layers"
 _DECODER_MLPS = ("d_ff", "decoder_ffn_dim")  # where T5 and BART write how wide they are
+Config = TypeVar("Config", FalconConfig, Eagle3Config)
 LOGITS_BYTES = 4 * 4 * (1 << 25)  # the loss's chunk on a GPU: p, p^, their logarithms
 
 
@@ -228,31 +230,9 @@ def head_config(
     when its attention heads do not fit the target's width, or its draft vocabulary the target's;
     TargetError for layers that the target does not have.
     """
-    head = recipe.head
-    check_feature_layers(recipe.data.feature_layers, shape.layers, recipe.target.model)
-    try:
-        return FalconConfig(
-            hidden_size=shape.hidden_size,
-            vocab_size=shape.vocab_size,
-            block_size=head.block_size,
-            fusion=head.fusion,
-            reads=head.reads,
-            coupling=head.coupling,
-            layers=head.layers,
-            heads=head.heads or shape.heads,
-            kv_heads=head.kv_heads or head.heads or shape.kv_heads,
-            intermediate_size=head.intermediate or shape.intermediate_size,
-            rope_theta=shape.rope_theta,
-            norm_eps=shape.norm_eps,
-            window=head.window,
-            input_norm=head.input_norm,
-            draft_vocab=head.draft_vocab,
-            target=identity or {},
-            feature_layers=recipe.data.feature_layers,
-            **scales,
-        )
-    except ValueError as error:
-        raise RecipeError(f"head.{error}") from error
+    same = ("block_size", "fusion", "reads", "coupling", "layers", "input_norm")
+    own = {key: getattr(recipe.head, key) for key in same} | {"rope_theta": shape.rope_theta}
+    return _of_head(FalconConfig, recipe, shape, identity, **own, **scales)
 
 
 def eagle3_config(
@@ -267,23 +247,34 @@ def eagle3_config(
     if (dim := shape.hidden_size // heads) < 2 or dim % 2:
         even = f"hidden_size ({shape.hidden_size}) // heads must be even and above 0, not {dim}"
         raise RecipeError(f"head.heads = {heads}: {even}")
-    check_feature_layers(recipe.data.feature_layers, shape.layers, recipe.target.model)
+    own = {
+        "head_dim": dim,
+        "rope": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "layer_norms": "each" if head.normed else "none",
+        "norm_output": head.normed,
+    }
+    return _of_head(Eagle3Config, recipe, shape, identity, **own)
+
+
+def _of_head(
+    kind: type[Config], recipe: Recipe, shape: TargetShape, identity: dict | None, **own: Any
+) -> Config:
+    """Return the config of a kind of head: what both have in common, and its own."""
+    head, layers = recipe.head, recipe.data.feature_layers
+    check_feature_layers(layers, shape.layers, recipe.target.model)
     try:
-        return Eagle3Config(
+        return kind(
             hidden_size=shape.hidden_size,
             vocab_size=shape.vocab_size,
-            feature_layers=recipe.data.feature_layers,
-            heads=heads,
+            feature_layers=layers,
+            heads=head.heads or shape.heads,
             kv_heads=head.kv_heads or head.heads or shape.kv_heads,
-            head_dim=dim,
             intermediate_size=head.intermediate or shape.intermediate_size,
-            rope={"rope_type": "default", "rope_theta": shape.rope_theta},
             norm_eps=shape.norm_eps,
             window=head.window,
-            layer_norms="each" if head.normed else "none",
-            norm_output=head.normed,
             draft_vocab=head.draft_vocab,
             target=identity or {},
+            **own,
         )
     except ValueError as error:
         raise RecipeError(f"head.{error}") from error
