@@ -203,10 +203,7 @@ class Target:
         with torch.device(device):
             model = auto_class(config).from_config(config, dtype=dtype)
         target = cls(model, None, name, prepacked=prepacked)
-        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        own = hash_config(config.to_dict(), sorted(target.eos_ids))
-        weights = {"weights": f"random {name}", "config": own}
-        target._identity = {"name": name, "revision": None, **weights, **sizes}
+        target.identify(f"random {name}", config)
         return target
 
     def _use_template(self, section: TargetSection) -> None:
@@ -336,15 +333,19 @@ class Target:
     def identity(self) -> dict:
         """Which weights these are (see `identity`)."""
         if self._identity is None:  # a model handed in as an object has no files to hash
-            self._identity = {
-                "name": self.name,
-                "revision": None,
-                "weights": hash_weights(self.model),
-                "config": hash_config(self.model.config.to_dict(), sorted(self.eos_ids)),
-                "hidden_size": self.hidden_size,
-                "vocab_size": self.vocab_size,
-            }
+            self.identify(hash_weights(self.model), self.model.config)
         return self._identity
+
+    def identify(self, weights: str, config: PretrainedConfig) -> None:
+        """Say which weights these are, where no files do."""
+        self._identity = {
+            "name": self.name,
+            "revision": None,
+            "weights": weights,
+            "config": hash_config(config.to_dict(), sorted(self.eos_ids)),
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+        }
 
     @torch.inference_mode()
     def _check_lm_head(self) -> None:

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from specdraft.models.enlarged.places import Growth, Layer, Sizes, fill, in_blocks, repeat_row
 from specdraft.models.shapes import TargetShape, llama_config
 from specdraft.models.target import Target
-from specdraft.models.target_files import hash_config
 from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import RecipeError
 
@@ -48,11 +47,8 @@ def enlarged_target(
     _fill(model, target.model, growth)
     model.generation_config = copy.deepcopy(target.model.generation_config)
     large = Target(model.to(device), target.tokenizer, name, prepacked=prepacked)
-    sizes = {"hidden_size": large.hidden_size, "vocab_size": large.vocab_size}
-    weights = f"{target.identity()['weights']} in {astuple(shape)}"
     large.is_enlarged = True
-    own = hash_config(config.to_dict(), sorted(large.eos_ids))
-    large._identity = {"name": name, "revision": None, "weights": weights, "config": own} | sizes
+    large.identify(f"{target.identity()['weights']} in {astuple(shape)}", config)
     return large
 
 
