@@ -95,16 +95,13 @@ def conflicts(parts: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_stream(data: DataSection, maxgram: MaxgramSection) -> Iterator[str]:
     """A stream is read once and kept nowhere: it has no last rows, and nobody answers it."""
-    stream = "maxgram.corpus=stream"
-    if maxgram.corpus == "stream" and data.holdout:
-        way_out = "set it to 0, or maxgram.corpus=tokens"
-        yield data.complaint("holdout", f"{stream} cannot know the last rows; {way_out}")
-    if maxgram.corpus == "stream" and data.shuffle_seed is not None:
-        way_out = "set it to null, or maxgram.corpus=tokens"
-        yield data.complaint("shuffle_seed", f"{stream} takes rows as they come; {way_out}")
-    if maxgram.corpus == "stream" and data.answers == "target":
-        way_out = "set data.answers=dataset, or maxgram.corpus=tokens"
-        yield data.complaint("answers", f"{stream} counts texts as they are; {way_out}")
+    for key, off, what in (
+        ("holdout", 0, "cannot know the last rows; set it to 0"),
+        ("shuffle_seed", None, "takes rows as they come; set it to null"),
+        ("answers", "dataset", "counts texts as they are; set data.answers=dataset"),
+    ):
+        if maxgram.corpus == "stream" and getattr(data, key) != off:
+            yield data.complaint(key, f"maxgram.corpus=stream {what}, or maxgram.corpus=tokens")
 
 
 def _of_holdout(data: DataSection, eval: EvalSection) -> Iterator[str]:
