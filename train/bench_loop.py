@@ -24,7 +24,6 @@ included.
 from specdraft.recipes.entry import entry
 
 import copy
-import json
 import os
 import time
 from dataclasses import dataclass, replace
@@ -49,6 +48,7 @@ from specdraft.eval.measure.environment import environment
 from specdraft.eval.measure.report import write_json
 from specdraft.eval.methods.registry import problems
 from specdraft.eval.methods.trained import Trained
+from specdraft.models.cards.log import LOG, records
 from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.errors import RecipeError
@@ -57,7 +57,6 @@ from specdraft.recipes.schema import OutputSection, Recipe
 from specdraft.recipes.terminal import Screen
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.batches import Batch, Loader, SamplingPlan
-from specdraft.train.fit.journal import LOG
 from specdraft.train.fit.loop import fit
 from specdraft.train.fit.run import Objective
 from specdraft.train.heads import Kind, head_kind
@@ -152,7 +151,7 @@ class Bench:
             head = copy.deepcopy(self.head)
             fit(head, self.data, self._objective(recipe), recipe, self.accelerator)
             self.accelerator.free_memory()  # it would save all heads that it ever prepared
-            lines = [json.loads(line) for line in (Path(out) / LOG).read_text().splitlines()]
+            lines = [*records(Path(out) / LOG, "train")]
         first, *later = (line for line in lines if line["step"] >= self.steps)
         seconds = 60 * (later[-1]["minutes"] - first["minutes"])
         return self._tokens() / seconds, mean(line["data_wait"] for line in later)

@@ -11,13 +11,13 @@ The first sizes cost least, vary most from subset to subset, and are what a fore
 they may have more seeds than the others.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from specdraft.eval.methods.registry import find
 from specdraft.eval.papers.jobs import Job
+from specdraft.models.cards.log import LOG, records
 from specdraft.models.kinds import overrides_of
 from specdraft.recipes.schema import Recipe
 
@@ -50,9 +50,8 @@ class Size:
     @property
     def minutes(self) -> float | None:
         """What the training took. A table, which is counted, keeps no log: None."""
-        log = self.job.folder / "log.jsonl"
-        lines = map(json.loads, log.read_text().splitlines() if log.is_file() else [])
-        return max((line["minutes"] for line in lines if line["kind"] == "train"), default=None)
+        lines = records(self.job.folder / LOG, "train")
+        return max((line["minutes"] for line in lines), default=None)
 
 
 def plan_sizes(
