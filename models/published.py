@@ -7,7 +7,6 @@ such a head does is refused: read by halves, it would draft without a word and n
 Shapes: H hidden, V vocabulary, N tokens drafted among.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from specdraft.models.hub import fetch, is_hub_id
 from specdraft.models.saved import CONFIG
 from specdraft.models.serving import eagle3_tensors, eagle_tensors
 from specdraft.models.target import Target
-from specdraft.recipes.errors import HeadError, in_a_line
+from specdraft.recipes.errors import HeadError, RecipeError, in_a_line
 from specdraft.recipes.fields import shown
 from specdraft.recipes.find import (
     KINDS,
@@ -101,10 +100,8 @@ def load_head(
 def _config(folder: Path) -> dict[str, Any]:
     """What config.json says; nothing where it is none: whoever loads a head of ours tells."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(config, dict):
+        config = read_config(folder)
+    except RecipeError:
         return {}
     # Speculators have what the others have one level down.
     layer = config.get("transformer_layer_config")
