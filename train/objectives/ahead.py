@@ -45,7 +45,6 @@ class TokensAhead:
         return answered, answered.any(0)
 
     def loss(self, model: nn.Module, batch: TextBatch, answered: Tensor, counted: Tensor) -> tuple:
-        """Return the loss summed over `counted` positions, and the sums that the log is made of."""
         rows, positions = counted.nonzero(as_tuple=True)  # N positions
         answered = answered[:, rows, positions]  # [D, N]
 
@@ -79,7 +78,6 @@ class TokensAhead:
         return objective_sums(hidden, lm_head, tokens, self.mixture, *target, finish=finish)
 
     def report(self, sums: Sums) -> dict[str, float | list]:
-        """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""
         answered = sums["answered"].clamp(min=1)
         return {
             "loss": float(sums["loss"] / sums["counted"].clamp(min=1)),

@@ -78,7 +78,6 @@ class CoupledGlancing:
         return revealed.to(batch.supervised.device)
 
     def loss(self, head: nn.Module, batch: HeadBatch, revealed: Tensor, counted: Tensor) -> tuple:
-        """Return the loss summed over `counted` positions, and the sums that the log is made of."""
         loss, k = self.recipe.loss, batch.block_size
         given = self._inputs(batch)
         revised = reveal(*given, revealed, k)
@@ -133,7 +132,6 @@ class CoupledGlancing:
 
     @staticmethod
     def report(sums: Sums) -> dict[str, float | list]:
-        """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""
         counted = sums["counted"].clamp(min=1)
         accuracy = sums["correct"] / sums["answered"].clamp(min=1)
         return {

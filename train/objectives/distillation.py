@@ -43,7 +43,6 @@ class Distillation:
         return batch, batch.supervised
 
     def loss(self, model: nn.Module, _: TextBatch, batch: TextBatch, counted: Tensor) -> tuple:
-        """Return the loss summed over `counted` positions, and the sums that the log is made of."""
         positions = counted.nonzero(as_tuple=True)  # N positions
         tokens = batch.tokens[:, 1:][positions]
         target = self._target(batch, positions) if self.compares else ()
@@ -73,7 +72,6 @@ class Distillation:
         return features[positions], self.target.lm_head_weight, self.target.finish
 
     def report(self, sums: Sums) -> dict[str, float | list]:
-        """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""
         counted = sums["counted"].clamp(min=1)
         written = {"on_policy": float(sums["written"] / sums["rows"])} if self.on_policy else {}
         return {

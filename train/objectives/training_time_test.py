@@ -53,7 +53,6 @@ class TrainingTimeTest:
         return None, batch.supervised
 
     def loss(self, head: nn.Module, batch: HeadBatch, plan: None, counted: Tensor) -> tuple:
-        """Return the loss summed over `counted` positions, and the sums that the log is made of."""
         rows, positions = counted.nonzero(as_tuple=True)  # N positions
         tokens = self.vocabulary.places(batch.tokens[rows, positions + 2])
         features = batch.features[rows, positions + 1, : self.hidden_size]
@@ -84,7 +83,6 @@ class TrainingTimeTest:
 
     @staticmethod
     def report(sums: Sums) -> dict[str, float | list]:
-        """Turn sums over steps, micro-batches and ranks into the ratios that are logged."""
         counted = sums["counted"].clamp(min=1)
         first, *later = (sums["correct"] / counted).tolist()
         return {
