@@ -21,7 +21,7 @@ from torch import Tensor
 from specdraft.data.store.feature_cache import Features
 from specdraft.data.store.features import SAMPLE_TOKENS
 from specdraft.models.falcon import FalconConfig, FalconHead
-from specdraft.models.families.encoder_decoder import decoder_depth, decoder_layers
+from specdraft.models.families.encoder_decoder import decoder_layers
 from specdraft.models.sar.layer import DecoderLayer
 from specdraft.models.target import Target
 from specdraft.models.weights.placement import is_kept_elsewhere
@@ -44,8 +44,8 @@ NAMES = {f"{part}.weight" for parts in PARTS.values() for part in parts}
 def check_start_layer(first: int, config: FalconConfig, target: Target) -> None:
     """Raise RecipeError for a layer that the target does not have, or that no head's can begin as;
     TargetError where its layers are not loaded."""
-    _, count = decoder_depth(target.config)
-    key, last = f"head.start_layer = {first}", count - config.layers + 1
+    count, key = target.depth, f"head.start_layer = {first}"
+    last = count - config.layers + 1
     if not 2 <= first <= last:
         raise RecipeError(
             f"{key}: {target.name} has {count} decoder layers; name one from 2, which reads what "
@@ -74,13 +74,12 @@ def check_start_layer(first: int, config: FalconConfig, target: Target) -> None:
 @torch.no_grad()
 def start_from_layer(head: FalconHead, target: Target, rows: Features, first: int) -> None:
     """Let a new head begin as the target's layers from the `first` on, counted from 1."""
-    _, count = decoder_depth(target.config)
     gain = target.base.norm.weight.detach().float().cpu()
     matrix, spread = _nearest(head, target, rows, first - 1)
     writes = gain / (spread * head.config.feature_scale)
     reads = (head.config.feature_scale / gain).clamp(-MOST, MOST)
     head.fuse.weight.copy_(matrix * writes[:, None])
-    theirs = decoder_layers(target.base, count)[first - 1 :]
+    theirs = decoder_layers(target.base, target.depth)[first - 1 :]
     for own, layer in zip(head.layers, theirs, strict=False):
         _become(own, layer.state_dict(), writes, reads)
 
