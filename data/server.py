@@ -205,19 +205,7 @@ class Server:
     def _read(self, text: str, ask: Ask) -> Answer:
         """Return the answer that a response holds. Raises UnansweredError."""
         _check_keyless(text)
-        try:
-            reply = json.loads(text)
-            choice, read = reply["choices"][0], reply["usage"]["prompt_tokens"]
-            reason, ids = choice["finish_reason"], choice.get("token_ids")
-            if counted := ids is not None:
-                _check_ids(ids)
-            elif isinstance(said := choice["text"], str):  # tokenizers take lists, too
-                ids = self.tokenizer.encode(said, add_special_tokens=False)
-            else:
-                raise TypeError(f"text = {shown(said)}")
-        # A wrong type somewhere, or brackets without an end.
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise UnansweredError(f"the response is no completion: {_brief(text)}") from error
+        ids, counted, reason, read = self._completion(text)
         if read != len(ask.prompt_ids):
             raise UnansweredError(
                 f"the server read {shown(read)} prompt tokens, the target's tokenizer made "
@@ -244,6 +232,24 @@ class Server:
             )
         _check_keyless(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         return Answer(ids, ended=reason == "stop" or self._ends(ids))
+
+    def _completion(self, text: str) -> tuple[list[int], bool, Any, Any]:
+        """Return token ids, whether they are the server's own, why they end, and how many of the
+        prompt it read, as a response has these. Raises UnansweredError."""
+        try:
+            reply = json.loads(text)
+            choice, read = reply["choices"][0], reply["usage"]["prompt_tokens"]
+            reason, ids = choice["finish_reason"], choice.get("token_ids")
+            if counted := ids is not None:
+                _check_ids(ids)
+            elif isinstance(said := choice["text"], str):  # tokenizers take lists, too
+                ids = self.tokenizer.encode(said, add_special_tokens=False)
+            else:
+                raise TypeError(f"text = {shown(said)}")
+        # A wrong type somewhere, or brackets without an end.
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise UnansweredError(f"the response is no completion: {_brief(text)}") from error
+        return ids, counted, reason, read
 
     def _ends(self, ids: list[int]) -> bool:
         return bool(ids) and ids[-1] in self.target.eos_ids
