@@ -83,11 +83,10 @@ class Run:
         evaluate: Evaluate | None,
         stop: StopRequest,
     ):
-        self.objective, self.recipe, self.evaluate = objective, recipe, evaluate
-        self.stop = stop
+        self.objective, self.recipe, self.evaluate, self.stop = objective, recipe, evaluate, stop
         self.accelerator, self.ranks = accelerator, Ranks.of(accelerator)
         self.out, self.steps = Path(recipe.output.dir), total_steps(recipe, len(data))
-        optim, train, on_gpu = recipe.optim, recipe.train, accelerator.device.type == "cuda"
+        train = recipe.train
         self.loader = Loader(
             data,
             SamplingPlan(_lengths(data), train.batch_size, train.seed),
@@ -95,11 +94,11 @@ class Run:
             accumulation=train.accumulation,
             rank=self.ranks.rank,
             ranks=self.ranks.world,
-            pin=on_gpu,
+            pin=accelerator.device.type == "cuda",
             forward_tokens=train.forward_tokens,
             copies=objective.copies,
         )
-        optimizer = make_optimizer(drafter, optim, accelerator.device)
+        optimizer = make_optimizer(drafter, recipe.optim, accelerator.device)
         sharding = accelerator.distributed_type in SHARDING and self.ranks.is_first
         # Where the launcher shards the drafter: what its weights are gathered into.
         self.whole = copy.deepcopy(drafter) if sharding else None
@@ -115,6 +114,15 @@ class Run:
             needed,
             getattr(data, "key", None),  # what others bring has none
         )
+        self._resume()
+        if self.ranks.is_first:  # only now: another recipe's run keeps its own
+            for folder in (self.out, self.out / objective.folder):
+                dump(recipe, folder / RECIPE)
+        if self.state.step < self.steps:
+            self.checkpoints.check_room()
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint, where there is one."""
         resumed = self.checkpoints.resume()
         self.state = resumed or TrainState()
         self.saved = resumed and replace(resumed)  # what the newest checkpoint says
@@ -124,11 +132,6 @@ class Run:
                 f"{self.checkpoints.newest()} lies beyond the {self.steps} steps of this recipe; "
                 "raise train.steps or train.epochs, or give another output.dir"
             )
-        if self.ranks.is_first:  # only now: another recipe's run keeps its own
-            for folder in (self.out, self.out / objective.folder):
-                dump(recipe, folder / RECIPE)
-        if self.state.step < self.steps:
-            self.checkpoints.check_room()
 
     def journal(self) -> Journal:
         """Open the journal where this run stands."""
