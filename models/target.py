@@ -97,7 +97,8 @@ class Target:
         # Weights come and go with a module's forward: two threads must not be in the same module.
         self._lock = threading.Lock() if is_kept_elsewhere(model) else nullcontext()
         if not no_layers:
-            self._check_lm_head()
+            self._check_ends()
+            self._check_logits()
 
     @classmethod
     def load(
@@ -347,9 +348,8 @@ class Target:
             "vocab_size": self.vocab_size,
         }
 
-    @torch.inference_mode()
-    def _check_lm_head(self) -> None:
-        """Refuse models whose logits are not those of their features."""
+    def _check_ends(self) -> None:
+        """Refuse models without what a target begins and ends with."""
         if self.lm_head is None:
             raise TargetError(f"{self.name}: only models with lm_head work")
         for end in (self.embedding, self.lm_head):
@@ -363,6 +363,10 @@ class Target:
                 f"{self.name}: its config names no decoder_start_token_id, so an encoder-decoder's "
                 "generation has nothing to begin with; add one to its config.json"
             )
+
+    @torch.inference_mode()
+    def _check_logits(self) -> None:
+        """Refuse models whose logits are not those of their features."""
         # Some embeddings are zero, of padding mostly, and zero equals zero at any scale.
         count = self.embedding.weight.shape[0]
         ids = torch.tensor([[count * n // _PROBES for n in range(_PROBES)]], device=self.device)
