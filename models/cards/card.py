@@ -3,8 +3,7 @@
 Everything is read from the run: its recipe, the drafter's config, its reports.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
@@ -42,6 +41,11 @@ def model_card(
     name = recipe.hub.repo_id or f"{recipe.name}/{card.kind}"
     repo = recipe.hub.repo_id or f"runs/{name}"
     chat = any(report.get("chat") for report in reports[:1])
+    alone = (  # what a repository itself brings to `generate`
+        "Or, with nothing but specdraft installed (`trust_remote_code` runs "
+        "`custom_generate/generate.py` of this repository):",
+        f"```python\n{ALONE.format(repo=repo)}```",
+    )
     parts = [
         f"---\n{yaml.safe_dump(metadata(recipe, card, reports), sort_keys=False)}---",
         f"# {name}",
@@ -53,7 +57,7 @@ def model_card(
         "## Use",
         f"```bash\n{INSTALL}```",
         f"```python\n{usage(recipe, card, repo, chat)}```",
-        *(_alone(repo) if recipe.hub.repo_id else ()),
+        *(alone if recipe.hub.repo_id else ()),
         "In vLLM, which verifies chains:",
         f"```bash\n{serving(recipe, card, repo)}```",
         "## Results",
@@ -62,15 +66,6 @@ def model_card(
     if picture:
         parts += ["## Training", f"![training curve]({PICTURE})"]
     return visible("\n\n".join(parts)) + "\n"
-
-
-def _alone(repo: str) -> Iterator[str]:
-    """What a repository itself brings to `generate`."""
-    yield (
-        "Or, with nothing but specdraft installed (`trust_remote_code` runs "
-        "`custom_generate/generate.py` of this repository):"
-    )
-    yield f"```python\n{ALONE.format(repo=repo)}```"
 
 
 def metadata(recipe: Recipe, card: Card, reports: Sequence[dict]) -> dict:
@@ -176,15 +171,12 @@ def _earlier(report: dict, fit: Fit | None) -> str:
     return "".join(f"; `{name}` with another tree, {tree}" for name, tree in others.items())
 
 
-def _by_setting(runs: Sequence[dict]) -> Iterator[list[dict]]:
+def _by_setting(runs: Sequence[dict]) -> Iterable[list[dict]]:
     """The runs that can be compared with each other, those of a setting together."""
-
-    def setting(run: dict) -> tuple:
-        return tuple(run.get(key) for key in SETTING)
-
-    places = {key: place for place, key in reversed([*enumerate(map(setting, runs))])}
-    ordered = sorted(runs, key=lambda run: places[setting(run)])
-    return (list(group) for _, group in groupby(ordered, setting))
+    grouped: dict[tuple, list[dict]] = {}
+    for run in runs:
+        grouped.setdefault(tuple(run.get(key) for key in SETTING), []).append(run)
+    return grouped.values()
 
 
 def _setting(run: dict, where: dict) -> str:
