@@ -19,7 +19,7 @@ What a user says after the first answer waits in `Prompt.later` until there is o
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,8 @@ def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     categories: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         categories.setdefault(prompt.category, []).append(prompt)
-    longest = max(map(len, categories.values()))
-    in_turn = (c[n] for n in range(longest) for c in categories.values() if n < len(c))
-    return list(islice(in_turn, limit))
+    in_turn = chain.from_iterable(zip_longest(*categories.values()))
+    return list(islice(filter(None, in_turn), limit))
 
 
 # place, id, category, messages, text, later turns
