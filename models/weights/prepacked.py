@@ -143,10 +143,10 @@ class PrepackedWeights:
         if known is whole and version == _version(weight):
             return packed
         if packed is not None:  # of a weight that has changed since
-            self.size -= _size(weight)
+            self.size -= weight.nbytes
         packed = None
-        if self.size + _size(weight) <= self.most:
-            self.size += _size(weight)
+        if self.size + weight.nbytes <= self.most:
+            self.size += weight.nbytes
             packed, sums = layout.pack(weight.detach()), _sums(whole)
         # The weight itself is held, so that its id stays its own.
         self._copies[part] = (whole, _version(weight), packed, sums)
@@ -257,7 +257,3 @@ def _sums(weight: Tensor) -> Tensor:
 def _is_run() -> bool:
     """Whether a product is for its value alone: not for a gradient, nor for a graph."""
     return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
-def _size(weight: Tensor) -> int:
-    return weight.numel() * weight.element_size()
