@@ -79,18 +79,7 @@ class CoupledGlancing:
 
     def loss(self, head: nn.Module, batch: HeadBatch, revealed: Tensor, counted: Tensor) -> tuple:
         loss, k = self.recipe.loss, batch.block_size
-        given = self._inputs(batch)
-        revised = reveal(*given, revealed, k)
-        isolated = self.recipe.glance.isolated
-        predicted = head(
-            *(given if isolated else revised),
-            batch.blocks,
-            batch.valid,
-            keep=None if isolated else revealed,
-            passes=self.recipe.train.rollout,
-            revised=(*revised, revealed) if isolated and revealed.any() else None,
-            drafted=given[0],
-        )  # [R, B, L, H]
+        predicted = self._predicted(head, batch, revealed)
         rows, positions = counted.nonzero(as_tuple=True)  # N positions
         tokens = self.vocabulary.places(batch.tokens[rows, positions + k + 1])
         offsets = batch.offsets[rows, positions]
@@ -121,6 +110,21 @@ class CoupledGlancing:
             "supervised": batch.supervised.sum(),
             "counted": counted.sum(),
         }
+
+    def _predicted(self, head: nn.Module, batch: HeadBatch, revealed: Tensor) -> Tensor:
+        """Run the head on the revised inputs: [R, B, L, H]."""
+        given = self._inputs(batch)
+        revised = reveal(*given, revealed, batch.block_size)
+        isolated = self.recipe.glance.isolated
+        return head(
+            *(given if isolated else revised),
+            batch.blocks,
+            batch.valid,
+            keep=None if isolated else revealed,
+            passes=self.recipe.train.rollout,
+            revised=(*revised, revealed) if isolated and revealed.any() else None,
+            drafted=given[0],
+        )
 
     def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
         # Noise stands for the error of the predicted features that drafting feeds back.
