@@ -88,7 +88,13 @@ def serve_eagle(
     tensors["fc.weight"] = torch.cat((embed, feature), 1)
     if engine == "sglang":  # its `fc` has a bias, which would stay as it was initialised
         tensors["fc.bias"] = torch.zeros(config.hidden_size)
-    return _served(_eagle_config(config, engine, positions), tensors, dtype)
+    content = {
+        "architectures": [EAGLE_ARCHITECTURES[engine]],
+        **_llama_config(config, positions),
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps * config.feature_scale**2,
+    }
+    return _served(content, tensors, dtype)
 
 
 def serve_eagle3(
@@ -248,15 +254,6 @@ def _scale(name: str, config: FalconConfig) -> float:
     unnormed = name.startswith("layers.0.") and not config.input_norm
     projected = name.endswith((".q_proj.weight", ".k_proj.weight", ".v_proj.weight"))
     return 1.0 / config.feature_scale if unnormed and projected else 1.0
-
-
-def _eagle_config(config: FalconConfig, engine: str, positions: int | None) -> dict:
-    return {
-        "architectures": [EAGLE_ARCHITECTURES[engine]],
-        **_llama_config(config, positions),
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps * config.feature_scale**2,
-    }
 
 
 def _llama_config(config: FalconConfig | Eagle3Config, positions: int | None) -> dict:
