@@ -195,11 +195,8 @@ def _table(runs: Sequence[dict]) -> str:
     names = [name for name, _ in COLUMNS.values()]
     lines = [f"| method | {' | '.join(names)} | identical |", "|---" * (len(names) + 2) + "|"]
     for run in runs:
-        cells = [_shown(run.get(key), form) for key, (_, form) in COLUMNS.items()]
+        values = ((run.get(key), form) for key, (_, form) in COLUMNS.items())
+        cells = ["-" if value is None else f"{value:{form}}" for value, form in values]
         same = "-" if run["identical"] is None else f"{run['identical']}/{run['outputs']}"
         lines.append(f"| `{run['method']}` | {' | '.join(cells)} | {same} |")
     return "\n".join(lines)
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
