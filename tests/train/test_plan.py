@@ -36,9 +36,9 @@ from specdraft.train.heads import head_kind
 from specdraft.train.objectives.csgd import CoupledGlancing
 from specdraft.train.objectives.training_time_test import TrainingTimeTest
 from specdraft.train.plan import (
-    head_memory,
     format_bytes,
     format_seconds,
+    head_memory,
     known_sizes,
     make_plan,
     measured_flops,
