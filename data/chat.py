@@ -8,9 +8,9 @@
                for encoder-decoders, and never found out
 
 A rejected row is one that is broken (no JSON, no known shape or role) or useless (no answer, an
-empty or an endless turn, turns that do not alternate). Broken rows mean a wrong file or a wrong
-format: more than 1% of them is an error. Useless rows are common in scraped chats: more than 10% is
-an error.
+empty or an endless turn, calls of tools, turns that do not alternate). Broken rows mean a wrong
+file or a wrong format: more than 1% of them is an error. Useless rows are common in scraped chats:
+more than 10% is an error.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,9 +36,10 @@ FORMATS = tuple(_KEYS)
 _ROLES = {
     "user": ("human", "user", "prompter"),
     "assistant": ("gpt", "assistant", "chatgpt", "bard", "bing", "claude", "model", "bot"),
-    "system": ("system",),
+    "system": ("system", "developer"),
     "tool": ("tool", "function", "observation", "ipython", "function_response"),
 }
+_CALLS = ("tool_calls", "function_call")  # of a message: said beside its content
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
 _FOLLOWS = {  # which roles may follow a role
     "start": ("user",),
@@ -171,7 +172,9 @@ def parse(value: Any, format: str) -> tuple[list[dict[str, str]], str | None]:
             question = f"{question}\n\n{extra}"
         turns = [("user", question), ("assistant", _string(value["output"], "output"))]
     else:
-        turns = read_turns(value[_KEYS[format][0]])
+        turns = read_turns(items := value[_KEYS[format][0]])
+        if any(item.get(call) for item in items for call in _CALLS):
+            raise UselessRowError(f"a turn with {' or '.join(_CALLS)}, which are not rendered")
     return _usable(turns), None
 
 
@@ -246,6 +249,13 @@ def _string(value: Any, name: str) -> str:
     return value
 
 
+def _text(part: Any, name: str) -> str:
+    """The text of a part. Raises BrokenRowError for a picture, and what else is none."""
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise BrokenRowError(f"{name} has a part that is not text: {shortened(repr(part), 80)}")
+    return _string(part.get("text"), name)
+
+
 def read_turns(items: Any) -> list[tuple[str, str]]:
     """Return (role, content) of every turn, in our names of roles. Raises BrokenRowError."""
     if not isinstance(items, list):
@@ -257,8 +267,10 @@ def read_turns(items: Any) -> list[tuple[str, str]]:
         name = item.get("from", item.get("role"))
         if not isinstance(name, str) or name.lower() not in _ROLE_OF:
             raise BrokenRowError(f"turn {number} has the unknown role {shortened(repr(name), 80)}")
-        content = _string(item.get("value", item.get("content")), f"turn {number}")
-        turns.append((_ROLE_OF[name.lower()], content))
+        content = item.get("value", item.get("content"))
+        if isinstance(content, list):  # parts, as OpenAI's messages may have them
+            content = "".join(_text(part, f"turn {number}") for part in content)
+        turns.append((_ROLE_OF[name.lower()], _string(content, f"turn {number}")))
     return turns
 
 

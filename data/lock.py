@@ -38,10 +38,16 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 def output_lock(folder: Path, ranks: Ranks = ALONE) -> Iterator[None]:
     """Keep other runs out of an output folder; all ranks call this.
 
-    Raises: RecipeError, on every rank, that names the process which is there already.
+    Raises: RecipeError, on every rank, that names the process which is there already, or for a
+    folder that cannot be written: now, and not behind the work of hours.
     """
     with ExitStack() as held:
         holder = ranks.share(_acquire(held, folder / ".lock", folder) if ranks.is_first else None)
+        if ranks.share(ranks.is_first and not os.access(folder, os.W_OK | os.X_OK)):
+            raise RecipeError(
+                f"output.dir = {folder}: cannot be written by this user; give another output.dir "
+                "or --out, or yourself the right to write there"
+            )
         if holder:
             raise RecipeError(
                 f"output.dir = {folder}: in use by {holder}; wait until that is done, or give "

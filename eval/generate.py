@@ -82,7 +82,8 @@ def questions(console: Screen) -> Iterator[str]:
     with suppress(ImportError):
         import readline  # which makes `input` an editor with a history
 
-        readline.parse_and_bind("set enable-bracketed-paste on")
+        if not console.is_dumb_terminal:  # which would show what marks a paste
+            readline.parse_and_bind("set enable-bracketed-paste on")
     while True:
         try:
             said = input("> ")

@@ -6,6 +6,7 @@ A `UserError` is a message and exit code 2. Anything else is a fault of ours: on
 
 from specdraft.recipes.starting import imported
 
+import errno
 import functools
 import io
 import os
@@ -25,6 +26,7 @@ from specdraft.recipes.interrupt import (
 )
 from specdraft.recipes.terminal import LONGEST, say
 
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What gloo and NCCL make of a rank that is no more.
 _LOST = re.compile("closed by peer|reset by peer|remote process exited|Broken pipe")
 
@@ -66,12 +68,19 @@ def _leave() -> None:
     os._exit(130)
 
 
+def _remedy(error: Exception) -> str:
+    """What to do about a place that this user may not write, or not read."""
+    if not isinstance(error, OSError) or error.errno not in _REFUSED:
+        return ""
+    return "; give yourself access, or another place (output.dir, data.cache_dir)"
+
+
 def _fail(error: Exception) -> None:
     if os.environ.get("SPECDRAFT_DEBUG") == "1":
         traceback.print_exc()
     # Out of disk, no permission, ...: the system's own words name the cause and the file.
     if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno is not None):
-        say(f"error: {error}")
+        say(f"error: {error}{_remedy(error)}")
         sys.exit(2)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and _LOST.search(str(error)):
         if is_first_process():

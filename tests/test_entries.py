@@ -1,5 +1,8 @@
 """The commands of the README, as a user runs them: exit codes, messages, and a whole small run."""
 
+from specdraft.recipes.entry import entry
+
+import errno
 import json
 import subprocess
 import sys
@@ -183,6 +186,15 @@ def test_a_refusal_reaches_the_shell(tmp_path):
     # All entries refuse by the same function.
     push = run(str(ROOT / "models/push.py"), "gone", "you/x", cwd=tmp_path)
     check_refusal(push, "no recipe at gone")
+
+
+def test_a_place_without_access_is_told_with_what_to_do(capsys):
+    def write() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "cache/x")
+
+    with pytest.raises(SystemExit, match="2"):
+        entry(write)()
+    assert "'cache/x'; give yourself access, or another place (" in capsys.readouterr().err
 
 
 def test_a_traceback_is_there_for_who_asks(tmp_path):

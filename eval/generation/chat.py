@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache, partial
 
 from specdraft.data.prompts import Prompt, chat_prompt
-from specdraft.data.template import Messages
+from specdraft.data.template import Messages, UnrenderableError, check_characters
 from specdraft.eval.engine.request import Request, Update
 from specdraft.eval.families.support import position_limit
 from specdraft.eval.measure.methods import Engine, make_method
@@ -82,8 +82,13 @@ class Chat:
     def ask(self, question: str) -> tuple[Iterator[Update], int]:
         """Return the steps of the answer, and how many exchanges were forgotten to make room.
 
-        Raises DataError, and forgets nothing, for a question that is too long by itself.
+        Raises DataError, and forgets nothing, for a question that is too long by itself, or no
+        Unicode.
         """
+        try:
+            check_characters(question)  # here, where its characters are counted as they are typed
+        except UnrenderableError as error:
+            raise DataError(f"the question: {error}") from error
         messages = [*self.messages, {"role": "user", "content": question}]
         while (count := len((prompt := self._prompt(messages)).input_ids)) > self.room:
             if len(messages) == 1:

@@ -69,6 +69,15 @@ def test_every_chat_format_is_told_by_its_keys(tmp_path, row, question):
     assert messages[1] == {"role": "assistant", "content": "a"}
 
 
+def test_messages_may_be_those_of_openai(tmp_path):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turns = [("developer", "be kind"), ("user", parts), ("assistant", "c")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    messages = read_conversations([write(tmp_path / "r.jsonl", [row])]).conversations[0].messages
+    assert messages[0] == {"role": "system", "content": "be kind"}
+    assert messages[1] == {"role": "user", "content": "ab"}
+
+
 def test_text_is_no_chat(tmp_path):
     corpus = read_conversations([write(tmp_path / "rows.jsonl", [{"text": "Once"}])])
     assert (corpus.conversations[0].text, corpus.conversations[0].messages) == ("Once", [])
@@ -134,6 +143,19 @@ def test_a_system_prompt_is_kept_and_none_is_invented(tmp_path):
             "does not parse as JSON ('utf-8'",
         ),
         ({"conversations": [{"from": "human", "value": None}]}, "is NoneType, not text"),
+        (
+            {"conversations": [{"from": "human", "value": [{"type": "image_url", "url": "x"}]}]},
+            "turn 1 has a part that is not text: {'type': 'image_url'",
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {"from": "gpt", "value": "Let me see.", "tool_calls": [{"name": "look"}]},
+                ]
+            },
+            "a turn with tool_calls",
+        ),
     ],
 )
 def test_a_bad_row_is_counted_with_its_line_and_skipped(tmp_path, row, reason):

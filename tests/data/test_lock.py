@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from commands import run, start
@@ -131,11 +132,16 @@ def test_where_the_system_has_no_locks_the_file_counts(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_nobody_may_write_needs_no_lock(tmp_path):
+@pytest.mark.parametrize("there", [True, False], ids=["there", "to be made"])
+def test_a_folder_that_nobody_may_write_is_refused_at_once(tmp_path, monkeypatch, there):
+    folder = tmp_path if there else tmp_path / "run"
+    if os.geteuid() == 0:  # root may write anywhere
+        refused = PermissionError(errno.EACCES, "Permission denied")
+        monkeypatch.setattr(lock, "FileLock", Mock(side_effect=refused))
+        monkeypatch.setattr(os, "access", lambda *_: False)
     tmp_path.chmod(0o500)
-    with output_lock(tmp_path):
-        assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RecipeError, match=f"{folder}: cannot be written"), output_lock(folder):
+        pass
 
 
 def build(settings, meet, place: str) -> None:

@@ -200,6 +200,19 @@ def test_what_is_pasted_is_one_question():
     assert "tokens in" not in terminal.seen.partition("> ")[2]
 
 
+def test_a_terminal_that_is_dumb_is_told_nothing_about_pastes():
+    terminal = Terminal("eval.methods=[prompt_lookup]", term="dumb")
+    assert "\x1b" not in terminal.until("> ")
+    terminal.type("/quit\n")
+    assert terminal.process.wait(60) == 0
+
+
+def test_half_a_character_is_counted_in_what_was_typed(talk):
+    answer(talk, FIRST)
+    with pytest.raises(DataError, match=r"the question: \\udce9 at character 3 "):
+        talk.ask("caf\udce9")
+
+
 def test_an_unknown_method_is_refused_with_the_known_ones():
     done = run_here("eval/generate.py", "recipes/tiny.yaml", "--method", "medusa", "--prompt", "Hi")
     assert done.returncode == 2
@@ -258,10 +271,10 @@ def printed(console: Console) -> list[str]:
 class Terminal:
     """A chat in a pseudo-terminal of its own; what a user types, and what they see."""
 
-    def __init__(self, *options: str):
+    def __init__(self, *options: str, term: str = "xterm"):
         self.keyboard, theirs = os.openpty()
         command = ["eval/generate.py", "recipes/tiny.yaml", *options, *SMALL[1:]]
-        env = {"TERM": "xterm", "NO_COLOR": ""}
+        env = {"TERM": term, "NO_COLOR": ""}
         self.process = start(*command, terminal=os.ttyname(theirs), **env)
         os.set_blocking(self.keyboard, False)
         self.seen = ""
