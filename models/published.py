@@ -97,6 +97,11 @@ def load_head(
     return head
 
 
+def is_published(folder: Path) -> bool:
+    """Whether a head is in the layout that engines load."""
+    return "architectures" in _config(folder)
+
+
 def _config(folder: Path) -> dict[str, Any]:
     """What config.json says; nothing where it is none: whoever loads a head of ours tells."""
     try:

@@ -33,10 +33,10 @@ from specdraft.models.families.encoder_decoder import (
 )
 from specdraft.models.families.finish import finish_of
 from specdraft.models.feature_layers import Layers, check_layers, wide_features
+from specdraft.models.snapshot import folder_of
 from specdraft.models.target_files import (
     auto_class,
     end_ids,
-    folder_here,
     hash_config,
     hash_weights,
     identity_of,
@@ -169,8 +169,9 @@ class Target:
                 "modules what is no part of them"
             ) from error
         target = cls(view, None, name)
-        if folder := folder_here(model.name_or_path):
-            target._identity = identity_of(name, None, folder)
+        folder, revision = folder_of(model)
+        if folder:
+            target._identity = identity_of(name, revision, folder)
         return target
 
     @classmethod

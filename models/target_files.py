@@ -82,12 +82,12 @@ def model_folder(name: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def folder_here(name: str) -> Path | None:
+def folder_here(name: str, revision: str | None = None) -> Path | None:
     """Return the folder that a loaded model came from, if it is on this machine; no network."""
     folder = Path(name)
     if name and not folder.is_dir():
         try:
-            folder = Path(snapshot_download(name, local_files_only=True))
+            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
         except (OSError, ValueError):
             return None
     return folder if name and (folder / "config.json").is_file() else None

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from specdraft.eval.methods.registry import Setup, make_drafter
 from specdraft.eval.methods.trained import KINDS, Trained
 from specdraft.eval.serve.rows import RowStep, ServedRows
-from specdraft.models.embeddings import model_without_weights
+from specdraft.models.embeddings import TargetEmbeddings, model_without_weights
 from specdraft.models.falcon import FalconHead
 from specdraft.models.families.finish import PLAIN
 from specdraft.models.feature_layers import Layers, check_layers
@@ -69,7 +69,7 @@ class ServedModel:
         self.trusts = served.trust_remote_code
         self.layers = served.get_total_num_hidden_layers()
         self.prepacked = PrepackedWeights()  # of heads, on a CPU
-        self.folder = folder_here(self.name)
+        self.folder = folder_here(self.name, self.revision)
         if self.folder is None:
             raise TargetError(
                 f"no files of {self.name} on this machine, by which drafters know their target; "
@@ -91,6 +91,12 @@ class ServedModel:
         """The family's own, without weights: by it a published head knows the scale."""
         empty = model_without_weights(self.folder, self.dtype, self.trusts)
         return empty.get_input_embeddings()
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V, H], of the files: a published head may hold a copy of it."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return TargetEmbeddings.load(str(self.folder), dtype=dtype).embedding
 
     def identity(self) -> dict:
         return identity_of(self.name, self.revision, self.folder)
@@ -139,7 +145,11 @@ class Proposer:
     def __init__(self, vllm_config: "VllmConfig"):
         self.config = vllm_config
         self.length = vllm_config.speculative_config.num_speculative_tokens
-        options = dict((vllm_config.additional_config or {}).get(OPTIONS, {}))
+        options = (vllm_config.additional_config or {}).get(OPTIONS, {})
+        if not isinstance(options, dict):
+            where = f'additional_config["{OPTIONS}"] = {shown(options)}'
+            raise RecipeError(f'{where}: give an object, e.g. {{"head": FOLDER}}')
+        options = dict(options)
         self.method = options.pop("method", "falcon_chain")
         self.settings = options.pop("settings", {})
         self.sources = options
@@ -259,14 +269,17 @@ def check_options(method: str, settings: dict, sources: dict) -> None:
             f"{where}: method {shown(method)} is none that drafts chains, all that vLLM verifies; "
             f"known: {', '.join(CHAINS)}"
         )
-    for key in sources:
+    for key, source in sources.items():
         if key not in KINDS:
             known = ["method", "settings", *KINDS]
             raise RecipeError(
                 f"{where}: {shown(key)} is no option; known: {', '.join(known)}; nearest is "
                 f"{nearest(str(key)[:100], known)}"
             )
-    if not isinstance(settings, dict):
+        several = source if isinstance(source, list) and key == "cascade" else [source]
+        if not all(isinstance(one, str) for one in several):
+            raise RecipeError(f"{where}: {key} = {shown(source)}: give a folder or a Hub id")
+    if not isinstance(settings, dict) or not all(isinstance(s, dict) for s in settings.values()):
         raise RecipeError(f"{where}: settings = {shown(settings)}: give sections of a recipe")
 
 

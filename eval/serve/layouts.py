@@ -1,5 +1,7 @@
 """The trained head of a recipe in the layout that an engine loads (models/serving.py)."""
 
+from pathlib import Path
+
 from transformers import AutoConfig
 
 from specdraft.models.eagle3 import load_eagle3
@@ -10,12 +12,21 @@ from specdraft.models.embeddings import (
     model_without_weights,
 )
 from specdraft.models.falcon import load_falcon
+from specdraft.models.hub import fetch
 from specdraft.models.medusa import load_medusa
+from specdraft.models.published import is_published
 from specdraft.models.serving import Served, serve_eagle, serve_eagle3, serve_medusa
 from specdraft.models.target import context_length
 from specdraft.models.target_files import identity_of, model_folder
-from specdraft.recipes.find import drafter_of
+from specdraft.recipes.errors import HeadError
+from specdraft.recipes.find import drafter_of, kinds_of
 from specdraft.recipes.schema import Recipe
+
+# Kinds of drafters that engines have no layout for, and what they do with them.
+NO_LAYOUT = {
+    "student": "a draft LM, which engines load as it is",
+    "table": "a Max-Gram table, which is plugged into vLLM as it is",
+}
 
 
 def served_head(recipe: Recipe, engine: str) -> Served:
@@ -29,9 +40,15 @@ def served_head(recipe: Recipe, engine: str) -> Served:
         if heads.lm_heads is None:
             shared = TargetEmbeddings.load(*name, section.dtype).lm_head_weight
         return serve_medusa(heads, engine, shared, dtype)
+    source, out = drafter_of(recipe, "head"), Path(recipe.output.dir)
+    others = [kind for kind in kinds_of(out) if kind in NO_LAYOUT]
+    if others and not recipe.head.model and not source.is_dir():
+        kind = others[0]
+        raise HeadError(f"{out / kind} is {NO_LAYOUT[kind]}: eval/serve/README.md")
+    if is_published(fetch(source)):
+        raise HeadError(f"{source} is in the layout of an engine: load it there as it is")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     settings = (engine, context_length(config), dtype)
-    source = drafter_of(recipe, "head")
     if recipe.head.fusion == "layers":
         return serve_eagle3(load_eagle3(source, whose), *settings)
     empty = model_without_weights(folder, dtype, section.trust_remote_code)

@@ -124,7 +124,8 @@ def job(
     engine = {
         "model": str(model_folder(section.model, section.revision).absolute()),
         "dtype": section.dtype,
-        "max_model_len": room + MARGIN,
+        "trust_remote_code": section.trust_remote_code,
+        "max_model_len": min(room + MARGIN, max(room, target.context or math.inf)),
         "max_num_seqs": ROWS,
         "enable_prefix_caching": False,  # every feature is computed, as ours are
         "enforce_eager": True,

@@ -17,7 +17,7 @@ from specdraft.eval.serve.layouts import served_head
 from specdraft.models.cards.lines import PROPOSER
 from specdraft.models.target_files import model_folder
 from specdraft.recipes.errors import RecipeError
-from specdraft.recipes.find import drafter_folder
+from specdraft.recipes.find import drafter_of
 from specdraft.recipes.schema import Recipe
 
 LONGEST = 256  # tokens of a suffix that vLLM looks for: ours has no bound, and hardly needs more
@@ -43,8 +43,10 @@ def route(name: str) -> Route:
 
 
 def fixed_chain(recipe: Recipe) -> Recipe:
-    """The recipe with drafts as an engine makes them: none is cut short for its probability."""
-    return replace(recipe, drafting=replace(recipe.drafting, theta_prob=0.0))
+    """The recipe with drafts as an engine makes them: none is cut short for its probability, none
+    has branches."""
+    drafting, maxgram = replace(recipe.drafting, theta_prob=0.0), recipe.maxgram
+    return replace(recipe, drafting=drafting, maxgram=replace(maxgram, branches=1))
 
 
 # -- what vLLM is given ----------------------------------------------------------------------------
@@ -70,13 +72,15 @@ def _custom(method: str, length: Callable[[Recipe], int], **settings: tuple[str,
 
 
 def _trained(recipe: Recipe, kind: str) -> str | list[str]:
-    run = Path(recipe.output.dir).absolute()
-    if kind == "table":
-        return str(Path(recipe.maxgram.table or run / "table").absolute())
     if kind == "cascade":
-        names = recipe.cascade.students or (_student(recipe),)
-        return [str(Path(name).absolute()) if Path(name).is_dir() else name for name in names]
-    return str(drafter_folder(run, recipe.head.kind) if kind == "head" else run / kind)
+        return [_found(name) for name in recipe.cascade.students or (_student(recipe),)]
+    return _found(drafter_of(recipe, kind))
+
+
+def _found(place: str | Path) -> str:
+    """A place as an engine finds it from anywhere: a folder's whole path, or a Hub id."""
+    local = isinstance(place, Path) or Path(place).is_dir()
+    return str(Path(place).absolute()) if local else place
 
 
 def _student(recipe: Recipe) -> str:

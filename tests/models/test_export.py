@@ -205,6 +205,24 @@ def test_an_export_never_overwrites_and_leaves_nothing_half_written(target, tmp_
         served.write(tmp_path / "served")
 
 
+@pytest.mark.parametrize(
+    ("kind", "told"), [("student", r"a draft LM.* as it is"), ("table", "it is")]
+)
+def test_what_needs_no_export_is_said(tmp_path, kind, told):
+    (tmp_path / kind).mkdir()
+    (tmp_path / kind / "config.json").write_text("{}")
+    with pytest.raises(HeadError, match=told):
+        served_head(load_recipe(RECIPES / "tiny_eagle.yaml", [f"output.dir={tmp_path}"]), "vllm")
+
+
+def test_what_has_an_engines_layout_is_not_exported_again(target, tmp_path):
+    head = random_head(target, block_size=1, fusion="linear", input_norm=False)
+    serve_eagle(head, "vllm", 64).write(tmp_path / "head")
+    recipe = load_recipe(RECIPES / "tiny_eagle.yaml", [f"head.model={tmp_path / 'head'}"])
+    with pytest.raises(HeadError, match="head is in the layout of an engine: load it there"):
+        served_head(recipe, "sglang")
+
+
 def test_the_head_of_a_run_is_found_and_checked(tmp_path):
     for name, told in (("tiny_eagle", "no trained head"), ("tiny_medusa", "no trained Medusa")):
         with pytest.raises(HeadError, match=told):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +16,7 @@ from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.shapes import model_shape
 from specdraft.models.student import load_student
 from specdraft.models.target import Target
-from specdraft.models.target_files import bundled_target_dir
+from specdraft.models.target_files import bundled_target_dir, identity_of
 from specdraft.recipes.errors import TargetError
 
 SMALL = {
@@ -239,6 +240,25 @@ def test_a_tied_lm_head_and_what_was_never_a_weight_may_be_there_or_not(tmp_path
         if more:
             with_tensors(folder, lambda t, more=more: t | {more: t[EMBEDDING].clone()})
         assert torch.equal(Target.load(str(folder)).model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("main_is_here", [True, False])
+def test_a_loaded_model_is_known_by_its_own_revision(tmp_path, monkeypatch, main_is_here):
+    """`from_pretrained(name, revision=..)` leaves no trace of the revision on the model."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repo = tmp_path / "models--you--tiny"
+    (repo / "refs").mkdir(parents=True)
+    refs = {"main": "a" * 40, "v2": "b" * 40}
+    for ref, commit in refs.items() if main_is_here else [("v2", refs["v2"])]:
+        folder = repo / "snapshots" / commit
+        random_target("Llama").model.save_pretrained(folder)
+        (repo / "refs" / ref).write_text(commit)
+    for folder in (repo / "snapshots").iterdir():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model.name_or_path = "you/tiny"
+        known, expected = Target.of_model(model).identity(), identity_of("", None, folder)
+        assert known["weights"] == expected["weights"]
+        assert known["revision"] == (None if folder.name == refs["main"] else folder.name)
 
 
 class Int8(torch.nn.Module):

@@ -1,12 +1,14 @@
 """vLLM's side of the proposer without vLLM: called as it calls, on a model with its methods."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from decoding import plain_tokens
+from huggingface_hub import constants
 from random_models import random_head
 from served_engine import SmallEngine
 from torch import nn
@@ -16,7 +18,7 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.serve import for_vllm
-from specdraft.eval.serve.for_vllm import Proposer, Seen, row_bytes
+from specdraft.eval.serve.for_vllm import Proposer, Seen, ServedModel, row_bytes
 from specdraft.eval.serve.rows import RowStep, ServedRows
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.serving import serve_eagle
@@ -159,15 +161,30 @@ def test_rows_that_a_students_cache_has_no_room_for_are_decoded_without_drafts(t
         Proposer(config_of(target, {"method": "ssd", "student": tiny})).load_model(Model(target))
 
 
-def test_a_head_in_the_layout_of_an_engine_is_plugged_in(target, tmp_path):
+@pytest.mark.parametrize("holds_embedding", [False, True])
+def test_a_head_in_the_layout_of_an_engine_is_plugged_in(target, tmp_path, holds_embedding):
     head = random_head(target, block_size=1, fusion="linear", input_norm=False)
-    serve_eagle(head, "vllm", 64).write(tmp_path / "head")
+    served = serve_eagle(head, "vllm", 64)
+    if holds_embedding:  # as EAGLE's authors publish theirs
+        served.tensors["embed_tokens.weight"] = target.embedding_weight.clone()
+    served.write(tmp_path / "head")
     options = {"method": "eagle_chain", "head": str(tmp_path / "head")}
     proposer = Proposer(config_of(target, options))
     proposer.load_model(Model(target))
     prompt = list(range(5, 17))
     found = SmallEngine(target, Calls(proposer), chunk=6, batch=4, seed=2).run([prompt], LENGTH)
     assert found[0] == prompt + plain_tokens(target, prompt, LENGTH)
+
+
+def test_the_files_of_a_target_are_those_of_its_revision(target, tmp_path, monkeypatch):
+    repo = tmp_path / "models--you--tiny"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "v2").write_text("b" * 40)
+    shutil.copytree(bundled_target_dir(), repo / "snapshots" / ("b" * 40))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    config = config_of(target, {"method": "prompt_lookup"})
+    config.model_config.model, config.model_config.revision = "you/tiny", "v2"
+    assert ServedModel(Model(target), config).identity()["weights"] == target.identity()["weights"]
 
 
 def test_layers_are_read_in_the_heads_order_and_drafts_are_our_own(target, tmp_path):

@@ -3,15 +3,17 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import ROOT, run_here
 from random_models import VOCAB, random_head, random_target
 
+from specdraft.data.prompts import Prompt
 from specdraft.eval.serve.engine import VLLM, EngineError
 from specdraft.eval.serve.for_vllm import CHAINS, check_options, check_sizes, recipe_of
-from specdraft.eval.serve.parity import Side, first_step, gaps_of
-from specdraft.eval.serve.routes import ROUTES, methods_of
+from specdraft.eval.serve.parity import MARGIN, Side, first_step, gaps_of, job
+from specdraft.eval.serve.routes import ROUTES, fixed_chain, methods_of
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import load_recipe
 
@@ -67,6 +69,25 @@ def test_a_head_without_a_layout_is_refused_before_the_engine_starts(tmp_path):
         methods_of(load_recipe(TINY, ["eval.methods=[plain,prompt_lookup]"]))
 
 
+def test_both_sides_draft_with_the_head_that_the_recipe_names(tmp_path):
+    for name in (str(tmp_path), "you/head"):
+        recipe = load_recipe(TINY, [f"head.model={name}", "maxgram.branches=3"])
+        given = ROUTES["falcon_chain"].engine(recipe, tmp_path)
+        assert given["additional_config"]["specdraft"]["head"] == name
+    assert fixed_chain(recipe).maxgram.branches == 1  # and no tree
+
+
+def test_the_engine_is_asked_for_no_more_positions_than_the_target_has():
+    prompts = [Prompt("a", "a", [1] * 100, "a")]
+    target = SimpleNamespace(context=1024, eos_ids={3})
+    changes = ["target.trust_remote_code=true", "eval.max_new_tokens={}"]
+    for tokens, most in ((128, 100 + 128 + MARGIN), (900, 1024)):
+        recipe = load_recipe(TINY, [change.format(tokens) for change in changes])
+        engine = job(recipe, target, prompts, (0.0,), {})["engine"]
+        assert engine["max_model_len"] == most
+        assert engine["trust_remote_code"]
+
+
 def test_a_recipes_own_methods_are_compared():
     of = {"tiny": ["falcon_chain"], "tiny_eagle": ["eagle_chain"], "tiny_medusa": ["medusa"]}
     of |= {"tiny_distill": ["ssd"], "tiny_maxgram": ["maxgram"]}
@@ -91,8 +112,13 @@ def test_options_that_are_none_are_refused_by_name():
         check_options("falcon_tree", {}, {})
     with pytest.raises(RecipeError, match=r"'haed' is no option.*nearest is head"):
         check_options("falcon_chain", {}, {"haed": "x"})
-    with pytest.raises(RecipeError, match="settings = 3"):
-        check_options("falcon_chain", 3, {})
+    for settings in (3, {"maxgram": 3}):
+        with pytest.raises(RecipeError, match=r"settings = .*give sections of a recipe"):
+            check_options("falcon_chain", settings, {})
+    for source in (None, ["a"]):
+        with pytest.raises(RecipeError, match=r"head = .*give a folder or a Hub id"):
+            check_options("falcon_chain", {}, {"head": source})
+    check_options("cascade", {}, {"cascade": ["a", "b"], "table": "c"})
 
 
 def test_a_head_of_other_sizes_is_refused_with_both_names():

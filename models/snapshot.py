@@ -1,0 +1,43 @@
+"""Which of the snapshots that the Hub's cache has of a repository a loaded model came from.
+
+transformers forgets the revision that `from_pretrained` was given; the weights still tell.
+"""
+
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from specdraft.models.hub import is_hub_id
+from specdraft.models.target_files import folder_here
+
+
+def folder_of(model: PreTrainedModel) -> tuple[Path | None, str | None]:
+    """Return the folder that a model was loaded from, and its revision where it is not `main`; no
+    folder where none is on this machine. No network."""
+    name = model.name_or_path
+    main = folder_here(name)
+    if not is_hub_id(name) or (main and _holds(main, model)):
+        return main, None
+    kept = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+    for config in sorted(kept.glob("snapshots/*/config.json")):
+        if _holds(config.parent, model):
+            return config.parent, config.parent.name
+    return main, None
+
+
+def _holds(folder: Path, model: PreTrainedModel) -> bool:
+    """Whether all tensors that a model has by a name of the folder's files begin as they do."""
+    state = {name: own for name, own in model.state_dict().items() if own.dim() and not own.is_meta}
+    shared = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in state.keys() & {*file.keys()}:
+                theirs, own = file.get_slice(name)[:1], state[name][:1].cpu()
+                if theirs.shape != own.shape or not torch.equal(theirs.to(own.dtype), own):
+                    return False
+                shared += 1
+    return shared > 0
