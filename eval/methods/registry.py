@@ -42,7 +42,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import MOST_LINES, nearest, shown
 from specdraft.recipes.schema import EvalSection, Recipe
-from specdraft.recipes.static_trees import AUTO, load_tree_paths
+from specdraft.recipes.static_trees import AUTO, TREE, load_tree_paths
 
 WAYS = (*PADDINGS, "dynamic")
 ALIASES = {"padded": "prompt_lookup:padded"}
@@ -241,7 +241,8 @@ def tree_of(name: str, recipe: Recipe, trained: Trained) -> str | None:
     if not find(name)[0].drafts_tree or (file := tree_file(recipe, trained)) is None:
         return None
     paths = load_tree_paths(file)
-    which = "fitted" if recipe.eval.tree == AUTO else Path(recipe.eval.tree).stem
+    own = recipe.eval.tree == AUTO and Path(file).name == TREE
+    which = "fitted" if own else Path(file).stem
     return f"{which}, {len(paths)} nodes to depth {max(map(len, paths))}"
 
 

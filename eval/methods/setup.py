@@ -18,11 +18,12 @@ from specdraft.eval.pricing.cost import CostModel, costs_file, load_costs
 from specdraft.models.eagle3 import Eagle3Config
 from specdraft.models.embeddings import DTYPES
 from specdraft.models.falcon import FalconConfig
+from specdraft.models.published import is_published
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fitted_tree import fitted_tree
 from specdraft.recipes.schema import DraftingSection, EvalSection, Recipe
-from specdraft.recipes.static_trees import AUTO, load_tree_paths
+from specdraft.recipes.static_trees import AUTO, TREE, TREES, load_tree_paths
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Way(NamedTuple):
 
 
 PLAIN = Way()  # unless a recipe says more
+PUBLISHED = "eagle_k1_depth5"  # that EAGLE's authors publish with their heads
 DRAFTERS = ("head", "medusa", "student")  # in `Trained`, that eval/costs.py measures
 
 
@@ -143,12 +145,16 @@ def make_medusa(setup: Setup, tree: bool = False) -> MedusaDrafter:
 
 def tree_file(recipe: Recipe, trained: Trained) -> str | None:
     """The name or the place of the static tree that a recipe's head drafts: the recipe's, or the
-    one beside the weights; None where there are no weights either. Raises RecipeError for weights
-    without a tree, or with that of others."""
+    one beside the weights, or of a published head EAGLE's own; None where there are no weights.
+    Raises RecipeError for weights without a tree, or with that of others."""
     if recipe.eval.tree != AUTO:
         return recipe.eval.tree
     part = trained.head or trained.medusa
-    return str(fitted_tree(part.folder, part.hash())) if part else None
+    if part is None:
+        return None
+    if part.folder and is_published(part.folder) and not (part.folder / TREE).is_file():
+        return str(TREES / f"{PUBLISHED}.yaml")
+    return str(fitted_tree(part.folder, part.hash()))
 
 
 def make_maxgram(setup: Setup) -> MaxGramDrafter:

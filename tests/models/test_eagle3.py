@@ -29,7 +29,7 @@ from specdraft.eval.costing.tree_growth import Text, rank_traces, shares_of
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.eval.methods.registry import Setup, make_drafter
+from specdraft.eval.methods.registry import Setup, make_drafter, tree_of
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.eagle3 import Eagle3Head, load_eagle3, vocabulary_of
 from specdraft.models.falcon import block_index
@@ -550,6 +550,17 @@ def test_a_published_eagle_1_head_drafts_as_it_was(target, tmp_path, engine, bia
     requests = [Request(prompt, 12) for prompt in prompts(3)]
     expected = [plain_tokens(target, prompt, 12) for prompt in prompts(3)]
     assert decode(Decoder(target, drafter, 1, 64), requests, accepts=False) == expected
+
+
+def test_a_published_head_drafts_eagles_tree_until_one_is_fitted_to_it(target, tmp_path):
+    folder = published(target, tmp_path / "served")
+    recipe = load_recipe(RECIPES / "tiny_eagle3.yaml").with_eval(tree="auto")
+    head = load_head(folder, target)
+    assert tree_of("eagle3_tree", recipe, Trained(head)) == "eagle_k1_depth5, 25 nodes to depth 5"
+    drafter = make_drafter("eagle3_tree", Setup(recipe, target, Trained(head), 2, 128))
+    check_as_plain(target, drafter, 2)
+    (folder / "tree.yaml").write_text("paths: [[0], [1], [0, 0]]")
+    assert tree_of("eagle3_tree", recipe, Trained(head)) == "fitted, 3 nodes to depth 2"
 
 
 @pytest.mark.parametrize(
