@@ -3,8 +3,8 @@
     python eval/generate.py recipes/tiny.yaml [--method falcon_tree] [--prompt "Tell a story."]
         [--context TOKENS] [section.key=value ..]
 
-With --prompt one answer; else a chat: questions from the terminal, or line by line from a pipe.
-A block that is pasted is one question. /new forgets the conversation, /method NAME decodes by
+With --prompt an answer to each; else a chat: questions from the terminal, or line by line from a
+pipe. A block that is pasted is one question. /new forgets the conversation, /method NAME decodes by
 another method, of which /method lists those that this run can do, /quit or Ctrl-D ends, and Ctrl-C
 stops an answer. Uses what was trained in `output.dir`; sampling follows eval.temperature,
 top_k, top_p and seed.
@@ -34,7 +34,8 @@ COMMANDS = "/new, /method [NAME], /quit"
 def main() -> None:
     """Parse, load recipe, target and drafter, and answer."""
     parser = recipe_parser(__doc__, epilog=describe())
-    parser.add_argument("--prompt", help="what the user says; default: a chat")
+    what = "what the user says; again, for what they say then; default: a chat"
+    parser.add_argument("--prompt", action="append", help=what)
     parser.add_argument("--method", help="default: the last of eval.methods that is trained")
     parser.add_argument("--context", type=whole(2, 10**7), help="tokens of a conversation at most")
     options = parser.parse_intermixed_args()
@@ -44,9 +45,9 @@ def main() -> None:
     talk = Chat(recipe, target, method, options.context)
     console = Screen(highlight=False, markup=False, emoji=False)
     with cpu_threads(recipe.eval.threads):
-        if options.prompt is not None:
-            answer(talk, options.prompt, console)
-        else:
+        for prompt in options.prompt or ():
+            answer(talk, prompt, console)
+        if options.prompt is None:
             chat(talk, console)
 
 

@@ -213,6 +213,12 @@ def test_half_a_character_is_counted_in_what_was_typed(talk):
         talk.ask("caf\udce9")
 
 
+def test_every_prompt_of_a_command_is_answered():
+    said = [word for prompt in ("Hi", "And you?") for word in ("--prompt", prompt)]
+    done = run_here("eval/generate.py", "recipes/tiny.yaml", *said, "--method", "plain", *SMALL[1:])
+    assert done.stdout.count(" tokens in ") == 2
+
+
 def test_an_unknown_method_is_refused_with_the_known_ones():
     done = run_here("eval/generate.py", "recipes/tiny.yaml", "--method", "medusa", "--prompt", "Hi")
     assert done.returncode == 2
