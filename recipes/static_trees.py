@@ -4,6 +4,7 @@ A path lists, for each depth, the rank of the token taken there (0: the most pro
 is one node, the root (the last committed token) is none. Falcon, section "custom-designed tree".
 """
 
+from functools import cache
 from pathlib import Path
 
 from specdraft.recipes.errors import RecipeError
@@ -28,6 +29,15 @@ def load_tree_paths(name: str) -> list[tuple[int, ...]]:
     Raises: InvalidRecipeError if there is no such tree or if it is none.
     """
     path = _locate(name)
+    return [*_bundled_paths(path)] if path.parent == TREES else _read_paths(path)
+
+
+@cache
+def _bundled_paths(path: Path) -> tuple[tuple[int, ...], ...]:
+    return tuple(_read_paths(path))
+
+
+def _read_paths(path: Path) -> list[tuple[int, ...]]:
     try:
         content = read_mapping(path)
     except RecipeError as error:
@@ -52,7 +62,17 @@ def load_tree_paths(name: str) -> list[tuple[int, ...]]:
 
 def tree_block_size(name: str) -> int | None:
     """Return the block size of the heads that a tree, which is one, was made for; None: any."""
-    return read_mapping(_locate(name)).get("block_size")
+    path = _locate(name)
+    return _bundled_size(path) if path.parent == TREES else _read_size(path)
+
+
+@cache
+def _bundled_size(path: Path) -> int | None:
+    return _read_size(path)
+
+
+def _read_size(path: Path) -> int | None:
+    return read_mapping(path).get("block_size")
 
 
 def tree_problems(paths: list[tuple[int, ...]]) -> list[str]:
