@@ -21,28 +21,39 @@ Result = TypeVar("Result")
 ROOT = -7  # the token of the root is nobody's business
 
 
-class Branch:
-    """A `Chance` that plays one branch of all: the options of a script, then always the first."""
+Shares = list[tuple[int, float]]  # what may be answered, and how probable it is
 
-    def __init__(self, script: list[int]):
-        self.script, self.options, self.weight = script, [], 1.0
+
+class Branch:
+    """A `Chance` that plays one branch of all: the options of a script, then always the first.
+
+    options: of every choice, as far as the branch before it made the same ones: what is asked there
+    is the same again.
+    """
+
+    def __init__(self, script: list[int], options: list[Shares]):
+        self.script, self.options, self.number, self.weight = script, options, 0, 1.0
 
     def choice(self, probs: Tensor) -> int:
-        assert (probs >= 0).all()  # and not NaN
-        shares = (probs / probs.sum()).tolist()
-        return self._take([(index, share) for index, share in enumerate(shares) if share > 0])
+        if self.number == len(self.options):
+            whole, shares = float(probs.sum()), probs.tolist()
+            assert all(share >= 0 for share in shares)  # and not NaN
+            found = [(index, share / whole) for index, share in enumerate(shares) if share > 0]
+            self.options.append(found)
+        return self._take()
 
     def accept(self, prob: float) -> bool:
         assert 0 <= prob <= 1
-        shares = ((True, prob), (False, 1 - prob))
-        return self._take([(answer, share) for answer, share in shares if share > 0])
+        if self.number == len(self.options):
+            shares = ((True, prob), (False, 1 - prob))
+            self.options.append([(answer, share) for answer, share in shares if share > 0])
+        return self._take()
 
-    def _take(self, shares: list[tuple[int, float]]) -> int:
-        number = len(self.options)
-        if number == len(self.script):
+    def _take(self) -> int:
+        if self.number == len(self.script):
             self.script.append(0)
-        self.options.append(len(shares))
-        value, share = shares[self.script[number]]
+        value, share = self.options[self.number][self.script[self.number]]
+        self.number += 1
         self.weight *= share
         return value
 
@@ -50,11 +61,14 @@ class Branch:
 def branches(play: Callable[[Chance], Result]) -> Iterator[tuple[Result, float]]:
     """Run `play` once per branch, depth first; yield what it returned and the branch's weight."""
     script: list[int] = []
+    options: list[Shares] = []
     while True:
-        branch = Branch(script)
+        branch = Branch(script, options)
         yield play(branch), branch.weight
-        while script and script[-1] + 1 == branch.options[len(script) - 1]:
+        assert branch.number == len(script)
+        while script and script[-1] + 1 == len(options[-1]):
             script.pop()
+            options.pop()
         if not script:
             return
         script[-1] += 1
@@ -95,8 +109,8 @@ class DrawnTokens(Sequence):
 class Rows(Sequence):
     """Which row of q, in the order of its texts, the children of every node are drawn from."""
 
-    def __init__(self, tokens: DrawnTokens):
-        self.tokens, self.order = tokens, {text: row for row, text in enumerate(tokens.q)}
+    def __init__(self, tokens: DrawnTokens, order: dict[Text, int]):
+        self.tokens, self.order = tokens, order
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -110,10 +124,11 @@ Drafting = Callable[[Chance], tuple[Tree, Sequence[int]]]
 
 def drawn(topology: Topology, how: str, q: Laws, claim: str | None = None) -> Drafting:
     """A draft whose siblings are drawn from q; `claim` is how it says it was drawn."""
+    laws, order = torch.stack(list(q.values())), {text: row for row, text in enumerate(q)}
 
     def draft(chance: Chance) -> tuple[Tree, Sequence[int]]:
         tokens = DrawnTokens(topology, how, q, chance)
-        draws = Draws(claim or how, torch.stack(list(q.values())), Rows(tokens))
+        draws = Draws(claim or how, laws, Rows(tokens, order))
         # Rules read the tokens that the decoder brought to the host, not those of the tree.
         return Tree(topology, torch.empty(0), draws), tokens
 
