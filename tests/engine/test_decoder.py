@@ -45,13 +45,20 @@ def drafters(target, rows: int):
         yield f"{reads} {coupling} k={k}", drafter
 
 
+def some_drafters(target, rows: int):
+    """One for each way in which rows are moved and prompts are heard: what a head fuses, and how
+    many layers it has, is nothing to them."""
+    kept = {"plain", "lookup", "lstm k=2 x2", "both recurrent k=3"}
+    yield from (found for found in drafters(target, rows) if found[0] in kept)
+
+
 def foreseen(target, rows: int, prompt: list[int], answer: list[int]):
     """All drafters, and one whose accepted paths surely go beyond any end within the answer."""
     yield from drafters(target, rows)
     yield "foreseen", Foreseeing({tuple(prompt): answer})
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 4])
 def test_greedy_output_is_that_of_the_model_without_a_cache(target, rows):
     requests = [Request(prompt, 17) for prompt in prompts()]
     expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
@@ -63,7 +70,7 @@ def test_greedy_output_is_that_of_the_model_without_a_cache(target, rows):
 def test_seeded_sampling_does_not_depend_on_drafter_or_neighbours(target, rows):
     settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
     requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
-    expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
+    expected = decode(Decoder(target, None, 1, 128), requests)  # one after the other
     for name, drafter in drafters(target, rows):
         assert decode(Decoder(target, drafter, rows, 128), requests) == expected, name
 
@@ -214,8 +221,8 @@ def test_prompts_are_read_in_parts_and_requests_admitted_late(target, prefill):
         Request(prompt, 4 + 3 * n, temperature=(0.0, 1.2)[n % 2], top_p=0.9, seed=n)
         for n, prompt in enumerate(prompts())
     ]
-    expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
-    for name, drafter in drafters(target, 3):
+    expected = decode(Decoder(target, None, 1, 128), requests)  # one after the other
+    for name, drafter in some_drafters(target, 3):
         decoder = Decoder(target, drafter, 3, 128, prefill)
         reads, forward = [], decoder.packed.forward
 
@@ -383,8 +390,8 @@ def test_rows_that_run_stay_side_by_side_once_nobody_waits(target, order):
         Request(prompts()[n], 4 + 5 * order[n % 6], temperature=(0.0, 1.2)[n % 2], seed=n)
         for n in (0, 1, 2, 3, 4, 5, 2)
     ]
-    expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
-    for name, drafter in drafters(target, 6):
+    expected = decode(Decoder(target, None, 1, 128), requests)  # one after the other
+    for name, drafter in some_drafters(target, 6):
         decoder = Decoder(target, drafter, 6, 128)
         read, forward = [], decoder.packed.forward
 
