@@ -36,6 +36,11 @@ def target():
 
 
 @pytest.fixture(scope="module")
+def greedy(target):
+    return [plain_tokens(target, prompt, 17) for prompt in prompts()]
+
+
+@pytest.fixture(scope="module")
 def students(target):
     """Nearer to the target and further from it; both often wrong."""
     return near(target, 0.02), near(target, 0.05)
@@ -52,17 +57,18 @@ def cascade(students, k, leniency=1.0, rows=1, copy_match=None) -> CascadeDrafte
 # -- the target's tokens -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leniency", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("leniency", [1.0, 5.0])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_greedy_output_is_that_of_the_model_without_a_cache(target, students, rows, leniency):
+def test_greedy_output_is_that_of_the_model_without_a_cache(
+    target, greedy, students, rows, leniency
+):
     requests = [Request(prompt, 17) for prompt in prompts()]
-    expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
     for chosen, k in ((students[:1], ONE), (students, TWO), (students[::-1], TWO)):
         drafter = cascade(chosen, k, leniency, rows)
-        assert decode(Decoder(target, drafter, rows, 128), requests) == expected
+        assert decode(Decoder(target, drafter, rows, 128), requests) == greedy
 
 
-@pytest.mark.parametrize("leniency", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("leniency", [1.0, 5.0])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_sampled_output_is_that_of_plain_seeded_sampling(target, students, rows, leniency):
     settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
@@ -150,7 +156,7 @@ def naive(students, k, leniency, known: list[int], ahead: list[int], reviewer: i
     return found
 
 
-@pytest.mark.parametrize("leniency", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("leniency", [1.0, 5.0])
 def test_a_draft_is_algorithm_1_spelled_out(students, leniency):
     for k in (TWO, [[4, 0, 0], [0, 3, 2], [0, 0, 2]], [[0, 3, 1], [0, 0, 0], [0, 0, 3]]):
         for prompt in prompts():
@@ -184,7 +190,7 @@ def test_behind_a_match_of_that_length_no_student_is_asked(students):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_output_with_copies_alone_is_that_of_plain_decoding(target, students, temperature, rows):
-    asked = [Request(3 * p, 24, temperature, seed=n) for n, p in enumerate(prompts())]
+    asked = [Request(3 * p, 24, temperature, seed=n) for n, p in enumerate(prompts(4))]
     expected = decode(Decoder(target, None, rows, 128), asked)
     passes = []
     for match in (None, 2, 1):
@@ -270,7 +276,7 @@ class Watched(Reviewer):
 def test_a_reviewer_reads_only_what_changed_since_it_last_read(target, students, temperature, rows):
     drafter = cascade(students, TWO, 2.0, rows)
     drafter.reviewers = [Watched(s, rows, 128, drafter.max_nodes) for s in students]
-    requests = [Request(p, 20, temperature, seed=n) for n, p in enumerate(prompts())]
+    requests = [Request(p, 20, temperature, seed=n) for n, p in enumerate(prompts(4))]
     done = list(Decoder(target, drafter, rows, 128).run(requests))
     assert len({step.accepted for one in done for step in one.steps}) > 3
     for reviewer in drafter.reviewers:

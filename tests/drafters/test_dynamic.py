@@ -60,7 +60,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def greedy(target):
-    return [plain_tokens(target, prompt, 17) for prompt in prompts()]
+    return [plain_tokens(target, prompt, 17) for prompt in prompts(4)]
 
 
 def head_for(target, name: str):
@@ -80,7 +80,7 @@ def drafter_for(target, name: str, rows: int, costs=FREE, **shape) -> DynamicFal
 @every_head
 @widths
 def test_greedy_output_is_that_of_the_model_without_a_cache(target, greedy, name, width, paths):
-    requests = [Request(prompt, 17) for prompt in prompts()]
+    requests = [Request(prompt, 17) for prompt in prompts(4)]
     for rows, costs in ((1, FREE), (3, USUAL)):
         drafter = drafter_for(target, name, rows, costs, width=width, paths=paths)
         decoder = Decoder(target, drafter, rows, 512)

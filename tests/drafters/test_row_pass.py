@@ -191,11 +191,11 @@ def test_compiled_passes_draft_the_same(target, kind):
     else:
         make = partial(DynamicFalcon, head, target, None, 1, 128, width=1)
     with torch.inference_mode():
-        compiled, _ = drafts(make(compiles=True), target, False)
+        compiled, _ = drafts(drafter := make(compiles=True), target, False)
         expected, _ = drafts(make(), target, False)
     assert compiled == expected
     requests = [Request(prompt, 17) for prompt in prompts(3)]
-    said = decode(Decoder(target, make(compiles=True), 1, 128), requests, accepts=False)
+    said = decode(Decoder(target, drafter, 1, 128), requests, accepts=False)
     assert said == [plain_tokens(target, request.prompt, 17) for request in requests]
 
 
