@@ -46,7 +46,7 @@ def test_outputs_follow_the_targets_law(target, rule):
     check_law(target, drafter_for(rule, target, 100), rule, 100)
 
 
-def check_law(target, drafter, rule: str, rows: int, count: int = 500) -> None:
+def check_law(target, drafter, rule: str, rows: int, count: int = 1000) -> None:
     """Chi-square over the 400 likeliest continuations of three tokens, at the 0.1% level."""
     prompt = prompts(2)[1]
     requests = (Request(prompt, 3, seed=n, rule=rule, **WARP) for n in range(count))
