@@ -12,6 +12,7 @@ from commands import run_here
 from decoding import plain_tokens
 from decoding import prompts as random_prompts
 from random_models import VOCAB, random_target
+from shallow import shallow_target
 from test_lm_drafter import near
 
 from specdraft.data.prompts import Prompt, load_prompts, tuning_prompts
@@ -142,8 +143,8 @@ def test_the_best_setting_of_the_last_rung_is_taken(rows, target, monkeypatch):
 
 
 def test_every_row_says_what_plain_decoding_says_and_categories_add_up(rows, target):
-    tuning, asked = chats(random_prompts(3)), chats(random_prompts(6)[1:])
-    chosen = [tuned(row, target, tuning, 3, "swi") for row in rows]
+    tuning, asked = chats(random_prompts(2)), chats(random_prompts(6)[1:])
+    chosen = [tuned(row, target, tuning, 2, "swi") for row in rows]
     made = measured(chosen, target, asked, progress=False)
     assert [row["row"] for row in made] == NAMES
     expected = sum(len(plain_tokens(target, prompt.input_ids, 14)) for prompt in asked)
@@ -220,14 +221,15 @@ def test_each_follows_every_other_equally_often(count):
 
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory) -> list[str]:
-    """Untrained students of the bundled target and a table for it, as overrides."""
-    folder, tiny = tmp_path_factory.mktemp("drafters"), Target.load("tiny")
-    for name, layers in (("two", [0, 11]), ("one", [11])):
-        make_student(StudentSection(keep_layers=layers), tiny).save_pretrained(folder / name)
-    table_of(tiny.vocab_size).save_pretrained(folder / "table")
+    """Untrained students of a target of two layers and a table for it, as overrides."""
+    folder = tmp_path_factory.mktemp("drafters")
+    target = Target.load(shallow_target(folder / "target"))
+    for name, layers in (("two", [0, 1]), ("one", [1])):
+        make_student(StudentSection(keep_layers=layers), target).save_pretrained(folder / name)
+    table_of(target.vocab_size).save_pretrained(folder / "table")
     students = f"cascade.students=[{folder / 'two'}, {folder / 'one'}]"
     places = [students, f"maxgram.table={folder / 'table'}", f"output.dir={folder / 'run'}"]
-    return [*places, "eval.max_new_tokens=6", "eval.limit=3"]
+    return [*places, f"target.model={target.name}", "eval.max_new_tokens=6", "eval.limit=3"]
 
 
 def test_the_command_tunes_on_other_prompts_than_it_measures(drafters, tmp_path, monkeypatch):

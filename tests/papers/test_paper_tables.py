@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ def plan(tmp_path_factory) -> Plan:
     return Plan(folder / "runs", (*SMALL, f"data.cache_dir={folder / 'cache'}"))
 
 
-def jobs_of(name: str, runs: Path) -> list:
+@cache
+def jobs_of(name: str, runs: Path = Path("no-runs")) -> list:
     plan = Plan(runs)
     return [job for seed in (0, 1) for some in TABLES[name].stages(plan, seed) for job in some]
 
@@ -48,8 +50,8 @@ def jobs_of(name: str, runs: Path) -> list:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_run_is_a_script_on_a_valid_recipe_and_has_its_own_folder(name, tmp_path):
-    runs, jobs = {}, jobs_of(name, tmp_path)
+def test_every_run_is_a_script_on_a_valid_recipe_and_has_its_own_folder(name):
+    runs, jobs = {}, jobs_of(name)
     assert bool(jobs) == (name not in READY)
     for job in jobs:
         assert (ROOT / job.script).is_file()
@@ -58,8 +60,8 @@ def test_every_run_is_a_script_on_a_valid_recipe_and_has_its_own_folder(name, tm
         assert runs.setdefault(job.folder, job) == job
 
 
-def test_tables_share_what_they_train(tmp_path):
-    jobs = [job for name in TABLES for job in jobs_of(name, tmp_path)]
+def test_tables_share_what_they_train():
+    jobs = [job for name in TABLES for job in jobs_of(name)]
     trained = {job.folder: job for job in jobs if job.script.startswith("train/")}
     assert {job for job in jobs if job.script.startswith("train/")} == {*trained.values()}
     recipes = {Path(table.recipe).stem for table in ABLATIONS}

@@ -108,9 +108,7 @@ def test_shapes_are_compared_on_the_same_prompts(recipe, tiny):
 def test_every_prompt_is_decoded_with_every_seed(recipe, tiny):
     recipe = replace(recipe, eval=replace(recipe.eval, temperature=1.0))
     shapes = {"length 3": [Shape("rsd_s", width=2, length=3)]}
-    (every,), *single = (
-        [*compare(recipe, tiny, shapes, seeds)] for seeds in ([0, 1, 2], [0], [1], [2])
-    )
+    (every,), *single = ([*compare(recipe, tiny, shapes, seeds)] for seeds in ([0, 2], [0], [2]))
     for key in ("outputs", "tokens", "steps"):
         assert every[key] == sum(row[key] for (row,) in single)
     assert len({row["steps"] for (row,) in single}) > 1
