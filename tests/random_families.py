@@ -87,10 +87,10 @@ def check_family(target: Target) -> None:
 def _check_samples(target: Target, answers: dict) -> None:
     settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
     requests = [Request(prompt, 12, seed=n, **settings) for n, prompt in enumerate(prompts(4))]
-    expected = [decode(Decoder(target, None, 1, 100), [request])[0] for request in requests]
+    expected = decode(Decoder(target, None, 1, 100), requests)  # one after the other
     assert expected != [*answers.values()]
     drawn = {tuple(p): answer for p, answer in zip(prompts(4), expected, strict=True)}
-    for rows in (1, 3, 8):
+    for rows in (1, 3):
         decoder = Decoder(target, Foreseeing(drawn), rows, 100, prefill=9)
         assert decode(decoder, requests) == expected
 
