@@ -40,8 +40,14 @@ def plan(tmp_path_factory) -> Plan:
     return Plan(folder / "runs", (*SMALL, f"data.cache_dir={folder / 'cache'}"))
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder in which nothing is run."""
+    return tmp_path_factory.mktemp("runs")
+
+
 @cache
-def jobs_of(name: str, runs: Path = Path("no-runs")) -> list:
+def jobs_of(name: str, runs: Path) -> list:
     plan = Plan(runs)
     return [job for seed in (0, 1) for some in TABLES[name].stages(plan, seed) for job in some]
 
@@ -50,18 +56,18 @@ def jobs_of(name: str, runs: Path = Path("no-runs")) -> list:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_run_is_a_script_on_a_valid_recipe_and_has_its_own_folder(name):
-    runs, jobs = {}, jobs_of(name)
+def test_every_run_is_a_script_on_a_valid_recipe_and_has_its_own_folder(name, runs):
+    folders, jobs = {}, jobs_of(name, runs)
     assert bool(jobs) == (name not in READY)
     for job in jobs:
         assert (ROOT / job.script).is_file()
         own = resolved(job.recipe, job.settings)["table"]
         assert not own or with_settings(TABLES[job.table], [f"table.{k}={own[k]}" for k in own])
-        assert runs.setdefault(job.folder, job) == job
+        assert folders.setdefault(job.folder, job) == job
 
 
-def test_tables_share_what_they_train():
-    jobs = [job for name in TABLES for job in jobs_of(name)]
+def test_tables_share_what_they_train(runs):
+    jobs = [job for name in TABLES for job in jobs_of(name, runs)]
     trained = {job.folder: job for job in jobs if job.script.startswith("train/")}
     assert {job for job in jobs if job.script.startswith("train/")} == {*trained.values()}
     recipes = {Path(table.recipe).stem for table in ABLATIONS}
