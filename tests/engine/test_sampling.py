@@ -71,14 +71,14 @@ def test_the_largest_noise_is_finite_and_draws_nothing_impossible():
 
 
 def test_seeded_sampling_follows_the_warped_distribution():
-    """Chi-square of 5000 positions against the warped p, at the 0.1% level."""
+    """Chi-square of 20000 positions against the warped p, at the 0.1% level."""
     logits = torch.tensor([1.0, 0.5, -0.3, 2.0, -4.0, 0.0])
     p = warp(logits, 0.8, 5, 0.95).softmax(-1)
-    draws = [sample(logits, n, 11, 0.8, 5, 0.95) for n in range(5000)]
+    draws = [sample(logits, n, 11, 0.8, 5, 0.95) for n in range(20000)]
     counts = torch.bincount(torch.tensor(draws), minlength=6)
     assert counts[p == 0].sum() == 0
     kept = p > 0
-    expected = p[kept] * 5000
+    expected = p[kept] * 20000
     chi2 = float(((counts[kept] - expected) ** 2 / expected).sum())
     limits = {2: 13.82, 3: 16.27, 4: 18.47}  # degrees of freedom -> 0.1% quantile
     assert chi2 < limits[int(kept.sum()) - 1]
