@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from short_visits import SHORT
 
 HERE = Path(__file__).parent
 # Of this process, before torch is imported, and of the scripts it starts: these import what the
@@ -46,6 +47,6 @@ def _one_thread():
 def _short_visits():
     """What is timed for a figure, which no test asserts, is timed once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdraft.eval.costing.bench.ENOUGH", 1e-3)
-        patch.setattr("specdraft.eval.costing.race.SECONDS", 1.0)
+        for name, value in SHORT.items():
+            patch.setattr(name, value)
         yield

@@ -28,8 +28,8 @@ def finished(tmp_path_factory) -> Path:
     """A head trained for six steps through the launcher of the quickstart."""
     folder = tmp_path_factory.mktemp("quickstart")
     places = [f"output.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
-    launcher = ["-m", "accelerate.commands.launch", "train/falcon.py", "recipes/tiny.yaml"]
-    done = run_afresh(*launcher, *SMALL, *places)
+    launcher = ["-m", "accelerate.commands.launch", "tests/short_visits.py"]
+    done = run_afresh(*launcher, "train/falcon.py", "recipes/tiny.yaml", *SMALL, *places)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "falcon_tree: fitted, " in done.stdout
     return folder

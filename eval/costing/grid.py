@@ -18,6 +18,7 @@ NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 ROWS = (1, 2, 4, 8, 16, 32)
 CACHED = (64, 256)
 WIDTHS = (1, 2, 4, 8, 16)  # of drafts: chains side by side
+REPEATS = 5  # of the small grid
 SIDE = 16  # nodes at most, of several rows: more are verified for one row alone
 
 
@@ -52,7 +53,7 @@ class Grid:
         """A small one, seconds of a small target: what choices between drafts of up to so many
         rows need, which end one after the other."""
         rows = (*(2**n for n in range((most - 1).bit_length())), most)
-        return cls((1, 2, 4, 6, 8, 12, 16, 32, 64), rows, CACHED, (1, 4, 16), repeats=5)
+        return cls((1, 2, 4, 6, 8, 12, 16, 32, 64), rows, CACHED, (1, 4, 16), REPEATS)
 
     def within(self, context: int | None) -> "Grid":
         """The part that a target's context holds; behind what there is room for, if behind none.
