@@ -43,7 +43,7 @@ from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.measure.table import print_curves, print_report
 from specdraft.eval.methods.registry import (
     describe,
-    drafted_tree,
+    drafted_trees,
     find,
     load_trained,
     problems,
@@ -164,7 +164,7 @@ def depends_on(
         "prompts": asked,
         "target": target.identity(),
         "drafter": trained.weights(),
-        "tree": [drafted_tree(recipe, trained) for recipe in recipes],
+        "tree": [drafted_trees(recipe, trained) for recipe in recipes],
     }
     return {name: of_settings({name: part}) for name, part in parts.items()} | environment(target)
 

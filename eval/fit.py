@@ -53,8 +53,9 @@ def main() -> None:
         target = Target.of_recipe(recipe.target)
         if drafts_tree:
             drafter = TreeDrafter.of_run(recipe, target)
-            # falcon_maxgram drafts Falcon's tree, and more behind it.
-            if drafter.method != method.replace("_maxgram", "_tree"):
+            # falcon_maxgram drafts Falcon's tree, and more behind it; falcon_tree that of any head.
+            named = method.replace("_maxgram", "_tree")
+            if drafter.method != named and not (named == "falcon_tree" and drafter.trained.head):
                 raise RecipeError(
                     f"--method {method}: the recipe's run drafts by {drafter.method}; fit that, or "
                     "give the recipe of the other"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from specdraft.models.hub import is_hub_id
@@ -31,13 +31,19 @@ def folder_of(model: PreTrainedModel) -> tuple[Path | None, str | None]:
 
 def _holds(folder: Path, model: PreTrainedModel) -> bool:
     """Whether all tensors that a model has by a name of the folder's files begin as they do."""
-    state = {name: own for name, own in model.state_dict().items() if own.dim() and not own.is_meta}
+    prefix = f"{model.base_model_prefix}."  # which files of a base model's weights lack
+    state = {name.removeprefix(prefix): own for name, own in model.state_dict().items()}
+    state = {name: own for name, own in state.items() if own.dim() and not own.is_meta}
     shared = 0
     for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for name in state.keys() & {*file.keys()}:
-                theirs, own = file.get_slice(name)[:1], state[name][:1].cpu()
-                if theirs.shape != own.shape or not torch.equal(theirs.to(own.dtype), own):
-                    return False
-                shared += 1
+        try:
+            with safe_open(path, "pt") as file:
+                names = {name.removeprefix(prefix): name for name in file.keys()}  # noqa: SIM118
+                for name in state.keys() & names.keys():
+                    theirs, own = file.get_slice(names[name])[:1], state[name][:1].cpu()
+                    if theirs.shape != own.shape or not torch.equal(theirs.to(own.dtype), own):
+                        return False
+                    shared += 1
+        except (SafetensorError, OSError):  # what nobody can read was not loaded
+            return False
     return shared > 0

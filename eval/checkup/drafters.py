@@ -1,6 +1,7 @@
 """Whether what was trained is whole, made for this target, and changes no token of its output."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from specdraft.data.prompts import Prompt
@@ -57,7 +58,9 @@ def _check_drafter(
         # A student that cannot be read is told with its cause, one of another target without.
         if isinstance(error, TargetError) and error.__cause__ is None:
             return None, [passed(whole, f"whole at {places}"), failed(owner, problem, remedy)]
-        remedy = f"delete it and {RETRAIN}"
+        run = Path(recipe.output.dir)
+        made_here = all(run in Path(_place(recipe, kind)).parents for kind in needs(method))
+        remedy = f"delete it and {RETRAIN}" if made_here else "take a copy that is whole"
         return None, [failed(whole, problem, remedy), skipped(owner, "its files are damaged")]
     findings = [passed(whole, f"whole at {places}"), passed(owner, f"made for {target.name}")]
     if trained.head is not None:
@@ -117,7 +120,8 @@ def check_methods(
             try:
                 ours = measure(recipe, target, loaded[method], prompts, [method], progress=False)
             except UserError as error:
-                yield failed(line, str(error), "change eval.methods")
+                problem, _, remedy = str(error).partition("; ")
+                yield failed(line, problem, remedy or "mend it, or change eval.methods")
             else:
                 yield _compared(line, method, plain, ours)
 

@@ -15,11 +15,12 @@ from torch import nn
 from specdraft.eval.costing.enlarged import enlarge_all
 from specdraft.eval.costing.shapes import Shape
 from specdraft.eval.measure.measurement import REFERENCE
-from specdraft.eval.methods.registry import drafted_tree, featured, load_trained, needs, problems
+from specdraft.eval.methods.registry import drafted_trees, featured, load_trained, needs, problems
 from specdraft.eval.methods.setup import tree_method
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.cards.log import log_in, records
 from specdraft.models.hub import is_hub_id
+from specdraft.models.published import is_published
 from specdraft.models.saved import CONFIG
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError, in_a_line
@@ -120,7 +121,7 @@ def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant],
             trained = load_trained(recipe, target, [featured(recipe.eval.methods)])
             method = _method(recipe, trained)
             alone = recipe.with_eval(methods=(method,))
-            drafted_tree(alone, trained)  # a missing one is told here
+            drafted_trees(alone, trained)  # a missing one is told here
         except (HeadError, RecipeError) as error:
             left_out[given] = in_a_line(error)
             continue
@@ -161,12 +162,13 @@ def _drafting(recipe: Recipe) -> Recipe:
 
 
 def _method(recipe: Recipe, trained: Trained) -> str:
-    """What a recipe measures; of a head from elsewhere what suits its form: a tree, where one lies
-    beside its weights, else a chain."""
+    """What a recipe measures; of a head from elsewhere what suits its form: a tree, where it has
+    one, else a chain."""
     if recipe.head.model is None or trained.head is None:
         return featured(recipe.eval.methods)
-    tree = tree_method(trained.head.config)
-    return tree if (Path(trained.head.folder) / TREE).is_file() else tree.replace("tree", "chain")
+    tree, folder = tree_method(trained.head.config), Path(trained.head.folder)
+    drawn = (folder / TREE).is_file() or is_published(folder)
+    return tree if drawn else tree.replace("tree", "chain")
 
 
 def _short(name: str, every: dict[str, Recipe]) -> str:
@@ -179,6 +181,9 @@ def _short(name: str, every: dict[str, Recipe]) -> str:
 
 def _train_records(given: str, recipe: Recipe) -> list[dict]:
     """What the log of a drafter's training has recorded. It lies in the drafter's own folder where
-    another kind was trained in its run after it, else in the run's."""
+    another kind was trained in its run after it, else in the run's, which is another's where the
+    head is from elsewhere."""
+    if _is_elsewhere(given):
+        return []
     run = Path(recipe.output.dir)
     return [*records(log_in(Path(given), run / recipe.kind, run), "train")]

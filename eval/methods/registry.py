@@ -229,21 +229,26 @@ def needs(name: str) -> tuple[str, ...]:
     return find(name)[0].needs
 
 
-def drafted_tree(recipe: Recipe, trained: Trained) -> list[tuple[int, ...]] | None:
-    """The nodes of the static tree that any of a recipe's methods drafts."""
-    drafts = any(find(name)[0].drafts_tree for name in recipe.eval.methods)
-    file = tree_file(recipe, trained) if drafts else None
-    return file and load_tree_paths(file)
+def drafted_trees(recipe: Recipe, trained: Trained) -> list[list[tuple[int, ...]]]:
+    """The nodes of the static trees that a recipe's methods draft."""
+    files = (_tree_file_of(name, recipe, trained) for name in recipe.eval.methods)
+    return [load_tree_paths(file) for file in files if file is not None]
 
 
 def tree_of(name: str, recipe: Recipe, trained: Trained) -> str | None:
     """The static tree of a method, in words; None where it has none."""
-    if not find(name)[0].drafts_tree or (file := tree_file(recipe, trained)) is None:
+    if (file := _tree_file_of(name, recipe, trained)) is None:
         return None
     paths = load_tree_paths(file)
     own = recipe.eval.tree == AUTO and Path(file).name == TREE
     which = "fitted" if own else Path(file).stem
     return f"{which}, {len(paths)} nodes to depth {max(map(len, paths))}"
+
+
+def _tree_file_of(name: str, recipe: Recipe, trained: Trained) -> str | None:
+    method = find(name)[0]
+    own = Trained(medusa=trained.medusa) if "medusa" in method.needs else trained
+    return tree_file(recipe, own) if method.drafts_tree else None
 
 
 def rule_of(name: str, recipe: Recipe) -> str:

@@ -138,7 +138,8 @@ def make_medusa(setup: Setup, tree: bool = False) -> MedusaDrafter:
     depth = min(setup.recipe.eval.chain_depth, setup.trained.medusa.config.heads)
     plan = StaticTree.chain(depth, depth)
     if tree:
-        paths = load_tree_paths(tree_file(setup.recipe, setup.trained))
+        own = Trained(medusa=setup.trained.medusa)  # a head beside it has a tree of its own
+        paths = load_tree_paths(tree_file(setup.recipe, own))
         plan = StaticTree(paths, max(map(len, paths)))
     return MedusaDrafter(setup.trained.medusa, setup.target, plan, setup.rows)
 

@@ -23,6 +23,7 @@ from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.page.plots import FONT, LETTER, WIDTH, Label
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
+from specdraft.models.serving import serve_eagle
 from specdraft.models.shapes import TargetShape, llama_config
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
@@ -157,11 +158,14 @@ def test_a_head_from_elsewhere_drafts_as_its_form_is(runs, tiny, tmp_path):
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64, "block_size": 1}
     eagle = {"fusion": "linear", "input_norm": False, "target": tiny.identity()}
     config = FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape, **eagle)
-    FalconHead(config).save_pretrained(tmp_path / "head")
-    recipes = read_recipes([runs[0], str(tmp_path / "head")], SMALL)
+    head = FalconHead(config)
+    head.save_pretrained(tmp_path / "head")
+    serve_eagle(head, "vllm", None).write(tmp_path / "served")
+    recipes = read_recipes([runs[0], str(tmp_path / "head"), str(tmp_path / "served")], SMALL)
     entered, left_out = enter(recipes, tiny)
     assert left_out == {}
-    assert [one.method for one in entered] == ["falcon_tree", "eagle_chain"]
+    assert [one.method for one in entered] == ["falcon_tree", "eagle_chain", "eagle_tree"]
+    assert [one.minutes for one in entered] == [3.0, None, None]  # not the first one's
     report = race(entered, tiny, load_prompts(entered[0].recipe, tiny.tokenizer), {}, False)
     assert report["runs"][2]["identical"] == 3
 

@@ -217,6 +217,12 @@ def test_a_fault_fails_exactly_its_own_line(doctor, ill, fault, lines, remedy, u
     assert [line for line, outcome in outcomes.items() if outcome == "skipped"] == unseen
 
 
+def test_a_method_that_cannot_draft_is_told_with_its_own_remedy(doctor, ill):
+    _, outcomes, remedies, _ = doctor(ill, "eval.tree=auto")
+    assert failing(outcomes) == ["falcon_tree = plain"]
+    assert remedies["falcon_tree = plain"].startswith("fit one: python eval/fit.py RECIPE")
+
+
 def test_what_lies_elsewhere_or_drafts_together_is_judged_where_it_lies(doctor, ill, tmp_path):
     table = tmp_path / "elsewhere"
     both = ["eval.methods=[plain,falcon_maxgram]", f"maxgram.table={table}"]
@@ -231,8 +237,9 @@ def test_what_lies_elsewhere_or_drafts_together_is_judged_where_it_lies(doctor, 
     assert code == 0
     assert f"whole at {ill / 'run' / 'falcon'} and {table}" in text
     (table / "model.safetensors").write_bytes((table / "model.safetensors").read_bytes()[:-4])
-    code, outcomes, *_ = doctor(ill, *both)
+    code, outcomes, remedies, _ = doctor(ill, *both)
     assert (code, failing(outcomes)) == (1, ["head and table files"])
+    assert remedies["head and table files"] == "take a copy that is whole"  # not ours to delete
 
 
 def test_a_student_that_cannot_be_read_fails_the_line_of_its_files(tmp_path):

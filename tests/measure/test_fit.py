@@ -43,8 +43,9 @@ from specdraft.eval.engine.request import Completion, Request
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.pricing.cost import CostModel, Curve, draft_terms, loop_terms, verify_terms
-from specdraft.models.falcon import FalconHead
+from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
+from specdraft.models.serving import serve_eagle
 from specdraft.models.shapes import TargetShape, head_config
 from specdraft.models.target import Target
 from specdraft.models.target_files import hash_weights
@@ -406,3 +407,13 @@ def test_the_entry_fits_the_settings_of_a_drafter_without_a_tree(tmp_path):
     unknown = run_here(*command[:-1], "plain")
     assert unknown.returncode == 2
     assert "nothing to fit of 'plain'; known: prompt_lookup" in unknown.stderr
+
+
+def test_a_recipe_with_falcons_tree_fits_one_to_any_head(tmp_path):
+    tiny = Target.load("tiny")
+    shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64, "block_size": 1}
+    config = FalconConfig(128, tiny.vocab_size, **shape, fusion="linear", input_norm=False)
+    serve_eagle(FalconHead(config), "vllm", None).write(tmp_path / "head")
+    places = [f"head={tmp_path / 'head'}", f"output.dir={tmp_path / 'run'}", "eval.limit=1000"]
+    stopped = run_here("eval/fit.py", "recipes/tiny.yaml", *places)
+    assert "no validation prompts are left" in stopped.stderr  # nothing else is wrong

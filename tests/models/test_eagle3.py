@@ -33,6 +33,7 @@ from specdraft.eval.methods.registry import Setup, make_drafter, tree_of
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.eagle3 import Eagle3Head, load_eagle3, vocabulary_of
 from specdraft.models.falcon import block_index
+from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
 from specdraft.models.published import load_head
 from specdraft.models.serving import serve_eagle, serve_eagle3
 from specdraft.models.target import Target
@@ -561,6 +562,12 @@ def test_a_published_head_drafts_eagles_tree_until_one_is_fitted_to_it(target, t
     check_as_plain(target, drafter, 2)
     (folder / "tree.yaml").write_text("paths: [[0], [1], [0, 0]]")
     assert tree_of("eagle3_tree", recipe, Trained(head)) == "fitted, 3 nodes to depth 2"
+    heads = MedusaHeads.of(MedusaConfig(HIDDEN, VOCAB, heads=2), target.lm_head_weight)
+    heads.save_pretrained(heads_at := tmp_path / "medusa")
+    (heads_at / "tree.yaml").write_text("paths: [[0], [1]]")
+    both = Trained(head, medusa=load_medusa(heads_at, target.identity()))
+    assert tree_of("medusa_tree", recipe, both) == "fitted, 2 nodes to depth 1"
+    assert make_drafter("medusa_tree", Setup(recipe, target, both, 2, 128)).max_nodes == 2
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.shapes import model_shape
+from specdraft.models.snapshot import folder_of
 from specdraft.models.student import load_student
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir, identity_of
@@ -259,6 +260,21 @@ def test_a_loaded_model_is_known_by_its_own_revision(tmp_path, monkeypatch, main
         known, expected = Target.of_model(model).identity(), identity_of("", None, folder)
         assert known["weights"] == expected["weights"]
         assert known["revision"] == (None if folder.name == refs["main"] else folder.name)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_a_snapshot_is_known_without_the_models_prefix_and_beside_a_damaged_one(
+    tmp_path, monkeypatch, family
+):
+    """Files of a base model, as GPT-2's on the Hub, name `h.0..`, not `transformer.h.0..`."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshots = tmp_path / "models--you--tiny" / "snapshots"
+    for commit in "abc":
+        random_target(family).model.base_model.save_pretrained(snapshots / (commit * 40))
+    (snapshots / ("a" * 40) / "model.safetensors").write_bytes(b"version https://git-lfs")
+    model = AutoModelForCausalLM.from_pretrained(last := snapshots / ("c" * 40))
+    model.name_or_path = "you/tiny"
+    assert folder_of(model) == (last, last.name)
 
 
 class Int8(torch.nn.Module):
