@@ -1,19 +1,16 @@
-"""What is timed for a figure, which no test asserts, is timed once, and no garbage is looked for
-before: that takes a quarter of a second beside all that tests have loaded.
+"""What is timed for a figure, which no test asserts, is timed once.
 
 As a script it is another one so: python tests/short_visits.py train/falcon.py recipes/tiny.yaml
 """
 
 import runpy
 import sys
-from contextlib import nullcontext
 from pkgutil import resolve_name
 
 SHORT = {
     "specdraft.eval.costing.bench.ENOUGH": 1e-3,
     "specdraft.eval.costing.grid.REPEATS": 1,
     "specdraft.eval.costing.race.SECONDS": 1.0,
-    "specdraft.eval.measure.rounds.nothing_to_collect": nullcontext,
 }
 
 

@@ -64,7 +64,7 @@ def take_turns(
     # All is done once before anything is repeated: a slow minute of the machine is one try of all.
     ids = [(number, again) for again in range(settings.repeats) for number in range(len(work))]
     tries: list[list[Round]] = [[] for _ in work]
-    with nothing_to_collect():
+    with _nothing_to_collect():
         for number, again in tqdm(ids, desc="evaluating", unit="turn", disable=not progress):
             names, batch = work[number]
             order = balanced(names, number + again)
@@ -77,7 +77,7 @@ def take_turns(
 
 
 @contextmanager
-def nothing_to_collect() -> Iterator[None]:
+def _nothing_to_collect() -> Iterator[None]:
     """Keep what has been loaded out of Python's garbage collections: one over all that torch and
     transformers have made takes as long as dozens of steps, of whichever way it falls into."""
     gc.collect()

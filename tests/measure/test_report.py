@@ -1,11 +1,9 @@
 """Reports: figures by their definitions, outputs compared honestly, all methods side by side."""
 
 import dataclasses
-import gc
 import itertools
 import json
 import re
-import weakref
 
 import pytest
 import torch
@@ -36,7 +34,7 @@ from specdraft.eval.measure.metrics import (
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.report import evaluate, write_report
-from specdraft.eval.measure.rounds import nothing_to_collect, take_turns
+from specdraft.eval.measure.rounds import take_turns
 from specdraft.eval.measure.show import ACCEPTED, Pieces, kinds, replay
 from specdraft.eval.measure.table import identical_outputs, print_report
 from specdraft.eval.methods.registry import METHODS
@@ -471,15 +469,3 @@ def test_an_answer_that_ends_within_a_character_keeps_what_is_before_it(tiny):
     pieces = Pieces(tiny.tokenizer)
     assert pieces.add(tokens, [Step(len(tokens), 8, 8, len(tokens))]) == [("Hello ", ACCEPTED)]
     assert pieces.text == "Hello "
-
-
-def test_what_is_loaded_is_let_alone_while_steps_are_timed_and_garbage_is_gone():
-    class Ring:
-        def __init__(self):
-            self.own = self
-
-    gone = weakref.ref(Ring())
-    with nothing_to_collect():
-        assert gone() is None
-        assert len(gc.get_objects()) < 1000 < gc.get_freeze_count()
-    assert gc.get_freeze_count() == 0
