@@ -29,17 +29,8 @@ def load_tree_paths(name: str) -> list[tuple[int, ...]]:
     Raises: InvalidRecipeError if there is no such tree or if it is none.
     """
     path = _locate(name)
-    return [*_bundled_paths(path)] if path.parent == TREES else _read_paths(path)
-
-
-@cache
-def _bundled_paths(path: Path) -> tuple[tuple[int, ...], ...]:
-    return tuple(_read_paths(path))
-
-
-def _read_paths(path: Path) -> list[tuple[int, ...]]:
     try:
-        content = read_mapping(path)
+        content = _content(path)
     except RecipeError as error:
         raise InvalidRecipeError([str(error)], "tree") from None
     problems = [
@@ -62,17 +53,7 @@ def _read_paths(path: Path) -> list[tuple[int, ...]]:
 
 def tree_block_size(name: str) -> int | None:
     """Return the block size of the heads that a tree, which is one, was made for; None: any."""
-    path = _locate(name)
-    return _bundled_size(path) if path.parent == TREES else _read_size(path)
-
-
-@cache
-def _bundled_size(path: Path) -> int | None:
-    return _read_size(path)
-
-
-def _read_size(path: Path) -> int | None:
-    return read_mapping(path).get("block_size")
+    return _content(_locate(name)).get("block_size")
 
 
 def tree_problems(paths: list[tuple[int, ...]]) -> list[str]:
@@ -99,6 +80,16 @@ def tree_problems(paths: list[tuple[int, ...]]) -> list[str]:
             problems.append(f"node {list(node)} {problem} its sibling {list(elder)}")
         seen.add(node)
     return problems
+
+
+def _content(path: Path) -> dict:
+    return _bundled(path) if path.parent == TREES else read_mapping(path)
+
+
+@cache
+def _bundled(path: Path) -> dict:
+    """A file that comes with the package: a process reads it once."""
+    return read_mapping(path)
 
 
 def _locate(name: str) -> Path:
