@@ -132,8 +132,9 @@ def abandonable(call: Callable[..., Returned], *given: Any, **options: Any) -> R
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    thread = threading.Thread(target=work, daemon=True)
     try:
+        thread.start()
         return done.result()
     except KeyboardInterrupt as interrupt:
         raise Abandoned(*interrupt.args) from None

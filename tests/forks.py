@@ -7,6 +7,7 @@ As a script it is that process: python tests/forks.py MODULE ..
 """
 
 import atexit
+import faulthandler
 import importlib
 import json
 import os
@@ -109,8 +110,12 @@ class Fork:
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
+                self.send_signal(signal.SIGUSR1)
+                time.sleep(1)
                 self.send_signal(signal.SIGKILL)
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+                late = subprocess.TimeoutExpired(str(self.pid), timeout)
+                late.add_note(self.output[1].read_text(errors="replace")[-8000:])
+                raise late
             time.sleep(0.005)
         return self.returncode
 
@@ -185,6 +190,7 @@ def become(
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR1)  # whoever hangs says where
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
