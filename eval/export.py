@@ -13,9 +13,11 @@ from specdraft.recipes.entry import entry
 from pathlib import Path
 
 from specdraft.eval.methods.registry import problems
-from specdraft.eval.serve.layouts import served_head
+from specdraft.eval.serve.layouts import check_layout, served_head
+from specdraft.models.publish import kind_named
 from specdraft.models.serving import ENGINES
 from specdraft.recipes.arguments import recipe_parser
+from specdraft.recipes.find import CONFIG
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.terminal import tell
 
@@ -28,6 +30,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides, check=problems)
+    named = Path(options.recipe)
+    if (named / CONFIG).is_file() and not recipe.head.model:  # a drafter, perhaps beside a head
+        check_layout(named, kind_named(options.recipe, recipe))
     served = served_head(recipe, options.engine)
     served.write(options.out)
     size = sum(tensor.nbytes for tensor in served.tensors.values()) / 1e6

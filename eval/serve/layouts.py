@@ -29,6 +29,12 @@ NO_LAYOUT = {
 }
 
 
+def check_layout(folder: Path, kind: str) -> None:
+    """Raise HeadError for a drafter of a kind that engines have no layout for."""
+    if kind in NO_LAYOUT:
+        raise HeadError(f"{folder} is {NO_LAYOUT[kind]}: eval/serve/README.md")
+
+
 def served_head(recipe: Recipe, engine: str) -> Served:
     """Convert the trained head of a recipe. Raises HeadError, TargetError."""
     section = recipe.target
@@ -43,8 +49,7 @@ def served_head(recipe: Recipe, engine: str) -> Served:
     source, out = drafter_of(recipe, "head"), Path(recipe.output.dir)
     others = [kind for kind in kinds_of(out) if kind in NO_LAYOUT]
     if others and not recipe.head.model and not source.is_dir():
-        kind = others[0]
-        raise HeadError(f"{out / kind} is {NO_LAYOUT[kind]}: eval/serve/README.md")
+        check_layout(out / others[0], others[0])
     if is_published(fetch(source)):
         raise HeadError(f"{source} is in the layout of an engine: load it there as it is")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)

@@ -5,10 +5,12 @@ llama_eagle): names, shapes, and which of them exist.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT, run_here
 from random_families import GQA, random_model
 from random_models import random_head, random_target
 from safetensors.torch import load_file
@@ -213,6 +215,20 @@ def test_what_needs_no_export_is_said(tmp_path, kind, told):
     (tmp_path / kind / "config.json").write_text("{}")
     with pytest.raises(HeadError, match=told):
         served_head(load_recipe(RECIPES / "tiny_eagle.yaml", [f"output.dir={tmp_path}"]), "vllm")
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("student", "is a draft LM"), ("table", "is a Max-Gram table")]
+)
+def test_a_drafter_that_is_named_is_not_taken_for_the_head_beside_it(tmp_path, kind, told):
+    for folder in (tmp_path / "eagle", tmp_path / kind):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        shutil.copy(RECIPES / "tiny_eagle.yaml", folder / "recipe.yaml")
+    out = ("--engine", "vllm", "--out", str(tmp_path / "out"))
+    done = run_here("eval/export.py", str(tmp_path / kind), *out, cwd=ROOT)
+    assert done.returncode == 2
+    assert told in done.stderr
 
 
 def test_what_has_an_engines_layout_is_not_exported_again(target, tmp_path):
