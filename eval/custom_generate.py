@@ -235,24 +235,27 @@ class Speculative:
     ) -> list[list[int]]:
         """New tokens of every row, up to what a stopping criterion leaves."""
         rows: list[list[int]] = [[] for _ in call.requests]
-        stopped: set[int] = set()
+        ends: dict[int, int] = {}  # new tokens of rows that a criterion has stopped
         self.last = Gain()
         for update in decoder.stream(call.requests):
             index = update.index
             if update.completion and update.completion.error:
                 raise update.completion.error
-            if index not in stopped:
+            if index not in ends:
                 self.last.tokens += len(update.tokens)
                 self.last.steps += len(update.steps)
-            for token in update.tokens if index not in stopped else ():
+            for token in update.tokens if call.goes_on or index not in ends else ():
                 rows[index].append(token)
                 if streamer:
                     streamer.put(torch.tensor([token]))
-                if call.stops(index, rows[index], decoder.target.device):
-                    stopped.add(index)
-                    break
-            if len(stopped) == len(rows):
-                break
+                if index not in ends and call.stops(index, rows[index], decoder.target.device):
+                    ends[index] = len(rows[index])
+                    if not call.goes_on:
+                        break
+            if len(ends) == len(rows):
+                last = max(ends.values())
+                if not call.goes_on or all(len(row) >= last for row in rows):
+                    return [row[:last] for row in rows]
         return rows
 
 
@@ -331,7 +334,5 @@ def _is_plain(value: object) -> bool:
 
 def _pad(rows: list[list[int]], pad: int | None, like: Tensor) -> Tensor:
     longest = max(map(len, rows))
-    if pad is None and any(len(row) < longest for row in rows):
-        raise DataError("generate: rows end at different lengths; set pad_token_id")
     padded = [row + [pad] * (longest - len(row)) for row in rows]
     return torch.tensor(padded, dtype=like.dtype, device=like.device)

@@ -105,7 +105,13 @@ class GenerateCall:
 
     requests: list[Request]
     criteria: StoppingCriteriaList  # other than length and end-of-sequence tokens
-    pad_id: int | None
+    pad_id: int | None  # None: all rows are of one length
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether `generate` goes on with a row that a criterion has stopped, until all have been:
+        it pads where there is an end-of-sequence token, and nowhere else."""
+        return len(self.requests) > 1 and not self.requests[0].eos_ids
 
     def stops(self, index: int, tokens: list[int], device: torch.device) -> bool:
         """Whether a criterion ends a row behind these new tokens."""

@@ -209,13 +209,13 @@ def test_a_dictionary_is_returned_where_it_is_asked_for(model):
 
 
 class EndsWith(StoppingCriteria):
-    """Stops a row whose newest token is a given one."""
+    """Stops a row whose newest token is a given one, or one of them."""
 
-    def __init__(self, token: int):
+    def __init__(self, token: int | torch.Tensor):
         self.token = token
 
     def __call__(self, input_ids, scores, **_):
-        return input_ids[:, -1] == self.token
+        return torch.isin(input_ids[:, -1], self.token)
 
 
 @pytest.mark.parametrize("inputs", [one(), batch()], ids=["batch 1", "padded batch 3"])
@@ -232,6 +232,19 @@ def test_stopping_criteria_end_rows_at_the_same_token(model, inputs):
             **inputs, **settings, stopping_criteria=[EndsWith(token)], custom_generate=method
         )
         assert torch.equal(out, expected)
+
+
+def test_without_an_end_token_all_rows_go_on_until_a_criterion_has_stopped_the_last(model):
+    inputs = batch()
+    new = model.generate(**inputs, max_new_tokens=NEW)[:, -NEW:].tolist()
+    tokens = torch.tensor([row[2 * n + 1] for n, row in enumerate(new)])
+    settings = {"max_new_tokens": NEW, "stopping_criteria": [EndsWith(tokens)]}
+    expected = model.generate(**inputs, **settings)
+    assert expected.shape[1] < inputs["input_ids"].shape[1] + NEW
+    first = [torch.isin(row, tokens).tolist().index(True) for row in torch.tensor(new)]
+    assert len({*first}) > 1
+    for method in methods(model):
+        assert torch.equal(model.generate(**inputs, **settings, custom_generate=method), expected)
 
 
 def test_time_that_has_run_out_ends_a_row_after_one_token(model):
@@ -442,18 +455,6 @@ def test_a_field_nobody_has_heard_of_is_refused(model):
     model.generation_config.future_field = 0.5
     with pytest.raises(DataError, match=r"future_field=0\.5 cannot be honoured"):
         model.generate(**one(), max_new_tokens=4, custom_generate=Speculative())
-
-
-def test_rows_of_different_lengths_need_a_padding_token(model):
-    free = model.generate(**batch(), max_new_tokens=NEW)
-    criteria = [EndsWith(int(free[-1, -6]))]
-    with pytest.raises(DataError, match="set pad_token_id"):
-        model.generate(
-            **batch(),
-            max_new_tokens=NEW,
-            stopping_criteria=criteria,
-            custom_generate=Speculative(),
-        )
 
 
 def test_what_the_decoder_refuses_is_raised(model):
