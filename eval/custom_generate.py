@@ -225,7 +225,7 @@ class Speculative:
         rows = self._decode(decoder, call, streamer)
         if streamer:
             streamer.end()
-        sequences = torch.cat((input_ids, _pad(rows, call.pad_id, input_ids)), 1)
+        sequences = torch.cat((input_ids, _pad(rows, call.pad_id, input_ids.device)), 1)
         if generation_config.return_dict_in_generate:
             return output(sequences=sequences)
         return sequences
@@ -332,7 +332,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _pad(rows: list[list[int]], pad: int | None, like: Tensor) -> Tensor:
+def _pad(rows: list[list[int]], pad: int | None, device: torch.device) -> Tensor:
     longest = max(map(len, rows))
     padded = [row + [pad] * (longest - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=like.dtype, device=like.device)
+    return torch.tensor(padded, device=device)

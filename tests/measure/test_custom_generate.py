@@ -99,6 +99,14 @@ def test_greedy_tokens_are_those_of_generate(model, inputs):
             assert torch.equal(out, expected), settings
 
 
+def test_ids_of_four_bytes_are_answered_in_eight_as_by_generate(model):
+    ids = one()["input_ids"].int()
+    expected = model.generate(ids, max_new_tokens=4)
+    out = model.generate(ids, max_new_tokens=4, custom_generate=Speculative())
+    assert torch.equal(out, expected)
+    assert out.dtype == expected.dtype == torch.long
+
+
 def test_an_end_of_sequence_token_of_the_model_counts_and_one_of_the_call_replaces_it(model):
     free = model.generate(**one(), max_new_tokens=NEW)[0, -NEW:].tolist()
     model.generation_config.eos_token_id = free[3]
