@@ -1,0 +1,69 @@
+"""FSDP on two CPU processes: what one plain process trains, also when it goes on.
+
+As a script it is the job of tests/train/test_loop.py, or behind "student" a distillation.
+"""
+
+import json
+import sys
+
+import test_distill
+import test_loop
+import torch
+from accelerate import PartialState
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
+from commands import ROOT, end, start_ranks
+from test_loop import assert_close, log_lines, train
+from transformers import AutoModelForCausalLM
+
+from specdraft.models.falcon import FalconHead
+from specdraft.train.fit.checkpoint import read_state
+
+CONFIG = str(ROOT / "recipes/accelerate/fsdp.yaml")
+# A threshold that a config may name: here even the smallest of modules would be above it.
+LAUNCH = ["--config_file", CONFIG, "--num_processes", "2", "--fsdp_min_num_params", "1", __file__]
+
+
+def fsdp(monkeypatch, *arguments):
+    """Run the job as the launch config says, on two CPU processes in place of eight GPUs."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # it would leave FSDP out
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(LAUNCH))
+    environment = prepare_multi_gpu_env(args) | {"OMP_NUM_THREADS": "1"}
+    settings = {name: environment[name] for name in environment if "FSDP" in name}
+    ranks = start_ranks(__file__, *map(str, arguments), **settings)
+    errors = end(ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def test_a_head_that_goes_on_under_fsdp_equals_plain_training(tmp_path, monkeypatch):
+    same = {"optim.schedule": "constant", "glance.enabled": False}  # at every step, however many
+    for steps in (3, 6):
+        given = [f"{key}={json.dumps(value)}" for key, value in same.items()]
+        fsdp(monkeypatch, tmp_path / "fsdp", *given, f"train.steps={steps}")
+    state = read_state(tmp_path / "fsdp" / "checkpoints" / "step-6")
+    assert (state["processes"], state["engine"]) == (2, "FSDP")
+    _, plain = train(tmp_path / "plain", **same)
+    assert_close(plain, FalconHead.from_pretrained(tmp_path / "fsdp" / "falcon").state_dict())
+
+
+def test_a_student_under_fsdp_equals_plain_training(tmp_path, monkeypatch):
+    fsdp(monkeypatch, "student", tmp_path / "fsdp")
+    _, plain = test_distill.train(tmp_path / "plain")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp" / "student").state_dict()
+    assert_close({name.removeprefix("model."): w for name, w in plain.items()}, saved)
+
+
+def main():
+    # accelerate has FSDP on GPUs alone: on this CPU it is told of one.
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
+    if sys.argv[1] == "student":
+        test_distill.train(sys.argv[2])
+    else:
+        test_loop.main()
+
+
+if __name__ == "__main__":
+    main()
