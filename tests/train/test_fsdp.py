@@ -6,6 +6,7 @@ As a script it is the job of tests/train/test_loop.py, or behind "student" a dis
 import json
 import sys
 
+import pytest
 import test_distill
 import test_loop
 import torch
@@ -46,6 +47,17 @@ def test_a_head_that_goes_on_under_fsdp_equals_plain_training(tmp_path, monkeypa
     assert (state["processes"], state["engine"]) == (2, "FSDP")
     _, plain = train(tmp_path / "plain", **same)
     assert_close(plain, FalconHead.from_pretrained(tmp_path / "fsdp" / "falcon").state_dict())
+
+
+def test_bfloat16_under_fsdp_is_the_autocast_of_plain_training(tmp_path, monkeypatch):
+    fsdp(monkeypatch, tmp_path / "fsdp", 'train.precision="bfloat16"', "train.log_every=1")
+    train(tmp_path / "plain", **{"train.precision": "bfloat16", "train.log_every": 1})
+    head = FalconHead.from_pretrained(tmp_path / "fsdp" / "falcon")
+    assert {weight.dtype for weight in head.parameters()} == {torch.float32}
+    pairs = [*zip(log_lines(tmp_path / "plain"), log_lines(tmp_path / "fsdp"), strict=True)]
+    assert pairs[0][0]["loss"] == pytest.approx(pairs[0][1]["loss"], rel=1e-5)  # of no rounded sum
+    for a, b in pairs:
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
 
 
 def test_a_student_under_fsdp_equals_plain_training(tmp_path, monkeypatch):

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import ProjectConfiguration, get_int_from_env
+from accelerate.utils import ProjectConfiguration, convert_outputs_to_fp32, get_int_from_env
+from torch import nn
+from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
 from specdraft.models.target import Target
@@ -54,6 +56,20 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             autocast = {"enabled": True, "dtype": "bfloat16"}
             plugin.deepspeed_config |= {"bf16": {"enabled": False}, "torch_autocast": autocast}
     return accelerator
+
+
+def prepare(
+    accelerator: Accelerator, drafter: nn.Module, optimizer: Optimizer
+) -> tuple[nn.Module, Optimizer]:
+    """Prepare both for training, as the launcher says."""
+    if accelerator.is_fsdp2 and accelerator.native_amp:
+        from torch.distributed.fsdp import MixedPrecisionPolicy  # two seconds, only here
+
+        # Weights in float32 and autocast, as without FSDP: there accelerate leaves autocast out and
+        # casts weights and all that goes in and out.
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
+        drafter.forward = convert_outputs_to_fp32(accelerator.autocast()(drafter.forward))
+    return accelerator.prepare(drafter.train(), optimizer)
 
 
 def load_target(recipe: Recipe, accelerator: Accelerator, alone: bool = False) -> Target:

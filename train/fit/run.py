@@ -25,6 +25,7 @@ from specdraft.recipes.find import RECIPE
 from specdraft.recipes.interrupt import StopRequest
 from specdraft.recipes.load import dump
 from specdraft.recipes.schema import Recipe
+from specdraft.train.fit.accelerator import prepare
 from specdraft.train.fit.batches import Batch, Key, Loader, Rows, SamplingPlan
 from specdraft.train.fit.checkpoint import (
     SHARDING,
@@ -103,7 +104,7 @@ class Run:
         # Where the launcher shards the drafter: what its weights are gathered into.
         self.whole = copy.deepcopy(drafter) if sharding else None
         needed = expected_bytes(drafter)
-        self.model, self.optimizer = accelerator.prepare(drafter.train(), optimizer)
+        self.model, self.optimizer = prepare(accelerator, drafter, optimizer)
         self.drafter = accelerator.unwrap_model(self.model)
         self.checkpoints = Checkpoints(
             self.out,
