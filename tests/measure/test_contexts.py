@@ -8,6 +8,7 @@ import torch
 from test_compare import falcon, finished
 
 from specdraft.data.world.contexts import NEW_TOKENS, WINDOW, context_prompts, write_windowed
+from specdraft.eval.papers import contexts
 from specdraft.eval.papers.table import Plan, with_settings
 from specdraft.eval.papers.tables import all_tables
 from specdraft.models.target import Target
@@ -45,7 +46,8 @@ def test_the_windowed_target_is_the_bundled_one_up_to_its_window(tiny, tmp_path)
     assert not torch.isclose(seen[:, WINDOW:], whole[:, WINDOW:], atol=1e-2).all(-1).any()
 
 
-def test_heads_are_measured_at_every_length_and_window(tiny, tmp_path):
+def test_heads_are_measured_at_every_length_and_window(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(contexts, "NEW_TOKENS", 12)
     run = finished(tmp_path, "run", falcon(tiny, 0))
     asked = [f"table.runs=[{run}]", "table.lengths=[128,256]", "table.windows=[null,9]"]
     table = with_settings(all_tables()["contexts"], [*asked, "table.per_kind=1"])
