@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from commands import ROOT, run_here
 from random_models import random_head, random_target
+from shallow import shallow_target
 from transformers import AutoTokenizer
 
 from specdraft.data.sealed import read_sealed
@@ -31,6 +32,7 @@ from specdraft.recipes.load import load_recipe
 SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=12"]
 SMALL += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
 SMALL += ["eval.methods=[plain,prompt_lookup,falcon_tree]", "eval.tree=tiny_coupled_k3"]
+SMALL += ["data.feature_layers=[1]"]
 CACHE = ["tokens", "tokenizer", "template", "mask"]
 CACHE += ["shards", "target of the features", "features", "scale", "shift"]
 HEAD = ["head files", "head's target", "head shape"]
@@ -42,6 +44,7 @@ ENGINE = "in an engine"  # nothing was compared with one
 def healthy(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("healthy")
     places = [f"output.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
+    places.append(f"target.model={shallow_target(folder / 'target')}")
     done = run_here("train/falcon.py", "recipes/tiny.yaml", *SMALL, *places)
     assert done.returncode == 0, done.stderr[-2000:]
     return folder
@@ -256,12 +259,12 @@ def test_a_student_that_cannot_be_read_fails_the_line_of_its_files(tmp_path):
 
 def test_another_template_and_another_tokenizer_fail_their_lines(doctor, ill, tmp_path):
     template = tmp_path / "other.jinja"
-    template.write_text((bundled_target_dir() / "chat_template.jinja").read_text() + "{# other #}")
+    template.write_text((ill / "target" / "chat_template.jinja").read_text() + "{# other #}")
     code, outcomes, remedies, _ = doctor(ill, f"target.chat_template={template}")
     assert (code, failing(outcomes)) == (1, ["template"])
     assert "rebuild both caches" in remedies["template"]
 
-    target = Path(shutil.copytree(bundled_target_dir(), tmp_path / "target"))
+    target = Path(shutil.copytree(ill / "target", tmp_path / "target"))
     tokenizer = AutoTokenizer.from_pretrained(target)
     tokenizer.add_tokens(["<|odd|>"])
     tokenizer.save_pretrained(target)
@@ -271,8 +274,8 @@ def test_another_template_and_another_tokenizer_fail_their_lines(doctor, ill, tm
     assert "rebuild both caches" in remedies["tokenizer"]
 
 
-def test_other_weights_fail_what_was_made_with_the_old_ones(doctor, ill, tmp_path):
-    target = Path(shutil.copytree(bundled_target_dir(), tmp_path / "target"))
+def test_other_weights_fail_what_was_made_with_the_old_ones(doctor, healthy, ill, tmp_path):
+    target = Path(shutil.copytree(ill / "target", tmp_path / "target"))
     path = target / "model.safetensors"
     tensors = safetensors.torch.load(path.read_bytes())
     tensors = {name: t * 1.01 for name, t in tensors.items()}
@@ -280,7 +283,7 @@ def test_other_weights_fail_what_was_made_with_the_old_ones(doctor, ill, tmp_pat
     code, outcomes, _, text = doctor(ill, f"target.model={target}")
     assert code == 1
     assert failing(outcomes) == ["target of the features", "head's target"]
-    assert "made by tiny" in text
+    assert f"made by {healthy / 'target'}" in text
     assert outcomes["features"] == outcomes["falcon_tree = plain"] == "skipped"
 
 
