@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import run_here
 from rich.console import Console
+from shallow import shallow_target
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.comparing.contestants import enlarge_entered, enter, read_recipes
@@ -30,12 +31,18 @@ from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import dump, load_recipe
 
 SMALL = ["eval.limit=3", "eval.max_new_tokens=12", "eval.threads=1"]
-LARGER = Shape("larger", llama_config(TargetShape(256, 13, 4, 4, 400, 2100), 512))
+LARGER = Shape("larger", llama_config(TargetShape(256, 3, 4, 4, 400, 2100), 512))
 
 
 @pytest.fixture(scope="module")
-def tiny():
-    return Target.load("tiny")
+def tiny(tmp_path_factory):
+    return Target.load(shallow_target(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def small(tiny):
+    """Overrides for it."""
+    return [*SMALL, f"target.model={tiny.name}", "data.feature_layers=[]"]
 
 
 def falcon(tiny, seed: int, **identity) -> FalconHead:
@@ -77,19 +84,21 @@ def runs(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def report(runs, tiny):
-    recipes = read_recipes(runs, SMALL)
+def report(runs, tiny, small):
+    recipes = read_recipes(runs, small)
     entered, left_out = enter(recipes, tiny)
     prompts = load_prompts(recipes[runs[0]], tiny.tokenizer)
     return race(entered, tiny, prompts, left_out, progress=False)
 
 
-def test_every_drafter_gives_plain_decodings_answers_and_its_own_runs_figures(runs, tiny, report):
+def test_every_drafter_gives_plain_decodings_answers_and_its_own_runs_figures(
+    runs, tiny, small, report
+):
     assert [run["method"] for run in report["runs"]] == ["plain", "one", "other", "medusa"]
     drafts_by = [one["drafts_by"] for one in report["contestants"]]
     assert drafts_by == ["falcon_tree", "falcon_tree", "medusa_tree"]
     for name, run, method in zip(runs, report["runs"][1:], drafts_by, strict=True):
-        recipe = load_recipe(name, SMALL)
+        recipe = load_recipe(name, small)
         (alone,), _ = enter({name: recipe}, tiny)
         prompts = load_prompts(recipe, tiny.tokenizer)
         _, own = evaluate(recipe, tiny, alone.trained, prompts, ["plain", method], False)["runs"]
@@ -114,7 +123,7 @@ def test_the_settings_of_decoding_are_the_first_ones(runs):
     assert (first.eval.tree, second.eval.tree) == ("tiny_k2", "tiny_medusa_k4")
 
 
-def test_a_run_stands_for_all_that_it_has(tiny, tmp_path):
+def test_a_run_stands_for_all_that_it_has(tiny, small, tmp_path):
     run = tmp_path / "run"
     falcon(tiny, 0).save_pretrained(run / "falcon")
     falcon(tiny, 1).save_pretrained(run / "eagle")  # of any form: its folder is what counts
@@ -124,36 +133,36 @@ def test_a_run_stands_for_all_that_it_has(tiny, tmp_path):
         if minutes:
             line = {"kind": "train", "step": recipe.train.steps, "minutes": minutes}
             (run / kind / "log.jsonl").write_text(json.dumps(line))
-    recipes = read_recipes([str(run)], SMALL)
+    recipes = read_recipes([str(run)], small)
     assert [*recipes] == [str(run / "falcon"), str(run / "eagle")]
     entered, _ = enter(recipes, tiny)
     assert [one.name for one in entered] == ["falcon", "eagle"]
     assert entered[0].minutes == 2.0
 
 
-def test_an_unfinished_run_is_told_and_left_out(runs, tiny, tmp_path):
+def test_an_unfinished_run_is_told_and_left_out(runs, tiny, small, tmp_path):
     nothing = finished(tmp_path, "nothing", None)
     midway = finished(tmp_path, "midway", falcon(tiny, 3), [(5, 0.1)])
     treeless = finished(tmp_path, "treeless", falcon(tiny, 3), (), "eval.tree=auto")
     names = [runs[0], nothing, midway, treeless]
-    entered, left_out = enter(read_recipes(names, SMALL), tiny)
+    entered, left_out = enter(read_recipes(names, small), tiny)
     assert [one.name for one in entered] == ["one"]
     assert [*left_out] == [nothing, midway, treeless]
     assert "stands at step 5 of" in left_out[midway]
     with pytest.raises(RecipeError, match=r"none of them is finished: .*nothing.*; .*midway"):
-        enter(read_recipes(names[1:3], SMALL), tiny)
+        enter(read_recipes(names[1:3], small), tiny)
 
 
-def test_another_target_is_named_and_refused(runs, tiny, tmp_path):
+def test_another_target_is_named_and_refused(runs, tiny, small, tmp_path):
     half = finished(tmp_path, "half", falcon(tiny, 0), (), "target.dtype=bfloat16")
     with pytest.raises(RecipeError, match=r"half is of another target: target.dtype = bfloat16"):
-        read_recipes([runs[0], half], SMALL)
+        read_recipes([runs[0], half], small)
     stranger = finished(tmp_path, "stranger", falcon(tiny, 0, weights="0" * 64))
     with pytest.raises(TargetError):
-        enter(read_recipes([runs[0], stranger], SMALL), tiny)
+        enter(read_recipes([runs[0], stranger], small), tiny)
 
 
-def test_a_head_from_elsewhere_drafts_as_its_form_is(runs, tiny, tmp_path):
+def test_a_head_from_elsewhere_drafts_as_its_form_is(runs, tiny, small, tmp_path):
     torch.manual_seed(4)
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64, "block_size": 1}
     eagle = {"fusion": "linear", "input_norm": False, "target": tiny.identity()}
@@ -161,7 +170,7 @@ def test_a_head_from_elsewhere_drafts_as_its_form_is(runs, tiny, tmp_path):
     head = FalconHead(config)
     head.save_pretrained(tmp_path / "head")
     serve_eagle(head, "vllm", None).write(tmp_path / "served")
-    recipes = read_recipes([runs[0], str(tmp_path / "head"), str(tmp_path / "served")], SMALL)
+    recipes = read_recipes([runs[0], str(tmp_path / "head"), str(tmp_path / "served")], small)
     entered, left_out = enter(recipes, tiny)
     assert left_out == {}
     assert [one.method for one in entered] == ["falcon_tree", "eagle_chain", "eagle_tree"]
@@ -218,11 +227,11 @@ def test_who_failed_at_a_prompt_is_not_recommended():
     assert advice(rows, costs(a=1.0, b=1.0)).startswith("Take a: 2.00 x")
 
 
-def test_a_head_that_was_only_trained_drafts_by_its_tree(tiny, tmp_path):
+def test_a_head_that_was_only_trained_drafts_by_its_tree(tiny, small, tmp_path):
     """As those of the papers' tables are: their recipes decode plainly."""
     name = finished(tmp_path, "plain", falcon(tiny, 3), (), "eval.methods=[plain]")
     other = finished(tmp_path, "lr0.1", falcon(tiny, 3))
-    (first, second), _ = enter(read_recipes([name, other], SMALL), tiny)
+    (first, second), _ = enter(read_recipes([name, other], small), tiny)
     assert (first.method, second.method) == ("falcon_tree", "falcon_tree")
     assert (first.name, second.name) == (str(tmp_path / "plain"), "lr0.1")
 
@@ -260,23 +269,25 @@ def test_it_fits_80_columns_and_is_written_whole(report, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["advice"] == report["advice"]
 
 
-def test_the_command_compares(runs, tmp_path):
+def test_the_command_compares(runs, small, tmp_path):
     swept = shutil.copytree(runs[0], tmp_path / "lr=3e-4")  # a name, and no setting
     names = str(swept), runs[1]
-    done = run_here("eval/compare.py", *names, *SMALL, "--out", str(tmp_path / "out"))
+    done = run_here("eval/compare.py", *names, *small, "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert "report.json" in done.stdout
     assert run_here("eval/compare.py", "eval.limit=3").returncode == 2
 
 
-def test_the_command_compares_them_at_the_cost_of_a_larger_target(runs, report, tmp_path):
+def test_the_command_compares_them_at_the_cost_of_a_larger_target(
+    runs, tiny, small, report, tmp_path
+):
     (tmp_path / "larger.json").write_text(LARGER.config.to_json_string(use_diff=False))
     shape, out = ["--shape", str(tmp_path / "larger.json")], tmp_path / "out"
-    done = run_here("eval/compare.py", *runs, *SMALL, *shape, "--out", str(out))
+    done = run_here("eval/compare.py", *runs, *small, *shape, "--out", str(out))
     assert done.returncode == 0, done.stderr
-    assert "tiny at the size of larger" in " ".join(done.stdout.split())
+    assert "at the size of larger" in " ".join(done.stdout.split())
     large = json.loads((out / "report.json").read_text())
-    assert (report["target"], large["target"]) == ("tiny", "tiny at the size of larger")
+    assert (report["target"], large["target"]) == (tiny.name, f"{tiny.name} at the size of larger")
     for own, run in zip(report["runs"], large["runs"], strict=True):
         for key in ("method", "tokens", "steps", "tokens_per_step", "tree"):
             assert run.get(key) == own.get(key)
@@ -285,8 +296,8 @@ def test_the_command_compares_them_at_the_cost_of_a_larger_target(runs, report, 
         assert one["training_minutes"] == own["training_minutes"]
 
 
-def test_room_is_asked_for_all_of_them_before_any_is_enlarged(runs, tiny, monkeypatch):
-    entered, _ = enter(read_recipes(runs, [*SMALL, "target.prepack_gib=0"]), tiny)
+def test_room_is_asked_for_all_of_them_before_any_is_enlarged(runs, tiny, small, monkeypatch):
+    entered, _ = enter(read_recipes(runs, [*small, "target.prepack_gib=0"]), tiny)
     needed = []
     monkeypatch.setattr(enlarged, "check_room", lambda what, count, device: needed.append(count))
     for some in (entered[:1], entered):
