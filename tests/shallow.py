@@ -6,9 +6,15 @@ from specdraft.models.student import pruned
 from specdraft.models.target import Target
 
 
-def shallow_target(folder: Path) -> str:
-    """Write one of two layers to a folder; return that, as a recipe's target.model."""
+def shallow_tiny() -> Target:
+    """Two of its layers, under its name."""
     tiny = Target.load("tiny")
-    for part in (pruned(tiny, (0, 1), shared=False), tiny.tokenizer):
+    return Target(pruned(tiny, (0, 1), shared=False), tiny.tokenizer, tiny.name)
+
+
+def shallow_target(folder: Path) -> str:
+    """Write them to a folder; return that, as a recipe's target.model."""
+    shallow = shallow_tiny()
+    for part in (shallow.model, shallow.tokenizer):
         part.save_pretrained(folder)
     return str(folder)

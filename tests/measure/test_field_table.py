@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 from commands import run_here
+from shallow import shallow_tiny
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.comparing.field_table import field_table
 from specdraft.eval.measure.report import evaluate
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.falcon import FalconConfig, FalconHead
-from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.load import load_recipe
 
@@ -21,7 +21,7 @@ from specdraft.recipes.load import load_recipe
 @pytest.fixture(scope="module")
 def report() -> dict:
     """Of an untrained head: what is drafted is what counts here."""
-    tiny, small = Target.load("tiny"), ["eval.limit=3", "eval.max_new_tokens=40", "eval.threads=1"]
+    tiny, small = shallow_tiny(), ["eval.limit=3", "eval.max_new_tokens=40", "eval.threads=1"]
     recipe = load_recipe("recipes/tiny.yaml", [*small, "eval.tree=tiny_k2"])
     torch.manual_seed(0)
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import run_here, start
 from rich.console import Console
+from shallow import shallow_tiny
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.bench import place_of
@@ -25,7 +26,6 @@ from specdraft.eval.measure.report import evaluate, tokens_per_step, write_repor
 from specdraft.eval.measure.table import print_report
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.falcon import FalconConfig, FalconHead
-from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.load import load_recipe
 
@@ -39,7 +39,7 @@ TIMES = ("second", "_ms", "speedup", "swi_measured", "ewif_measured", "categorie
 
 @pytest.fixture(scope="module")
 def tiny():
-    return Target.load("tiny")
+    return shallow_tiny()
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shallow import shallow_tiny
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.measure.report import evaluate, write_report
@@ -34,7 +35,6 @@ from specdraft.eval.page.plots import (
 from specdraft.eval.page.training import POINTS, training_curve
 from specdraft.models.cards.log import LOG
 from specdraft.models.falcon import FalconConfig, FalconHead
-from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError
 from specdraft.recipes.load import load_recipe
 
@@ -95,7 +95,7 @@ def browse(path: Path, *options: str) -> str:
 @pytest.fixture(scope="module")
 def report():
     """Two batch sizes, repeats, a tree of an untrained head."""
-    tiny, runs = Target.load("tiny"), []
+    tiny, runs = shallow_tiny(), []
     torch.manual_seed(0)
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}
     head = FalconHead(FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape))

@@ -11,6 +11,7 @@ from commands import ROOT
 from decoding import plain_tokens
 from random_models import random_target
 from rich.console import Console
+from shallow import shallow_tiny
 
 from specdraft.data.prompts import Prompt, load_prompts
 from specdraft.eval.costing.tree_growth import best_paths
@@ -52,7 +53,7 @@ STEPS = [Step(1, 0, 0, 0), Step(4, 10, 4, 3, 2, copies=3), Step(1, 10, 4, 0), St
 
 @pytest.fixture(scope="module")
 def tiny():
-    return Target.load("tiny")
+    return shallow_tiny()
 
 
 def test_figures_are_those_counted_by_hand():
@@ -296,7 +297,7 @@ def report(tiny):
     prompts = load_prompts(recipe, tiny.tokenizer)
     ones = torch.ones(tiny.vocab_size, dtype=torch.long)
     table = MaxGramTable.of_counts(MaxGramConfig(tiny.vocab_size), ones, ones, ones)
-    student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
+    student = make_student(StudentSection(keep_layers=[0]), tiny).as_target()
     trained = Trained(FalconHead(config), table, student, (student,))
     return evaluate(recipe, tiny, trained, prompts, MEASURED, progress=False)
 
@@ -341,7 +342,7 @@ def test_a_report_is_written_whole_and_shown(report, tmp_path, capsys):
 def test_baselines_run_in_the_same_mode_as_ours(tiny):
     methods = ["plain", "generate", "hf_prompt_lookup", "hf_assisted"]
     recipe = load_recipe("recipes/tiny_distill.yaml", ["eval.limit=1", "eval.max_new_tokens=4"])
-    student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
+    student = make_student(StudentSection(keep_layers=[0]), tiny).as_target()
     modes = []
     seen = tiny.model.base_model.layers[0].register_forward_pre_hook(
         lambda *_: modes.append(torch.is_inference_mode_enabled())
@@ -417,7 +418,7 @@ def test_a_method_that_samples_is_accepted_by_the_rule_of_its_paper(tiny):
     methods += ["generate"]  # which draws from a generator of its own
     options = ["eval.limit=2", "eval.max_new_tokens=12", "eval.temperature=1.0", "train.threads=1"]
     recipe = load_recipe("recipes/tiny_distill.yaml", [*options, "drafting.gamma=3"])
-    student = make_student(StudentSection(keep_layers=[0, 11]), tiny).as_target()
+    student = make_student(StudentSection(keep_layers=[0]), tiny).as_target()
     prompts = load_prompts(recipe, tiny.tokenizer)
     trained = Trained(student=student)
     done = evaluate(recipe, tiny, trained, prompts, methods, progress=False)
