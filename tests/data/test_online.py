@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from commands import ROOT, run_here
+from shallow import shallow_target
 from test_checkpoint import CrashError, assert_equal, crash_at
 from test_features import make_target
 from test_loop import assert_close, log_lines, make_recipe
@@ -267,7 +268,8 @@ def test_a_run_keeps_one_target_and_no_features(tmp_path, monkeypatch):
         "eval.validation=2",
     ]
     small += ["eval.max_new_tokens=8", "eval.methods=[plain,falcon_tree]", "train.eval_every=null"]
-    small += ["eval.tree=tiny_coupled_k3"]
+    target = f"target.model={shallow_target(tmp_path / 'target')}"
+    small += ["eval.tree=tiny_coupled_k3", target, "data.feature_layers=[1]"]
     places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     command = ["recipes/tiny.yaml", *small, *places, "data.features=online"]
     done = run_here("train/falcon.py", *command)

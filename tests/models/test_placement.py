@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from commands import ROOT, end, run_here, start_ranks
 from decoding import PATHS, Foreseeing, decode, prompts
 from random_models import random_head
+from shallow import shallow_target
 from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -202,16 +203,22 @@ def test_online_features_are_those_of_the_whole_target(folder, tmp_path):
 
 
 SMALL = ["train.steps=2", "train.batch_size=4", "data.limit=8", "eval.limit=1", "eval.threads=1"]
-SMALL += ["eval.tree=tiny_coupled_k3"]
+SMALL += ["eval.tree=tiny_coupled_k3", "data.feature_layers=[1]"]
 SMALL += ["eval.max_new_tokens=5", "eval.methods=[plain,falcon_tree]", "train.log_every=1"]
 
 
-def test_a_run_from_the_caches_to_the_report_is_that_of_the_whole_target(tmp_path):
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory) -> str:
+    return f"target.model={shallow_target(tmp_path_factory.mktemp('shallow'))}"
+
+
+def test_a_run_from_the_caches_to_the_report_is_that_of_the_whole_target(tmp_path, shallow):
     runs = {"whole": ["train.eval_every=null"], "spread": ["train.eval_every=2"]}
     runs["spread"] += [f"target.device_map={TINY}", "eval.validation=1"]
     for name, overrides in runs.items():
         places = [f"output.dir={tmp_path / name}", f"data.cache_dir={tmp_path / name / 'cache'}"]
-        done = run_here("train/falcon.py", "recipes/tiny.yaml", *SMALL, *overrides, *places)
+        command = ["train/falcon.py", "recipes/tiny.yaml", shallow, *SMALL, *overrides, *places]
+        done = run_here(*command)
         assert done.returncode == 0, done.stderr[-2000:]
     assert contents(tmp_path / "whole/cache") == contents(tmp_path / "spread/cache")
     logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in runs]
@@ -224,9 +231,9 @@ def test_a_run_from_the_caches_to_the_report_is_that_of_the_whole_target(tmp_pat
         assert all(row["identical"] == 1 for row in rows)
 
 
-def test_one_process_makes_the_caches_and_several_train_from_them(tmp_path):
+def test_one_process_makes_the_caches_and_several_train_from_them(tmp_path, shallow):
     places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
-    command = ["recipes/tiny.yaml", *SMALL, *places, "train.eval_every=null"]
+    command = ["recipes/tiny.yaml", shallow, *SMALL, *places, "train.eval_every=null"]
     command += [f"target.device_map={TINY}"]
     made = run_here("data/cache.py", *command, "--preview", "0")
     assert made.returncode == 0, made.stderr[-2000:]

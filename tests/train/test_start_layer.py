@@ -10,6 +10,7 @@ from accelerate import cpu_offload
 from commands import run_here
 from random_families import random_model
 from random_models import random_target
+from shallow import shallow_target
 
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target
@@ -119,19 +120,20 @@ def test_eagles_first_layer_norms_what_it_reads_in_its_matrix(target, rows):
 
 
 def test_a_run_begins_ahead_and_stays_there(tmp_path):
-    losses = {}
-    for layer in ("null", "11"):
+    target, losses = shallow_target(tmp_path / "target"), {}
+    for layer in ("null", "2"):
         small = ["train.steps=24", "train.batch_size=4", "train.threads=1", "data.limit=64"]
         small += ["train.eval_every=null", "train.save_every=null", "eval.limit=1"]
         small += ["eval.max_new_tokens=2", "eval.tree=tiny_k3", "eval.methods=[plain]"]
+        small += [f"target.model={target}", "data.feature_layers=[1]"]
         places = [f"output.dir={tmp_path / layer}", f"data.cache_dir={tmp_path / 'cache'}"]
         own = [f"head.start_layer={layer}", "train.log_every=4", "optim.lr=1.0e-3"]
         done = run_here("train/falcon.py", "recipes/tiny.yaml", *small, *places, *own)
         assert done.returncode == 0, done.stderr
         lines = map(json.loads, (tmp_path / layer / "log.jsonl").read_text().splitlines())
         losses[layer] = [line["loss"] for line in lines if line["kind"] == "train"]
-    assert len(losses["11"]) == len(losses["null"]) >= 6
-    assert all(own < other for own, other in zip(losses["11"], losses["null"], strict=True))
+    assert len(losses["2"]) == len(losses["null"]) >= 6
+    assert all(own < other for own, other in zip(losses["2"], losses["null"], strict=True))
 
 
 @pytest.mark.parametrize(("first", "layers"), [(1, 1), (5, 1), (4, 2)])
