@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, run, run_afresh, run_here
+from shallow import shallow_target
 
 from specdraft.train.cli import COMMANDS
 from specdraft.train.kinds import trainers
@@ -27,12 +28,19 @@ HALF, LONG = b"\xff".decode(errors="surrogateescape"), "eval.max_new_tokens=1000
 def finished(tmp_path_factory) -> Path:
     """A head trained for six steps through the launcher of the quickstart."""
     folder = tmp_path_factory.mktemp("quickstart")
-    places = [f"output.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
+    shallow_target(folder / "target")
+    places = [*run_of(folder), f"data.cache_dir={folder / 'cache'}"]
     launcher = ["-m", "accelerate.commands.launch", "tests/short_visits.py"]
     done = run_afresh(*launcher, "train/falcon.py", "recipes/tiny.yaml", *SMALL, *places)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "falcon_tree: fitted, " in done.stdout
     return folder
+
+
+def run_of(folder: Path) -> list[str]:
+    """Overrides: its run, and its target."""
+    target = [f"target.model={folder / 'target'}", "data.feature_layers=[1]"]
+    return [f"output.dir={folder / 'run'}", *target]
 
 
 def test_a_run_leaves_everything_behind(finished):
@@ -54,7 +62,7 @@ def test_a_run_leaves_everything_behind(finished):
 
 
 def test_a_finished_head_is_watched_and_measured(finished):
-    places = [f"output.dir={finished / 'run'}", "eval.max_new_tokens=12", "eval.limit=2"]
+    places = [*run_of(finished), "eval.max_new_tokens=12", "eval.limit=2"]
     watched = run_here("eval/generate.py", "recipes/tiny.yaml", *places, "--prompt", "Hello there!")
     assert watched.returncode == 0, watched.stderr
     assert "tokens/s" in watched.stdout
@@ -122,8 +130,8 @@ def test_a_recipe_is_trained_by_the_script_of_its_methods(recipe, scripts):
 
 
 def test_a_run_that_ended_before_its_tree_was_fitted_goes_on_there(finished):
-    tree, places = finished / "run" / "falcon" / "tree.yaml", [f"output.dir={finished / 'run'}"]
-    places.append(f"data.cache_dir={finished / 'cache'}")
+    tree = finished / "run" / "falcon" / "tree.yaml"
+    places = [*run_of(finished), f"data.cache_dir={finished / 'cache'}"]
     few = "eval.methods=[plain,falcon_tree]"
     again = run_here("train/falcon.py", "recipes/tiny.yaml", *SMALL, *places, few)
     assert again.returncode == 0, again.stderr
@@ -146,7 +154,7 @@ def test_a_head_is_not_used_for_another_target(finished):
         (moved / "falcon" / name).write_bytes(text.replace(b'"weights": "', b'"weights": "0'))
     done = run_here("eval/bench.py", "recipes/tiny.yaml", f"output.dir={moved}")
     assert done.returncode == 2
-    assert "this head was trained for tiny" in done.stderr
+    assert f"this head was trained for {finished / 'target'}" in done.stderr
 
 
 @pytest.mark.parametrize(
