@@ -108,7 +108,7 @@ def check_methods(
     """Decode the prompts greedily by every method and compare with plain decoding."""
     recipe = recipe.with_eval(temperature=0.0, spread=1.0, repeats=1)
     with cpu_threads(recipe.eval.threads):
-        done = measure(recipe, target, Trained(), prompts, [REFERENCE], progress=False)
+        done = measure(recipe, target, Trained(), prompts, [REFERENCE])
         plain = done.tokens(REFERENCE)
         for method in recipe.eval.methods:
             line = f"{method} = plain"
@@ -118,7 +118,7 @@ def check_methods(
                 yield skipped(line, f"its {' and '.join(needs(method))} could not be loaded")
                 continue
             try:
-                ours = measure(recipe, target, loaded[method], prompts, [method], progress=False)
+                ours = measure(recipe, target, loaded[method], prompts, [method])
             except UserError as error:
                 problem, _, remedy = str(error).partition("; ")
                 yield failed(line, problem, remedy or "mend it, or change eval.methods")

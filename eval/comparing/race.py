@@ -28,7 +28,6 @@ def race(
     target: Target,
     prompts: Sequence[Prompt],
     left_out: dict[str, str],
-    progress: bool = True,
 ) -> dict:
     """Decode all prompts by all; return a report as of a benchmark, whose methods are drafters.
 
@@ -46,7 +45,7 @@ def race(
             )
             for one in (plain, *entered)
         }
-        outcomes = take_turns(runners, requests, first.eval, progress)
+        outcomes = take_turns(runners, requests, first.eval)
         where = environment(target)
     rows, contestants = [], []
     for one in entered:

@@ -139,7 +139,7 @@ def measure(
     trained: Trained,
     prompts: Sequence[Prompt],  # one per turn
     methods: Sequence[str],
-    progress: bool = True,
+    progress: bool = False,
     remember: Remember = forget,
     tolerant: bool = False,  # whether a failure is an outcome, and not raised
 ) -> Measurement:

@@ -46,7 +46,6 @@ def evaluate(
     trained: Trained,
     prompts: Sequence[Prompt],
     methods: Sequence[str],
-    progress: bool = True,
     remember: Remember = forget,
 ) -> dict:
     """Decode all prompts by all methods; return the report.
@@ -59,7 +58,8 @@ def evaluate(
     fit = fit_shown(recipe, target, trained, methods)
     with cpu_threads(recipe.eval.threads):
         prompts = expand_turns(recipe, target, prompts)
-        done = measure(recipe, target, trained, prompts, methods, progress, remember, tolerant=True)
+        options = {"progress": True, "remember": remember, "tolerant": True}
+        done = measure(recipe, target, trained, prompts, methods, **options)
         where = environment(target)
     ours = featured(methods)
     return {
@@ -145,7 +145,7 @@ def tokens_per_step(
     """Of one method alone, without a report: what a drafter is chosen by. It must not fail."""
     with cpu_threads(recipe.eval.threads):
         prompts = expand_turns(recipe, target, prompts)
-        done = measure(recipe, target, trained, prompts, [method], progress=False)
+        done = measure(recipe, target, trained, prompts, [method])
     return counts(done.outcomes[method], Costs(0.0, None))["tokens_per_step"]
 
 

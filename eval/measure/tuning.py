@@ -126,7 +126,7 @@ class Scorer:
         recipe, prompts = apply_setting(self.recipe, setting), self.prompts[:budget]
         pair = [REFERENCE, self.method]
         with cpu_threads(recipe.eval.threads):
-            done = measure(recipe, self.target, self.trained, prompts, pair, progress=False)
+            done = measure(recipe, self.target, self.trained, prompts, pair)
         plain, ours = (done.outcomes[name] for name in pair)
         if self.by == "wall":
             return sum(part.seconds for part in plain) / sum(part.seconds for part in ours)

@@ -89,9 +89,7 @@ def tuned(
     return replace(row, recipe=apply_setting(row.recipe, best), setting=best, score=score)
 
 
-def measured(
-    rows: Sequence[Contender], target: Target, prompts: Sequence[Prompt], progress: bool = True
-) -> list[dict]:
+def measured(rows: Sequence[Contender], target: Target, prompts: Sequence[Prompt]) -> list[dict]:
     """Decode all prompts by all rows in turns; return each row's report, categories with SWI.
 
     That of a single row at a time: a category has the forwards and the time of its own prompts.
@@ -104,7 +102,7 @@ def measured(
             row.name: make_method(row.method, row.recipe, target, row.trained, capacity)
             for row in rows
         }
-        outcomes = take_turns(runners, requests, section, progress)
+        outcomes = take_turns(runners, requests, section)
     reports = []
     for row in rows:
         of_row = {REFERENCE: outcomes[rows[0].name], row.method: outcomes[row.name]}

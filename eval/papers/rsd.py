@@ -132,7 +132,7 @@ def compare(
             outcomes = {shape.method: []}
             for seed in seeds:
                 seeded = own.with_eval(seed=APART * seed)
-                done = measure(seeded, target, trained, prompts, [*outcomes], progress=False)
+                done = measure(seeded, target, trained, prompts, [*outcomes])
                 outcomes[shape.method] += done.outcomes[shape.method]
             requests = make_requests(own.eval, every)
             (row,) = Measurement(own, target, trained, every, requests, outcomes).rows()

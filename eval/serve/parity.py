@@ -192,7 +192,7 @@ def completions(
     recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], name: str
 ) -> list[Completion]:
     """Decode prompts by a method, in their order."""
-    outcomes = measure(recipe, target, trained, prompts, [name], progress=False).outcomes[name]
+    outcomes = measure(recipe, target, trained, prompts, [name]).outcomes[name]
     return [completion for outcome in outcomes for completion in outcome.completions]
 
 

@@ -238,7 +238,7 @@ def test_every_method_meets_the_history_that_plain_decoding_writes(tiny, tmp_pat
         )
         ids = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert turns[number + 1].input_ids == ids
-    report = evaluate(recipe, tiny, Trained(), questions, ["plain", "prompt_lookup"], False)
+    report = evaluate(recipe, tiny, Trained(), questions, ["plain", "prompt_lookup"])
     assert len(report["runs"]) == 2
     for row in report["runs"]:
         assert row["outputs"] == row["identical"] + row["near_ties"] == 5
@@ -318,7 +318,7 @@ def test_ten_questions_of_every_set_are_decoded_and_counted(tiny, tmp_path, name
     settings = [f"eval.prompts={name}:{file}", "eval.max_new_tokens=3", "eval.threads=1"]
     recipe = load_recipe("recipes/tiny.yaml", settings)
     questions = load_prompts(recipe, tiny.tokenizer)
-    report = evaluate(recipe, tiny, Trained(), questions, ["plain", "prompt_lookup"], False)
+    report = evaluate(recipe, tiny, Trained(), questions, ["plain", "prompt_lookup"])
     turns = sum(1 if name in NINE else len(row.get("turns", [0])) for row in rows)
     for row in report["runs"]:
         assert row["outputs"] == row["identical"] == turns

@@ -88,7 +88,7 @@ def report(runs, tiny, small):
     recipes = read_recipes(runs, small)
     entered, left_out = enter(recipes, tiny)
     prompts = load_prompts(recipes[runs[0]], tiny.tokenizer)
-    return race(entered, tiny, prompts, left_out, progress=False)
+    return race(entered, tiny, prompts, left_out)
 
 
 def test_every_drafter_gives_plain_decodings_answers_and_its_own_runs_figures(
@@ -101,7 +101,7 @@ def test_every_drafter_gives_plain_decodings_answers_and_its_own_runs_figures(
         recipe = load_recipe(name, small)
         (alone,), _ = enter({name: recipe}, tiny)
         prompts = load_prompts(recipe, tiny.tokenizer)
-        _, own = evaluate(recipe, tiny, alone.trained, prompts, ["plain", method], False)["runs"]
+        _, own = evaluate(recipe, tiny, alone.trained, prompts, ["plain", method])["runs"]
         for key in ("tokens", "steps", "tokens_per_step", "drafted_per_step", "tree"):
             assert run[key] == own[key]
         assert run["outputs"] == run["identical"] + run["near_ties"] == 3
@@ -175,7 +175,7 @@ def test_a_head_from_elsewhere_drafts_as_its_form_is(runs, tiny, small, tmp_path
     assert left_out == {}
     assert [one.method for one in entered] == ["falcon_tree", "eagle_chain", "eagle_tree"]
     assert [one.minutes for one in entered] == [3.0, None, None]  # not the first one's
-    report = race(entered, tiny, load_prompts(entered[0].recipe, tiny.tokenizer), {}, False)
+    report = race(entered, tiny, load_prompts(entered[0].recipe, tiny.tokenizer), {})
     assert report["runs"][2]["identical"] == 3
 
 

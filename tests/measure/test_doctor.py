@@ -307,8 +307,8 @@ def test_another_recipes_cache_is_nobodys_fault(doctor, ill):
 def test_a_method_that_changes_one_token_is_found(doctor, ill, monkeypatch):
     measure = drafter_checkup.measure
 
-    def spoilt(recipe, target, trained, prompts, methods, progress):
-        done = measure(recipe, target, trained, prompts, methods, progress)
+    def spoilt(recipe, target, trained, prompts, methods):
+        done = measure(recipe, target, trained, prompts, methods)
         if methods == ["falcon_tree"]:
             done.outcomes["falcon_tree"][1].completions[0].tokens[4] += 1
         return done

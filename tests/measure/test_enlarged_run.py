@@ -62,7 +62,7 @@ def test_its_report_says_what_was_measured(tiny, large, tmp_path):
     answers = []
     for target in (tiny, large):
         own, prompt = recipe(tmp_path, *overrides), [prompt_of(target)]
-        report = evaluate(own, target, Trained(), prompt, own.eval.methods, progress=False)
+        report = evaluate(own, target, Trained(), prompt, own.eval.methods)
         shown = StringIO()
         print_report(report, Screen(file=shown, width=100))
         assert report["target"] == target.name

@@ -28,7 +28,7 @@ def report() -> dict:
     head = FalconHead(FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape))
     prompts = load_prompts(recipe, tiny.tokenizer)
     methods = ["plain", "prompt_lookup", "falcon_chain", "falcon_tree"]
-    return evaluate(recipe, tiny, Trained(head), prompts, methods, False)
+    return evaluate(recipe, tiny, Trained(head), prompts, methods)
 
 
 def write(folder, report, name="report.json"):

@@ -177,7 +177,7 @@ class Failing:
 def measured(tiny, methods: list[str], trained: Trained, *changes: str) -> tuple[dict, dict]:
     recipe = load_recipe("recipes/tiny.yaml", [*SMALL, "eval.repeats=1", *changes])
     prompts = load_prompts(recipe, tiny.tokenizer)
-    report = evaluate(recipe, tiny, trained, prompts, methods, progress=False)
+    report = evaluate(recipe, tiny, trained, prompts, methods)
     return report, {row["method"]: row for row in report["runs"]}
 
 

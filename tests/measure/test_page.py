@@ -105,7 +105,7 @@ def report():
         recipe = load_recipe("recipes/tiny.yaml", [*limits, f"eval.batch_size={size}"])
         prompts = load_prompts(recipe, tiny.tokenizer)
         methods = ["plain", "generate", "prompt_lookup", "falcon_tree"]
-        made = evaluate(recipe, tiny, Trained(head), prompts, methods, progress=False)
+        made = evaluate(recipe, tiny, Trained(head), prompts, methods)
         runs += made["runs"]
     return made | {"runs": runs}
 

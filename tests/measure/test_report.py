@@ -299,7 +299,7 @@ def report(tiny):
     table = MaxGramTable.of_counts(MaxGramConfig(tiny.vocab_size), ones, ones, ones)
     student = make_student(StudentSection(keep_layers=[0]), tiny).as_target()
     trained = Trained(FalconHead(config), table, student, (student,))
-    return evaluate(recipe, tiny, trained, prompts, MEASURED, progress=False)
+    return evaluate(recipe, tiny, trained, prompts, MEASURED)
 
 
 def test_every_method_gives_plain_decodings_tokens(report):
@@ -421,7 +421,7 @@ def test_a_method_that_samples_is_accepted_by_the_rule_of_its_paper(tiny):
     student = make_student(StudentSection(keep_layers=[0]), tiny).as_target()
     prompts = load_prompts(recipe, tiny.tokenizer)
     trained = Trained(student=student)
-    done = evaluate(recipe, tiny, trained, prompts, methods, progress=False)
+    done = evaluate(recipe, tiny, trained, prompts, methods)
     rows = {row["method"]: row for row in done["runs"]}
     rules = {name: row["acceptance"] for name, row in rows.items()}
     assert rules == {
@@ -443,7 +443,7 @@ def test_batches_of_rows_change_no_output(tiny, report):
     recipe = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, batch_size=2))
     prompts = load_prompts(recipe, tiny.tokenizer)
     methods = ["plain", "generate", "prompt_lookup"]
-    together = evaluate(recipe, tiny, Trained(), prompts, methods, progress=False)
+    together = evaluate(recipe, tiny, Trained(), prompts, methods)
     assert [row["method"] for row in together["runs"]] == methods
     for row in together["runs"]:
         assert row["identical"] + row["near_ties"] == 3

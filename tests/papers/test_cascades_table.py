@@ -145,7 +145,7 @@ def test_the_best_setting_of_the_last_rung_is_taken(rows, target, monkeypatch):
 def test_every_row_says_what_plain_decoding_says_and_categories_add_up(rows, target):
     tuning, asked = chats(random_prompts(2)), chats(random_prompts(6)[1:])
     chosen = [tuned(row, target, tuning, 2, "swi") for row in rows]
-    made = measured(chosen, target, asked, progress=False)
+    made = measured(chosen, target, asked)
     assert [row["row"] for row in made] == NAMES
     expected = sum(len(plain_tokens(target, prompt.input_ids, 14)) for prompt in asked)
     for row in made:
@@ -171,9 +171,9 @@ def test_a_category_has_the_forwards_of_its_own_prompts(target):
     row = Contender("SD", "ssd", recipe, Trained(student=target))
     plain = Contender("plain", "plain", recipe, Trained())
     asked = chats(random_prompts(5))
-    (_, made) = measured([plain, row], target, asked, progress=False)
+    (_, made) = measured([plain, row], target, asked)
     for part, places in zip(made["categories"], ([0, 2, 4], [1, 3]), strict=True):
-        (_, lone) = measured([plain, row], target, [asked[n] for n in places], progress=False)
+        (_, lone) = measured([plain, row], target, [asked[n] for n in places])
         # Of the two SWIs the one without a clock.
         assert part["swi_params"] == pytest.approx(lone["swi_params"])
         assert part["steps"] == lone["steps"]
