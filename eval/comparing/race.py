@@ -6,18 +6,14 @@ are the answers. The advice is a sentence that the figures say themselves.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from specdraft.data.prompts import Prompt
 from specdraft.eval.comparing.contestants import Contestant
 from specdraft.eval.measure.environment import cpu_threads, environment
-from specdraft.eval.measure.failure import FaultTolerant
-from specdraft.eval.measure.measurement import REFERENCE, Measurement
-from specdraft.eval.measure.methods import make_method
+from specdraft.eval.measure.measurement import REFERENCE, measure_entrants
 from specdraft.eval.measure.outcome import Outcome
-from specdraft.eval.measure.questions import expand_turns, make_requests
+from specdraft.eval.measure.questions import expand_turns
 from specdraft.eval.measure.report import SCHEMA
-from specdraft.eval.measure.rounds import capacity_for, take_turns
 from specdraft.models.target import Target
 
 NEAR = 0.95  # of the fastest one's speed: near enough for an advice to tell of
@@ -34,26 +30,16 @@ def race(
     `contestants` says what each is and cost, `advice` what follows.
     """
     first = entered[0].recipe
+    plain = replace(entered[0], name=REFERENCE, method=REFERENCE)
     with cpu_threads(first.eval.threads):
         prompts = expand_turns(first, target, prompts)
-        requests = make_requests(first.eval, prompts)
-        room = capacity_for(first.eval, requests)
-        plain = replace(entered[0], name=REFERENCE, method=REFERENCE)
-        runners = {
-            one.name: FaultTolerant(
-                partial(make_method, one.method, one.recipe, target, one.trained, room)
-            )
-            for one in (plain, *entered)
-        }
-        outcomes = take_turns(runners, requests, first.eval)
+        _, *measured = measure_entrants([plain, *entered], target, prompts, tolerant=True)
         where = environment(target)
     rows, contestants = [], []
-    for one in entered:
-        parts = {REFERENCE: outcomes[REFERENCE], one.method: outcomes[one.name]}
-        done = Measurement(one.recipe, target, one.trained, prompts, requests, parts)
+    for one, done in zip(entered, measured, strict=True):
         reference, row = done.rows()
         rows = [*(rows or [reference]), row | {"method": one.name}]
-        facts = {"drafted_per_second": _drafted_per_second(outcomes[one.name])}
+        facts = {"drafted_per_second": _drafted_per_second(done.outcomes[one.method])}
         contestants.append(one.facts() | facts)
     best = max(rows[1:], key=lambda row: (not row["failures"], row.get("speedup") or 0.0))
     recipe = replace(first, name=f"compare_{first.target.model.replace('/', '_')}")

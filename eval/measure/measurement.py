@@ -6,6 +6,7 @@ The rows are `runs` of report.json; eval/report.md says what each of their keys 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from torch import nn
 
@@ -150,6 +151,44 @@ def measure(
     runners = {n: FaultTolerant(make) if tolerant else make() for n, make in makers.items()}
     outcomes = take_turns(runners, requests, recipe.eval, progress, remember)
     return Measurement(recipe, target, trained, prompts, requests, outcomes)
+
+
+class Entrant(Protocol):
+    """A drafter that is compared with others of its target, each with a recipe of its own."""
+
+    name: str
+    method: str
+    recipe: Recipe
+    trained: Trained
+
+
+def measure_entrants(
+    entrants: Sequence[Entrant],
+    target: Target,
+    prompts: Sequence[Prompt],  # one per turn
+    tolerant: bool = False,  # whether a failure is an outcome, and not raised
+) -> list[Measurement]:
+    """Let drafters take turns on the prompts; return a measurement of each, in their order.
+
+    The first one decodes plainly, and every measurement has it beside its own drafter. Lengths,
+    rows and repeats are those of its recipe.
+    """
+    settings = entrants[0].recipe.eval
+    requests = make_requests(settings, prompts)
+    room = capacity_for(settings, requests)
+    runners = {}
+    for one in entrants:
+        make = partial(make_method, one.method, one.recipe, target, one.trained, room)
+        runners[one.name] = FaultTolerant(make) if tolerant else make()
+    outcomes = take_turns(runners, requests, settings)
+    plain = outcomes[entrants[0].name]
+    return [
+        Measurement(
+            *(one.recipe, target, one.trained, prompts, requests),
+            outcomes={REFERENCE: plain, one.method: outcomes[one.name]},
+        )
+        for one in entrants
+    ]
 
 
 def repeat_speedups(row: dict, plain: dict | None) -> list[float]:

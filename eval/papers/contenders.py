@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from specdraft.data.prompts import Prompt, load_prompts
 from specdraft.eval.measure.environment import cpu_threads
-from specdraft.eval.measure.measurement import REFERENCE, Measurement
-from specdraft.eval.measure.methods import make_method
-from specdraft.eval.measure.questions import expand_turns, make_requests
-from specdraft.eval.measure.rounds import capacity_for, take_turns
+from specdraft.eval.measure.measurement import REFERENCE, Measurement, measure_entrants
+from specdraft.eval.measure.questions import expand_turns
 from specdraft.eval.measure.tuning import (
     FIRST,
     Scorer,
@@ -94,19 +92,10 @@ def measured(rows: Sequence[Contender], target: Target, prompts: Sequence[Prompt
 
     That of a single row at a time: a category has the forwards and the time of its own prompts.
     """
-    section = rows[0].recipe.eval
-    requests = make_requests(section, prompts)
-    capacity = capacity_for(section, requests)
-    with cpu_threads(section.threads):
-        runners = {
-            row.name: make_method(row.method, row.recipe, target, row.trained, capacity)
-            for row in rows
-        }
-        outcomes = take_turns(runners, requests, section)
+    with cpu_threads(rows[0].recipe.eval.threads):
+        measurements = measure_entrants(rows, target, prompts)
     reports = []
-    for row in rows:
-        of_row = {REFERENCE: outcomes[rows[0].name], row.method: outcomes[row.name]}
-        done = Measurement(row.recipe, target, row.trained, prompts, requests, of_row)
+    for row, done in zip(rows, measurements, strict=True):
         tuning = {"score": row.score, "setting": recipe_part(row.recipe, row.setting)}
         reports.append({"row": row.name} | tuning | _by_category(done))
     return reports

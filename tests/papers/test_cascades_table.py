@@ -16,6 +16,7 @@ from shallow import shallow_target
 from test_lm_drafter import near
 
 from specdraft.data.prompts import Prompt, load_prompts, tuning_prompts
+from specdraft.eval.measure.methods import make_method
 from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.rounds import balanced, take_turns
 from specdraft.eval.measure.tuning import Scorer, apply_setting, sample_settings
@@ -184,7 +185,7 @@ def test_runners_take_turns_on_every_batch(target):
     requests = make_requests(recipe.eval, chats(random_prompts(3)))
     asked, runners = [], {}
     for name in ("a", "b", "c"):
-        run = module.make_method("plain", recipe, target, Trained(), 64)
+        run = make_method("plain", recipe, target, Trained(), 64)
         runners[name] = lambda some, name=name, run=run: asked.append(name) or run(some)
     outcomes = take_turns(runners, requests, recipe.eval, progress=False)
     # Warmed up; every prompt once, each beginning with another one; then all of them again.
@@ -197,7 +198,7 @@ def test_runners_take_turns_on_every_batch(target):
 
 def test_no_garbage_collection_over_what_was_loaded_falls_into_a_turn(target):
     recipe = load_recipe(RECIPE, ["eval.max_new_tokens=2"])
-    run, frozen = module.make_method("plain", recipe, target, Trained(), 64), []
+    run, frozen = make_method("plain", recipe, target, Trained(), 64), []
     before = gc.get_freeze_count()
     runners = {"a": lambda some: frozen.append(gc.get_freeze_count()) or run(some)}
     take_turns(runners, make_requests(recipe.eval, chats(random_prompts(2))), recipe.eval, False)
