@@ -51,7 +51,7 @@ class Reviewer:
         most = min(student.context or slots, position_limit(student) or slots)
         self.packed = packed_target(student, rows, min(slots, most))
         self.max_committed = self.packed.pool.capacity - max_nodes
-        self.forwards, self.tokens_read, self.seconds = 0, 0, 0.0
+        self.forwards, self.seconds = 0, 0.0
         self.cached: list[list[int]] = [[] for _ in range(rows)]  # token ids
         self.settled = [0] * rows  # of them, those that have been compared once committed
 
@@ -88,7 +88,6 @@ class Reviewer:
             features = self.packed.forward(*placed)[upload(logits_to_keep, device)]
             logits = self.student.logits(features)
         self.forwards += len(rows)
-        self.tokens_read += len(ids)
         self.seconds += watch.seconds
         return list(logits.split([len(k) - s + 1 for k, s in zip(tokens, starts, strict=True)]))
 

@@ -216,7 +216,13 @@ def periodic() -> Periodic:
 
 def reading_ids(drafter: CascadeDrafter) -> CascadeDrafter:
     for reviewer in drafter.reviewers:
-        reviewer.packed.forward = lambda ids, *_: ids[:, None].float()
+        reviewer.tokens_read = 0
+
+        def forward(ids, *_, reviewer=reviewer):
+            reviewer.tokens_read += len(ids)
+            return ids[:, None].float()
+
+        reviewer.packed.forward = forward
     return drafter
 
 
@@ -252,7 +258,7 @@ def test_calls_and_tokens_read_are_those_counted_by_hand():
 class Watched(Reviewer):
     """Compares the cache with a fresh forward at every call, and counts what had to be read."""
 
-    needed = 0
+    needed = tokens_read = 0
 
     def read(self, rows, tokens, committed, starts):
         for row, known, start in zip(rows, tokens, starts, strict=True):
@@ -261,6 +267,7 @@ class Watched(Reviewer):
             same = [*agree, False].index(False)
             self.needed += len(known) - min(same, start - 1)
         logits = super().read(rows, tokens, committed, starts)
+        self.tokens_read += self.packed.inputs
         for row, known, start, after in zip(rows, tokens, starts, logits, strict=True):
             fresh = self.student.model(torch.tensor([known]), use_cache=True)
             torch.testing.assert_close(after, fresh.logits[0, start - 1 :], atol=1e-4, rtol=1e-4)
