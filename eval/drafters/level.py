@@ -17,7 +17,7 @@ from specdraft.eval.drafters.drawing import draws_of
 from specdraft.eval.drafters.lm import LMDrafter
 from specdraft.eval.engine.plan import CAUSAL, Segment
 from specdraft.eval.engine.transfer import download, upload
-from specdraft.eval.engine.tree import Topology, Tree
+from specdraft.eval.engine.tree import Topology, Tree, path_to
 from specdraft.models.target import Target
 
 
@@ -40,14 +40,6 @@ class Growth:
         self.tokens.append(token)
         self.sources.append(-1)
         return len(self.parents) - 1
-
-    def path(self, node: int) -> list[int]:
-        """A node and its ancestors, without the root."""
-        nodes = []
-        while node:
-            nodes.append(node)
-            node = self.parents[node]
-        return nodes
 
     def drawn_from(self, nodes: list[int], probs: Tensor | None) -> None:
         """Remember the distributions [len(nodes), V] of the nodes' children; None: not samples."""
@@ -105,10 +97,11 @@ class LevelDrafter(LMDrafter):
         cached, length = self.memory[row].cached, self.pool.lengths[row]
         start = length + len(cached)
         cached += nodes
-        if len(nodes) == 1 and len(growth.path(nodes[0])) == len(cached):
+        if len(nodes) == 1 and len(path_to(nodes[0], growth.parents)) == len(cached):
             return Segment(row, start, 1, CAUSAL)  # a chain so far: it sees all that was read
         slots = {node: slot for slot, node in enumerate(cached)}
-        seen = [(n, slots[a]) for n, node in enumerate(nodes) for a in growth.path(node)]
+        paths = (path_to(node, growth.parents) for node in nodes)
+        seen = [(n, slots[node]) for n, path in enumerate(paths) for node in path]
         hidden = torch.ones(len(nodes), len(cached), dtype=torch.bool)
         hidden[tuple(torch.tensor(seen).T)] = False
         bias = torch.zeros(len(nodes), length + len(cached), dtype=self.student.dtype)

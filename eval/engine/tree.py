@@ -58,12 +58,8 @@ class Topology:
         return tuple(map(tuple, children))
 
     def path(self, node: int) -> list[int]:
-        """A node behind its ancestors, the nearest last; without the root."""
-        nodes: list[int] = []
-        while node:
-            nodes.insert(0, node)
-            node = self.parents[node]
-        return nodes
+        """The nodes from below the root to a node, which is the last."""
+        return path_to(node, self.parents)
 
     @cached_property
     def rank_paths(self) -> tuple[tuple[int, ...], ...]:
@@ -87,6 +83,15 @@ class Topology:
     @cached_property
     def is_chain(self) -> bool:
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """The nodes from below the root to a node, which is the last; parents: of all nodes."""
+    path = []
+    while node:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
 
 
 @lru_cache(maxsize=512)

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.drafters.token_graph import GSD, GraphGrowth
 from specdraft.eval.engine.decoder import Decoder
-from specdraft.eval.engine.tree import Tree
+from specdraft.eval.engine.tree import Tree, path_to
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.methods import Engine
 from specdraft.eval.measure.metrics import Costs, counts
@@ -122,7 +122,7 @@ class ComparingGSD(GSD):
         """log q [N, V] after the paths that end at the nodes."""
         committed = self.memory[row].tokens
         paths = [
-            torch.tensor([*committed, *(growth.tokens[a] for a in reversed(growth.path(node)))])
+            torch.tensor([*committed, *(growth.tokens[n] for n in path_to(node, growth.parents))])
             for node in nodes
         ]
         # Padded on the right: attention is causal.

@@ -14,6 +14,7 @@ from random_models import random_target
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.timing import Timing
+from specdraft.eval.engine.tree import path_to
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.methods.registry import Setup, make_drafter
 from specdraft.eval.methods.trained import Trained
@@ -139,7 +140,7 @@ def test_the_divergence_of_a_merge_is_that_of_the_two_texts():
         if first >= 0:
             laws = []
             for end in (node, first):
-                text = [growth.tokens[a] for a in reversed(growth.path(end))]
+                text = [growth.tokens[n] for n in path_to(end, growth.parents)]
                 logits = student.model(torch.tensor([prompt + text])).logits[0, -1]
                 laws.append(logits.double().log_softmax(-1))
             expected.append(float((laws[0].exp() * (laws[0] - laws[1])).sum()))
