@@ -18,44 +18,33 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteriaList,
-)
-from transformers.generation import (
-    EosTokenCriteria,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MaxLengthCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
+    generation,
 )
 
 from specdraft.eval.engine.request import Request
 from specdraft.recipes.errors import DataError
 
-WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # in the order of `warp`
+# What each is a setting of, of a `Request` and of the warper itself; in the order of `warp`.
+WARPERS = {
+    generation.TemperatureLogitsWarper: "temperature",
+    generation.TopKLogitsWarper: "top_k",
+    generation.TopPLogitsWarper: "top_p",
+}
 # What they do to the logits after a node depends on the tokens before it and on nothing else.
 PROCESSORS = (
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
+    generation.ExponentialDecayLengthPenalty,
+    generation.ForcedBOSTokenLogitsProcessor,
+    generation.ForcedEOSTokenLogitsProcessor,
+    generation.MinLengthLogitsProcessor,
+    generation.MinNewTokensLengthLogitsProcessor,
+    generation.NoBadWordsLogitsProcessor,
+    generation.NoRepeatNGramLogitsProcessor,
+    generation.RepetitionPenaltyLogitsProcessor,
+    generation.SequenceBiasLogitsProcessor,
+    generation.SuppressTokensAtBeginLogitsProcessor,
+    generation.SuppressTokensLogitsProcessor,
 )
+ENDINGS = (generation.EosTokenCriteria, generation.MaxLengthCriteria)  # which requests have
 HONOURED = {
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -167,15 +156,9 @@ def read_call(
     """
     _check_config(config)
     prompts = _prompts(input_ids, arguments)
-    ends = (c.eos_token_id.tolist() for c in criteria if type(c) is EosTokenCriteria)
+    ends = (c.eos_token_id.tolist() for c in criteria if type(c) is generation.EosTokenCriteria)
     eos_ids = [token for ids in ends for token in ids]
-    warpers = [one for one in processors if type(one) not in PROCESSORS]
-    if any(type(one) in PROCESSORS for one in processors[len(processors) - len(warpers) :]):
-        names = ", ".join(type(one).__name__ for one in processors)
-        raise DataError(
-            f"generate: cannot honour this order of logits processors: {names}; put those that "
-            "warp (temperature, top-k, top-p) last"
-        )
+    processing, warpers = _parted(processors)
     settings = _sampling(warpers, config.do_sample) | {"eos_ids": frozenset(eos_ids)}
     new_tokens = criteria.max_length - input_ids.shape[1]
     read = sources or [([], [])] * len(prompts)
@@ -183,7 +166,7 @@ def read_call(
         Request(prompt, new_tokens, source=source, source_padding=padding, **settings)
         for prompt, (padding, source) in zip(prompts, read, strict=True)
     ]
-    if processing := [one for one in processors if type(one) in PROCESSORS]:
+    if processing:
         requests = [
             replace(request, process=Processing.of(processing, number, ids, request.prompt))
             for number, (request, ids) in enumerate(zip(requests, input_ids, strict=True))
@@ -191,7 +174,7 @@ def read_call(
     if config.do_sample:
         seeds = torch.randint(2**63 - 1, (len(requests),)).tolist()
         requests = [replace(r, seed=seed) for r, seed in zip(requests, seeds, strict=True)]
-    others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    others = [c for c in criteria if type(c) not in ENDINGS]
     pad = config.pad_token_id if config.pad_token_id is not None else next(iter(eos_ids), None)
     return GenerateCall(requests, StoppingCriteriaList(others), pad)
 
@@ -263,6 +246,20 @@ def _prompts(input_ids: Tensor, arguments: dict) -> list[list[int]]:
     return [ids[kept].tolist() for ids, kept in zip(input_ids, mask, strict=True)]
 
 
+def _parted(processors: LogitsProcessorList) -> tuple[list[LogitsProcessor], list[LogitsProcessor]]:
+    """The processors of logits that are honoured, and the others, which have to warp, behind them.
+    DataError for another order."""
+    processing = [one for one in processors if type(one) in PROCESSORS]
+    others = processors[len(processing) :]
+    if any(type(one) in PROCESSORS for one in others):
+        names = ", ".join(type(one).__name__ for one in processors)
+        raise DataError(
+            f"generate: cannot honour this order of logits processors: {names}; put those that "
+            "warp (temperature, top-k, top-p) last"
+        )
+    return processing, others
+
+
 def _sampling(processors: Sequence, do_sample: bool) -> dict:
     """Temperature, top-k and top-p, read from the processors themselves."""
     kinds = [type(processor) for processor in processors]
@@ -273,13 +270,12 @@ def _sampling(processors: Sequence, do_sample: bool) -> dict:
             f"generate: cannot honour these logits processors: {names}; when sampling, {allowed} "
             "are possible, in this order; else none"
         )
-    found = dict(zip(kinds, processors, strict=True))
     if any(getattr(warper, "min_tokens_to_keep", 1) != 1 for warper in processors):
         raise DataError("generate: min_tokens_to_keep of a logits warper must be 1")
     if any(getattr(warper, "filter_value", -torch.inf) != -torch.inf for warper in processors):
         raise DataError("generate: filter_value of a logits warper must be -inf")
     settings = {"temperature": 1.0 if do_sample else 0.0}
-    for kind, name in zip(WARPERS, ("temperature", "top_k", "top_p"), strict=True):
-        if kind in found:
-            settings[name] = getattr(found[kind], name)
-    return settings
+    return settings | {
+        WARPERS[kind]: getattr(one, WARPERS[kind])
+        for kind, one in zip(kinds, processors, strict=True)
+    }
