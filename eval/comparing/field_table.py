@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
+from specdraft.eval.page.cells import NOTHING, figure
 from specdraft.recipes.errors import DataError
 
 ROWS, TEMPERATURES = (1, 4, 16), (0.0, 1.0)  # that papers report
@@ -24,7 +25,6 @@ FIGURES = (
 SAME = ("outputs", "max_new_tokens", "tokens", "steps")  # where a run is only measured again
 FIGURE_LISTS = ("acceptance_by_depth", "acceptance_by_node")
 OF_ALL = "accepted_by_depth"  # not in reports of earlier versions
-NOTHING = "-"
 _LATEX = str.maketrans(
     {c: f"\\{c}" for c in "#$%&_{}"}
     | {"~": r"\~{}", "^": r"\^{}", "τ": r"$\tau$"}
@@ -144,11 +144,11 @@ def _line(place: tuple, by_rows: dict[int, dict], sizes: Iterable[int]) -> list[
         _draft(run),
         prompts,
         f"{temperature:g}",
-        _figure(run["tokens_per_step"], 2),
-        _figure(run["accepted_per_step"], 2),
+        figure(run["tokens_per_step"]),
+        figure(run["accepted_per_step"]),
         *(figures or NOTHING for figures in by_position),
-        _figure(run.get("speedup"), 2),
-        *(_figure(by_rows.get(size, {}).get("tokens_per_second"), 0) for size in sizes),
+        figure(run.get("speedup")),
+        *(figure(by_rows.get(size, {}).get("tokens_per_second"), 0) for size in sizes),
     ]
 
 
@@ -159,10 +159,6 @@ def _draft(run: dict) -> str:
         return NOTHING
     shape = "tree" if any(max(node["path"]) for node in nodes) else "chain"
     return f"{shape}, {run['drafted_per_step']:.1f} nodes"
-
-
-def _figure(value: float | None, digits: int) -> str:
-    return NOTHING if value is None else f"{value:.{digits}f}"
 
 
 def _caption(report: dict, runs: Sequence[dict]) -> str:

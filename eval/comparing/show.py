@@ -4,7 +4,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from specdraft.eval.measure.table import identical_outputs, other_target
+from specdraft.eval.measure.table import other_target
+from specdraft.eval.page.cells import NOTHING, failure_reasons, figure, identical_outputs
 from specdraft.eval.page.colours import method_colours
 from specdraft.eval.page.plots import (
     FAINT,
@@ -18,7 +19,6 @@ from specdraft.eval.page.plots import (
     Plot,
     fitting,
 )
-from specdraft.eval.page.trouble import failure_reasons
 from specdraft.recipes.terminal import Screen
 
 HEADINGS = (
@@ -39,13 +39,13 @@ def print_comparison(report: dict, console: Screen | None = None) -> None:
         one = facts.get(run["method"], {})
         table.add_row(
             run["method"],
-            _figure(run.get("tokens_per_step"), 2),
-            _figure(run.get("speedup"), 2),
-            _figure(run.get("tokens_per_second"), 0),
+            figure(run.get("tokens_per_step")),
+            figure(run.get("speedup")),
+            figure(run.get("tokens_per_second"), 0),
             identical_outputs(run),
-            _figure(one.get("training_minutes"), 1),
+            figure(one.get("training_minutes"), 1),
             _short(one.get("parameters")),
-            _figure(one and one["bytes"] / 1e6, 1),
+            figure(one["bytes"] / 1e6 if one else None, 1),
             _short(one.get("drafted_per_second")),
         )
     console.print(table)
@@ -112,14 +112,10 @@ def _minutes(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _figure(value: float | None, digits: int) -> str:
-    return "-" if value is None or value == {} else f"{value:.{digits}f}"
-
-
 def _short(count: float | None) -> str:
     """A large number in four characters: 950, 12k, 3.1M."""
     if count is None:
-        return "-"
+        return NOTHING
     units = {1e9: "G", 1e6: "M", 1e3: "k", 1: ""}
     unit = next((unit for unit in units if count >= unit), 1)
     return f"{count / unit:.{1 if unit > 1e3 and count < 10 * unit else 0}f}{units[unit]}"

@@ -7,7 +7,12 @@ from rich.table import Table
 from rich.text import Text
 
 from specdraft.eval.measure.show import print_sample
-from specdraft.eval.page.trouble import failure_counts, failure_reasons
+from specdraft.eval.page.cells import (
+    failure_counts,
+    failure_reasons,
+    figure,
+    identical_outputs,
+)
 from specdraft.recipes.terminal import Screen
 
 WIDEST = 400  # columns of a printed table
@@ -103,20 +108,13 @@ def print_curves(runs: Sequence[dict]) -> None:
         for size in sizes:
             table.add_column(str(size), justify="right")
         for name, by_size in methods.items():
-            table.add_row(name, *(_figure(by_size.get(size, {}), "speedup") for size in sizes))
+            table.add_row(name, *(figure(by_size.get(size, {}).get("speedup")) for size in sizes))
         console.print(table)
 
 
-def _figure(run: dict, key: str, digits: int = 2) -> str:
+def _figure(run: dict, key: str, digits: int) -> str:
     """A figure of a run; of speed with repeats, the slowest and the fastest of them, too."""
-    shown = "-" if run.get(key) is None else f"{run[key]:.{digits}f}"
     repeats = run.get("tokens_per_second_repeats") if key == "tokens_per_second" else None
-    return shown + (f" ({min(repeats):.0f}-{max(repeats):.0f})" if repeats else "")
-
-
-def identical_outputs(run: dict) -> str:
-    """How many outputs of a run are those of plain decoding, and how many differ by a near-tie."""
-    if run["identical"] is None:
-        return "-"
-    near = f" (+{run['near_ties']} ties)" if run["near_ties"] else ""
-    return f"{run['identical']}/{run['outputs']}{near}"
+    return figure(run.get(key), digits) + (
+        f" ({min(repeats):.0f}-{max(repeats):.0f})" if repeats else ""
+    )

@@ -20,6 +20,12 @@ from jinja2 import Environment, StrictUndefined
 
 from specdraft.data.atomic import write_atomic
 from specdraft.eval.engine.tree import Topology
+from specdraft.eval.page.cells import (
+    failure_counts,
+    failure_reasons,
+    figure,
+    identical_outputs,
+)
 from specdraft.eval.page.colours import SERIES, method_colours
 from specdraft.eval.page.plots import (
     Plot,
@@ -31,7 +37,6 @@ from specdraft.eval.page.plots import (
     to_svg,
     write_png,
 )
-from specdraft.eval.page.trouble import failure_counts, failure_reasons
 
 Run = dict[str, Any]
 COLUMNS = {  # key in report.json: (heading, digits); what matters most stands on a phone, too
@@ -71,8 +76,9 @@ def render(report: dict, sections: list[dict], across: list[Plot]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"svg": to_svg, "figure": _figure, "hash": _hash}
+    environment.filters |= {"svg": to_svg, "figure": figure, "hash": _hash}
     environment.filters |= {"draft_lines": draft_lines, "category": _category}
+    environment.filters |= {"identical": identical_outputs}
     environment.filters |= {"trouble": failure_counts, "reasons": failure_reasons}
     template = Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
     recipe = report.get("recipe", {})
@@ -247,10 +253,6 @@ def draft_lines(draft: dict) -> list[dict]:
         {"text": texts[node], "depth": tree.depths[node] - 1, "accepted": node in accepted}
         for node in depth_first(tree)[1:]
     ]
-
-
-def _figure(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _category(run: Run, name: str) -> dict:

@@ -37,9 +37,10 @@ from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.measure.rounds import take_turns
 from specdraft.eval.measure.show import ACCEPTED, Pieces, kinds, replay
-from specdraft.eval.measure.table import identical_outputs, print_report
+from specdraft.eval.measure.table import print_report
 from specdraft.eval.methods.registry import METHODS
 from specdraft.eval.methods.trained import Trained
+from specdraft.eval.page.cells import identical_outputs
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.student import make_student

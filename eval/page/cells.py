@@ -1,4 +1,19 @@
-"""What went wrong in a run of a report, in words: for its table and its page."""
+"""What stands in the cells of a table of runs, on the page as on a terminal."""
+
+NOTHING = "-"  # of a figure that is not known
+
+
+def figure(value: float | None, digits: int = 2) -> str:
+    """A number with so many digits behind its point."""
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def identical_outputs(run: dict) -> str:
+    """How many outputs of a run are those of plain decoding, and how many differ by a near-tie."""
+    if run.get("identical") is None:
+        return NOTHING
+    near = f" (+{run['near_ties']} ties)" if run["near_ties"] else ""
+    return f"{run['identical']}/{run['outputs']}{near}"
 
 
 def failure_counts(run: dict) -> str:
