@@ -17,11 +17,11 @@ from specdraft.recipes.entry import entry
 import argparse
 from pathlib import Path
 
+from specdraft.eval.page.png import save_png
 from specdraft.eval.papers.jobs import TABLE
 from specdraft.eval.papers.table import Plan, with_settings
 from specdraft.eval.papers.tables import all_tables, table_of
 from specdraft.eval.publishing.page import check_page, write_page
-from specdraft.eval.publishing.plots import save
 from specdraft.eval.publishing.result import show, write_result
 from specdraft.recipes.arguments import Parser, check_writable, whole, whole_numbers
 from specdraft.recipes.errors import RecipeError
@@ -74,7 +74,7 @@ def make(options: argparse.Namespace) -> None:
     show(made)
     tell(f"wrote {out}")
     for file, drawn in table.pictures(made).items():
-        tell(f"wrote {save(drawn, out.with_name(file))}")
+        tell(f"wrote {save_png(drawn, out.with_name(file))}")
 
 
 if __name__ == "__main__":

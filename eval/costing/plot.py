@@ -6,15 +6,14 @@ It needs matplotlib, which is an extra: pip install 'specdraft[plots]'.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdraft.data.atomic import write_atomic
 from specdraft.eval.costing.ledger import at_of
 from specdraft.eval.costing.show import error_of
 from specdraft.eval.page.colours import SERIES
+from specdraft.eval.page.png import save_png
 from specdraft.eval.pricing.cost import CostModel, Curve
 
 if TYPE_CHECKING:
@@ -40,9 +39,7 @@ def write_plot(points: Sequence[dict], costs: CostModel, title: str, path: Path)
     if draft:
         _of_drafts(axes[2], draft, costs)
     figure.suptitle(title, parse_math=False)
-    content = BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    write_atomic(path, content.getvalue())
+    save_png(figure, path, dpi=120)
 
 
 def _by_nodes(axes: Axes, verify: Sequence[dict], costs: CostModel) -> None:

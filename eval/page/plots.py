@@ -8,13 +8,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
 
-from specdraft.data.atomic import write_atomic
 from specdraft.eval.engine.tree import Topology
 from specdraft.eval.page.colours import mixed
+from specdraft.eval.page.png import save_png
 
 WIDTH = 360
 FONT, LETTER = 11, 6.2  # size of text, and the width of an average letter of it
@@ -285,16 +284,13 @@ def write_png(plot: Plot, folder: Path) -> Path:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure((WIDTH / 72, (plot.height + 22) / 72), dpi=216)
+    figure = Figure((WIDTH / 72, (plot.height + 22) / 72))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(plot.height, -22))
     axes.axis("off")
     for shape in (Label(8, -7, plot.title, size=12), *plot.shapes):
         _paint(axes, shape)
-    content, path = BytesIO(), folder / f"{plot.name}.png"
-    figure.savefig(content, format="png")
-    write_atomic(path, content.getvalue())
-    return path
+    return save_png(figure, folder / f"{plot.name}.png", dpi=216)
 
 
 def _paint(axes, shape: Shape) -> None:

@@ -6,12 +6,9 @@ They need matplotlib, which is an extra: pip install 'specdraft[plots]'.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO
 from itertools import cycle
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdraft.data.atomic import write_atomic
 from specdraft.eval.measure.ewif import Proposer, ewif, of_assignment
 from specdraft.eval.page.colours import method_colours
 from specdraft.recipes.errors import DataError
@@ -32,19 +29,6 @@ def figure() -> Figure:
             "plots need matplotlib, which is not installed; pip install 'specdraft[plots]'"
         ) from error
     return Figure(figsize=SIZE, layout="constrained")
-
-
-def save(drawn: Figure, path: Path) -> Path:
-    """Write a figure in the format of its name, whole or not at all; DataError for an unknown."""
-    kind = path.suffix.lstrip(".")
-    known = drawn.canvas.get_supported_filetypes()
-    if kind not in known:
-        raise DataError(f"{path}: cannot draw {kind or 'a file without a suffix'}; give {path}.png")
-    content = BytesIO()
-    drawn.savefig(content, format=kind, dpi=150)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, content.getvalue())
-    return path
 
 
 def acceptance_by_position(runs: Sequence[dict]) -> Figure:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdraft.eval.page.colours import method_colours
-from specdraft.eval.publishing.plots import figure, save
+from specdraft.eval.page.png import save_png
+from specdraft.eval.publishing.plots import figure
 from specdraft.train.curves.saturation import fit_saturation
 from specdraft.train.curves.sizes import METHODS
 
@@ -33,7 +34,7 @@ def draw_curves(report: dict, folder: Path) -> None:
         axes.set_title(f"{regime} steps; lines and 90% bands of all curves that fit", fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, loc="upper left")
-        save(drawn, folder / f"curve-{regime}.png")
+        save_png(drawn, folder / f"curve-{regime}.png")
 
 
 def _draw_kind(axes: Axes, kind: str, runs: Sequence[dict]) -> None:
