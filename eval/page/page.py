@@ -162,9 +162,9 @@ def _plots(prompts: str, runs: list[Run], colours: dict[str, str]) -> list[Plot]
     plots = []
     if speeds:
         title = "Speedup over plain decoding" + (", spread of repeats" if spreads else "")
-        plots.append(bars(f"speedup-{tag}", title, speeds, spreads, colours, baseline=1.0))
+        plots.append(bars(f"speedup-{tag}", title, speeds, spreads, colours))
     if lengths:
-        plots.append(bars(f"tokens-{tag}", "Tokens per step", lengths, {}, colours, baseline=1.0))
+        plots.append(bars(f"tokens-{tag}", "Tokens per step", lengths, {}, colours))
     if depths:
         title = "Acceptance by depth, given the depth before"
         plots.append(curves(f"depth-{tag}", title, depths, colours, "depth", highest=1.0))

@@ -83,15 +83,14 @@ def bars(
     values: Mapping[str, float],
     spreads: Mapping[str, tuple[float, float]],
     colours: Mapping[str, str],
-    baseline: float | None = None,
 ) -> Plot:
-    """One bar per method, with its figure, and a whisker where repeats give it a spread."""
+    """One bar per method, with its figure, and a whisker where repeats give it a spread; a line
+    through all of them at 1, which is plain decoding."""
     plot, left = Plot(name, title), _label_width(values)
     ends = [*values.values(), *(high for _, high in spreads.values())]
     scale = (WIDTH - left - _figure_width(values.values())) / max(ends)
-    if baseline:
-        x = left + baseline * scale
-        plot.add(Line([(x, 0), (x, 24 * len(values))], MARK))
+    plain = left + scale
+    plot.add(Line([(plain, 0), (plain, 24 * len(values))], MARK))
     for number, (method, value) in enumerate(values.items()):
         y, end = 24 * number, left + value * scale
         plot.add(Label(left - 6, y + 16, fitting(method, left - 6), "end"))
