@@ -19,9 +19,10 @@ from pathlib import Path
 
 from specdraft.data.lock import output_lock
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.comparing.contestants import enlarge_entered, enter, read_recipes
+from specdraft.eval.comparing.contestants import enter, read_recipes
 from specdraft.eval.comparing.race import race
 from specdraft.eval.comparing.show import frontier, print_comparison
+from specdraft.eval.costing.enlarged import enlarge_entrants
 from specdraft.eval.costing.shapes import find_shape
 from specdraft.eval.measure.report import write_report
 from specdraft.models.target import Target
@@ -51,7 +52,7 @@ def main() -> None:
     entered, left_out = enter(recipes, target)
     prompts = load_prompts(first, target.tokenizer)
     if shape:
-        target, entered = enlarge_entered(shape, entered, target)
+        target, entered = enlarge_entrants(shape, entered, target)
     with output_lock(options.out):
         report = race(entered, target, prompts, left_out)
         print_comparison(report)

@@ -7,13 +7,11 @@ fitted to it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
-from specdraft.eval.costing.enlarged import enlarge_all
-from specdraft.eval.costing.shapes import Shape
 from specdraft.eval.measure.measurement import REFERENCE
 from specdraft.eval.methods.registry import drafted_trees, featured, load_trained, needs, problems
 from specdraft.eval.methods.setup import tree_method
@@ -137,19 +135,6 @@ def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant],
         told = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise RecipeError(f"none of them is finished: {told}")
     return entered, left_out
-
-
-def enlarge_entered(
-    shape: Shape, entered: Sequence[Contestant], target: Target
-) -> tuple[Target, list[Contestant]]:
-    """Return the target, and each contestant with its drafter, at the sizes of a shape.
-
-    Raises RecipeError as `enlarge_all`.
-    """
-    every = [one.trained for one in entered]
-    large, drafters = enlarge_all(shape, entered[0].recipe, target, every)
-    enlarged = zip(entered, drafters, strict=True)
-    return large, [replace(one, trained=trained) for one, trained in enlarged]
 
 
 def _drafting(recipe: Recipe) -> Recipe:

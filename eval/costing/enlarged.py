@@ -7,11 +7,13 @@ such targets. What they say and draft stays.
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
+from typing import TypeVar
 
 import torch
 
 from specdraft.eval.costing.room import bytes_of, check_room, row_bytes
 from specdraft.eval.costing.shapes import STUDENT, Shape
+from specdraft.eval.measure.measurement import Entrant
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import DTYPES
@@ -32,6 +34,8 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import say
 
+E = TypeVar("E", bound=Entrant)
+
 
 def enlarge(
     shape: Shape, recipe: Recipe, target: Target, trained: Trained
@@ -42,6 +46,15 @@ def enlarge(
     """
     large, (drafters,) = enlarge_all(shape, recipe, target, [trained])
     return large, drafters
+
+
+def enlarge_entrants(shape: Shape, entrants: Sequence[E], target: Target) -> tuple[Target, list[E]]:
+    """Return the target of some entrants, and each of them with its drafter, at the sizes of a
+    shape. Raises RecipeError as `enlarge_all`."""
+    every = [one.trained for one in entrants]
+    large, drafters = enlarge_all(shape, entrants[0].recipe, target, every)
+    enlarged = zip(entrants, drafters, strict=True)
+    return large, [replace(one, trained=trained) for one, trained in enlarged]
 
 
 def enlarge_all(

@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import islice
 from operator import attrgetter
 
-from specdraft.eval.costing.enlarged import enlarge_all
+from specdraft.eval.costing.enlarged import enlarge_entrants
 from specdraft.eval.costing.measuring import cover_rows
 from specdraft.eval.costing.shapes import Shape, find_shape
 from specdraft.eval.measure.environment import cpu_threads, environment
@@ -163,8 +163,7 @@ class RivalTable(Table):
         rows += [rival.contender(plan, seed, target) for rival in rivals for seed in seeds]
         prompts = asked(recipe, target)
         if shape := self.larger():
-            target, drafters = enlarge_all(shape, recipe, target, [row.trained for row in rows])
-            rows = [replace(row, trained=own) for row, own in zip(rows, drafters, strict=True)]
+            target, rows = enlarge_entrants(shape, rows, target)
         for row in rows:
             if METHODS[row.method].is_priced:
                 cover_rows(row.recipe, target, row.trained, row.recipe.eval.batch_size)

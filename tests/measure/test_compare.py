@@ -14,10 +14,11 @@ from rich.console import Console
 from shallow import shallow_target
 
 from specdraft.data.prompts import load_prompts
-from specdraft.eval.comparing.contestants import enlarge_entered, enter, read_recipes
+from specdraft.eval.comparing.contestants import enter, read_recipes
 from specdraft.eval.comparing.race import advice, race
 from specdraft.eval.comparing.show import frontier, outrun_by_none, print_comparison
 from specdraft.eval.costing import enlarged
+from specdraft.eval.costing.enlarged import enlarge_entrants
 from specdraft.eval.costing.room import bytes_of
 from specdraft.eval.costing.shapes import Shape
 from specdraft.eval.measure.report import evaluate, write_report
@@ -301,6 +302,6 @@ def test_room_is_asked_for_all_of_them_before_any_is_enlarged(runs, tiny, small,
     needed = []
     monkeypatch.setattr(enlarged, "check_room", lambda what, count, device: needed.append(count))
     for some in (entered[:1], entered):
-        _, large = enlarge_entered(LARGER, some, tiny)
+        _, large = enlarge_entrants(LARGER, some, tiny)
     added = sum(bytes_of(network) for one in large[1:] for network in one.networks())
     assert needed[1] - needed[0] == added
