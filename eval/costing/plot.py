@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdraft.eval.costing.ledger import at_of
-from specdraft.eval.costing.show import error_of
+from specdraft.eval.costing.show import off_by
 from specdraft.eval.page.colours import SERIES
 from specdraft.eval.page.png import save_png
-from specdraft.eval.pricing.cost import CostModel, Curve
+from specdraft.eval.pricing.cost import CostModel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ def _by_nodes(axes: Axes, verify: Sequence[dict], costs: CostModel) -> None:
         _dots(axes, [point["nodes"] for point in there], there, colour)
         line = [costs.verify_ms(least, nodes, cached) for nodes in range(1, most + 1)]
         axes.plot(range(1, most + 1), line, color=colour, label=f"{cached} cached")
-    title = f"verifying, {least} row{'s' * (least > 1)}\n{_off(costs.verify)}"
+    title = f"verifying, {least} row{'s' * (least > 1)}\n{off_by(costs.verify)}"
     axes.set(title=title, xlabel="nodes")
     _finish(axes)
 
@@ -73,11 +73,6 @@ def _by_rows(axes: Axes, verify: Sequence[dict], costs: CostModel) -> None:
     _finish(axes)
 
 
-def _off(curve: Curve) -> str:
-    """How far a curve is from its points."""
-    return error_of(curve).partition("the curve is ")[2].partition(";")[0]
-
-
 def _of_drafts(axes: Axes, draft: Sequence[dict], costs: CostModel) -> None:
     """Measured against fitted: on the line, they are one."""
     ordered = sorted(draft, key=lambda point: point["rows"])
@@ -87,7 +82,7 @@ def _of_drafts(axes: Axes, draft: Sequence[dict], costs: CostModel) -> None:
         _dots(axes, said, there, colour, f"{rows} row{'s' * (rows > 1)}")
     ends = [f(point["ms"] for point in draft) for f in (min, max)]
     axes.plot(ends, ends, color="#66727f", linewidth=1)
-    axes.set(title=f"drafts\n{_off(costs.draft)}", xlabel="ms of the curve")
+    axes.set(title=f"drafts\n{off_by(costs.draft)}", xlabel="ms of the curve")
     _finish(axes)
 
 

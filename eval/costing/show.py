@@ -34,11 +34,14 @@ def print_costs(points: Sequence[dict], costs: CostModel, console: Screen) -> No
 
 
 def error_of(curve: Curve) -> str:
-    """How far a curve is from its points, in words."""
-    return (
-        f"{curve.points} points, the curve is off by {curve.median_error:.1%} (median) to "
-        f"{curve.worst_error:.1%}; by {curve.median_held_out:.1%} of a point it was not shown"
-    )
+    """How far a curve is from what was measured, in words."""
+    held_out = f"by {curve.median_held_out:.1%} of a point it was not shown"
+    return f"{curve.points} points, the curve is {off_by(curve)}; {held_out}"
+
+
+def off_by(curve: Curve) -> str:
+    """The errors of a curve at the points that it was fitted to."""
+    return f"off by {curve.median_error:.1%} (median) to {curve.worst_error:.1%}"
 
 
 def _by_nodes(verify: Sequence[dict], rows: int, costs: CostModel) -> Table:
