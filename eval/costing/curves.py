@@ -46,10 +46,9 @@ def knots(tokens: Sequence[int]) -> tuple[int, ...]:
     >>> knots([1, 2, 4, 8, 12, 16, 24, 32])
     (1, 2, 4, 8, 16)
     """
-    *inner, _ = sorted({1, *tokens, max(tokens) + 1})
     chosen = [1]
-    for count in inner[1:]:
-        if count >= SPREAD * chosen[-1] and count < max(tokens):
+    for count in sorted(tokens):
+        if SPREAD * chosen[-1] <= count < max(tokens):
             chosen.append(count)
     return tuple(chosen)
 
