@@ -18,7 +18,7 @@ from specdraft.eval.costing.ledger import ELSEWHERE
 from specdraft.eval.costing.measuring import measure_costs
 from specdraft.eval.costing.race import FINALISTS, combined_speedup, fitting_prompts, speedups
 from specdraft.eval.costing.replay import Load, answers
-from specdraft.eval.costing.search import Candidate, candidates, finalists
+from specdraft.eval.costing.search import Candidate, TreePrices, finalists
 from specdraft.eval.costing.shares import TreeDrafter
 from specdraft.eval.drafters.static import Path as Ranks
 from specdraft.eval.measure.environment import cpu_threads, environment
@@ -48,8 +48,8 @@ def fit_tree(
         costs = measure_costs(recipe, target, drafter.trained, grid).model
         load = Load(answers(target, prompts, recipe.eval.max_new_tokens), recipe.eval.batch_size)
         ranks, shares = drafter.right(target, load.texts)
-        form = (costs, drafter.block_size, drafter.coupled, load)
-        best = finalists([*candidates(shares, ranks, *form)], count)
+        prices = TreePrices(ranks, costs, drafter.block_size, drafter.coupled, load)
+        best = finalists([*prices.candidates(shares)], count)
         seconds = load.plain_ms(costs) / 1e3
         found = zip(best, _race(recipe, target, drafter, prompts, best, seconds), strict=True)
         ranked = sorted(found, key=lambda pair: -combined_speedup(pair[0].speedup, pair[1]))

@@ -37,41 +37,39 @@ class Candidate:
         return max(map(len, self.paths))
 
 
-def candidates(
-    shares: Tensor, ranks: Ranks, costs: CostModel, block_size: int, coupled: bool, load: Load
-) -> Iterator[Candidate]:
-    """Yield the best tree of every depth and number of nodes, for shares [D, W] of ranks.
+@dataclass(frozen=True)
+class TreePrices:
+    """What trees of one drafter bring, by its ranks in known answers, and what they take."""
 
-    block_size: depths of a pass; all of them for Medusa's heads.
-    """
-    seen = set()
-    for depth in range(1, len(shares) + 1):
-        paths = best_paths(shares[:depth], LARGEST)
-        for nodes in range(1, len(paths) + 1):
-            chosen = tuple(sorted(paths[:nodes]))
-            if chosen not in seen:
-                seen.add(chosen)
-                yield priced(chosen, ranks, costs, block_size, coupled, load)
+    ranks: Ranks
+    costs: CostModel
+    block_size: int  # depths of a pass; all of them for Medusa's heads
+    coupled: bool
+    load: Load
 
+    def candidates(self, shares: Tensor) -> Iterator[Candidate]:
+        """Yield the best tree of every depth and number of nodes, for shares [D, W] of ranks."""
+        seen = set()
+        for depth in range(1, len(shares) + 1):
+            paths = best_paths(shares[:depth], LARGEST)
+            for nodes in range(1, len(paths) + 1):
+                chosen = tuple(sorted(paths[:nodes]))
+                if chosen not in seen:
+                    seen.add(chosen)
+                    yield self.priced(chosen)
 
-def priced(
-    paths: tuple[Path, ...],
-    ranks: Ranks,
-    costs: CostModel,
-    block_size: int,
-    coupled: bool,
-    load: Load,
-) -> Candidate:
-    """What decoding with a tree is expected to bring and to take; sorted paths."""
-    shape, steps = shape_of(StaticTree(paths, block_size, coupled)), ranks.steps(paths)
+    def priced(self, paths: tuple[Path, ...]) -> Candidate:
+        """What decoding with a tree is expected to bring and to take; sorted paths."""
+        load, costs, steps = self.load, self.costs, self.ranks.steps(paths)
+        shape = shape_of(StaticTree(paths, self.block_size, self.coupled))
 
-    @cache
-    def step(rows: int) -> float:
-        return load.step_ms(costs, rows, len(paths) + 1) + costs.draft_ms(*shape, rows)
+        @cache
+        def step(rows: int) -> float:
+            return load.step_ms(costs, rows, len(paths) + 1) + costs.draft_ms(*shape, rows)
 
-    tokens = load.tokens / (sum(steps) + len(steps))
-    speedup = load.plain_ms(costs) / load.ms(steps, step, costs)
-    return Candidate(paths, len(shape[0]), tokens, speedup)
+        tokens = load.tokens / (sum(steps) + len(steps))
+        speedup = load.plain_ms(costs) / load.ms(steps, step, costs)
+        return Candidate(paths, len(shape[0]), tokens, speedup)
 
 
 def finalists(found: Sequence[Candidate], count: int) -> list[Candidate]:

@@ -18,7 +18,7 @@ from specdraft.data.prompts import Prompt
 from specdraft.eval.costing.fitting import fit_tree, write_tree
 from specdraft.eval.costing.race import fitting_prompts
 from specdraft.eval.costing.replay import Load, answers
-from specdraft.eval.costing.search import LARGEST, Candidate, priced
+from specdraft.eval.costing.search import LARGEST, Candidate, TreePrices
 from specdraft.eval.costing.shares import DEEPEST, TreeDrafter
 from specdraft.eval.costing.tree_growth import best_paths
 from specdraft.eval.drafters.static import Path as Ranks
@@ -63,8 +63,8 @@ class TreeTable(Table):
             costs = load_costs(Path(recipe.output.dir) / COSTS, target)  # as they were fitted to
             load = Load(answers(target, prompts, length), recipe.eval.batch_size)
             ranks, _ = drafter.right(target, load.texts)
-            form = ranks, costs, drafter.block_size, drafter.coupled, load
-            expected = {name: priced(paths, *form) for name, paths in trees.items()}
+            prices = TreePrices(ranks, costs, drafter.block_size, drafter.coupled, load)
+            expected = {name: prices.priced(paths) for name, paths in trees.items()}
             plain = 1e3 * load.tokens / load.plain_ms(costs)  # tokens/s
             runs = decoded(recipe, target, drafter, prompts, trees, folder)
         rows = {name: row(expected[name], plain, run) for name, run in runs.items()}

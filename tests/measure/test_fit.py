@@ -22,7 +22,7 @@ from specdraft.eval.costing.drafts import shape_of
 from specdraft.eval.costing.fitting import is_fitted, write_tree
 from specdraft.eval.costing.rehearsal import rehearse
 from specdraft.eval.costing.replay import Load, Ranks
-from specdraft.eval.costing.search import Candidate, candidates, finalists
+from specdraft.eval.costing.search import Candidate, TreePrices, finalists
 from specdraft.eval.costing.shares import TreeDrafter
 from specdraft.eval.costing.show import print_fit
 from specdraft.eval.costing.tree_growth import (
@@ -123,19 +123,17 @@ def test_no_tree_is_expected_to_be_much_faster_than_the_first_finalist(machine, 
         ms = load.step_ms(model, 1, len(paths) + 1) + model.draft_ms(*shape)
         return load.plain_ms(model) / (load.prompts_ms(model) + sum(ranks.steps(paths)) * ms)
 
-    form = (shares_of(traces, texts), ranks, model, 2, coupled, load)
-    best = finalists([*candidates(*form)], 1)[0]
+    prices = TreePrices(ranks, model, 2, coupled, load)
+    best = finalists([*prices.candidates(shares_of(traces, texts))], 1)[0]
     assert best.speedup == pytest.approx(speed([*best.paths]))
     assert best.speedup >= 0.97 * max(map(speed, every_tree(depth=4, nodes=6)))
 
 
 def test_the_machine_decides_how_large_a_tree_is():
     texts, traces = some_ranks([300])
-    form = (shares_of(traces, texts), Ranks(texts, traces))
-    cheap, dear, slow = (
-        finalists([*candidates(*form, model, 2, True, Load(texts, 1))], 1)[0]
-        for model in MACHINES.values()
-    )
+    shares, ranks, load = shares_of(traces, texts), Ranks(texts, traces), Load(texts, 1)
+    every = (TreePrices(ranks, model, 2, True, load) for model in MACHINES.values())
+    cheap, dear, slow = (finalists([*prices.candidates(shares)], 1)[0] for prices in every)
     assert len(cheap.paths) > 2 * len(dear.paths)
     assert (cheap.passes, slow.passes) == (2, 1)
 
