@@ -19,7 +19,6 @@ from specdraft.eval.costing.replay import Load, answers
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.tuning import Setting, apply_setting, recipe_part, sample_settings
 from specdraft.eval.methods.registry import Setup, load_trained, make_drafter
-from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
@@ -54,7 +53,9 @@ def fit_settings(
         grid = Grid.for_rows(recipe.eval.batch_size)
         costs = measure_costs(recipe, target, trained_drafter(recipe, target), grid).model
         load = Load(answers(target, prompts, recipe.eval.max_new_tokens), recipe.eval.batch_size)
-        priced = [_priced(recipe, target, trained, method, one, load, costs) for one in settings]
+        longest = max(len(text.ids) for text in load.texts)
+        setup = Setup(recipe, target, trained, load.rows, longest)
+        priced = [_priced(one, method, setup, load, costs) for one in settings]
         best = sorted(priced, key=lambda one: -one.expected)[:count]
         recipes = [apply_setting(recipe, one.setting) for one in best]
         seconds = load.plain_ms(costs) / 1e3 * (1 + sum(1 / one.expected for one in best))
@@ -64,17 +65,11 @@ def fit_settings(
 
 
 def _priced(
-    recipe: Recipe,
-    target: Target,
-    trained: Trained,
-    method: str,
-    setting: Setting,
-    load: Load,
-    costs: CostModel,
+    setting: Setting, method: str, setup: Setup, load: Load, costs: CostModel
 ) -> PricedSetting:
-    longest = max(len(text.ids) for text in load.texts)
-    setup = Setup(apply_setting(recipe, setting), target, trained, load.rows, longest)
-    done = rehearse(make_drafter(method, setup), load, costs)
+    """What a method is expected to bring and to take with a setting in a setup's recipe."""
+    own = replace(setup, recipe=apply_setting(setup.recipe, setting))
+    done = rehearse(make_drafter(method, own), load, costs)
     return PricedSetting(setting, load.tokens / done.steps, load.plain_ms(costs) / done.ms)
 
 
