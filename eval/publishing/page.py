@@ -62,9 +62,9 @@ def _filled(kept: Mapping[str, dict], used: set[str], way, name: str, *words, **
         raise DataError(f"{NAME}.jinja: nothing kept as {error} ({name}, {words})") from None
 
 
-def table(made: dict, *columns: str, rows: Sequence[str] = (), digits: int = 2) -> str:
+def table(made: dict, *columns: str, rows: Sequence[str] = ()) -> str:
     """The rows in Markdown."""
-    head, *lines = grid_of(made, columns, rows, digits)
+    head, *lines = grid_of(made, columns, rows)
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))
 

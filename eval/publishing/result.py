@@ -53,9 +53,7 @@ def cell_text(cell: dict, digits: int = 2) -> str:
     return text + (f" ({cell['shape']})" if "shape" in cell else "")
 
 
-def grid_of(
-    made: dict, columns: Sequence[str] = (), rows: Sequence[str] = (), digits: int = 2
-) -> list[list[str]]:
+def grid_of(made: dict, columns: Sequence[str] = (), rows: Sequence[str] = ()) -> list[list[str]]:
     """The headings, then the rows: ours, and the paper's behind a column that it has."""
     columns = columns or made["columns"]
     chosen = [row_of(made, name) for name in rows] if rows else made["rows"]
@@ -67,7 +65,7 @@ def grid_of(
         line = [row["row"]]
         for column in columns:
             ours = row["ours"].get(column)
-            line.append(cell_text(ours, digits) if ours else "-")
+            line.append(cell_text(ours) if ours else "-")
             line += [f"{row['paper'].get(column, '-')}"] * (column in compared)
         same = f"{row['identical']}/{row['outputs']}" if "outputs" in row else "-"
         grid.append([*line, *[same] * agree])
