@@ -13,7 +13,7 @@ from specdraft.data.atomic import write_atomic
 from specdraft.eval.costing.drafts import trained_drafter
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.measuring import measure_costs
-from specdraft.eval.costing.race import FINALISTS, combined_speedup, fitting_prompts, speedups
+from specdraft.eval.costing.race import combined_speedup, fitting_prompts, speedups
 from specdraft.eval.costing.rehearsal import rehearse
 from specdraft.eval.costing.replay import Load, answers
 from specdraft.eval.measure.environment import cpu_threads
@@ -39,9 +39,7 @@ class PricedSetting:
         return ", ".join(f"{path} {value}" for path, value in self.setting.items())
 
 
-def fit_settings(
-    recipe: Recipe, target: Target, method: str, count: int = FINALISTS
-) -> list[PricedSetting]:
+def fit_settings(recipe: Recipe, target: Target, method: str, count: int) -> list[PricedSetting]:
     """Fit the settings of a method that drafts from tokens; return what was tried, the best first.
 
     count: settings that are decoded with. Raises RecipeError for a method without any to fit, or

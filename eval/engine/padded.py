@@ -37,7 +37,7 @@ class PaddedTarget(PackedTarget):
         target: Target,
         rows: int,
         capacity: int,
-        layers: Layers = (),
+        layers: Layers,
         *,
         pad_kv: bool,
         pad_inputs: bool,

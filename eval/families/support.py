@@ -95,7 +95,7 @@ def position_limit(target: Target) -> int | None:
 
 
 def check_forward(
-    target: Target, packed: Callable[[Tensor], Tensor], capacity: int, layers: Layers = ()
+    target: Target, packed: Callable[[Tensor], Tensor], capacity: int, layers: Layers
 ) -> None:
     """Compare features of a packed forward with the model's own, on the same few tokens.
 

@@ -148,7 +148,7 @@ def read_call(
     config: GenerationConfig,
     arguments: dict,
     # Of the rows, for an encoder-decoder, with the padding in front of each.
-    sources: Sequence[tuple[list[int], list[int]]] | None = None,
+    sources: Sequence[tuple[list[int], list[int]]] | None,
 ) -> GenerateCall:
     """Translate what `generate` hands to a decoding method; DataError for what we cannot honour.
 

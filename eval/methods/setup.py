@@ -71,7 +71,7 @@ PUBLISHED = "eagle_k1_depth5"  # that EAGLE's authors publish with their heads
 DRAFTERS = ("head", "medusa", "student")  # in `Trained`, that eval/costs.py measures
 
 
-def drafter_form(trained: Trained, way: Way = PLAIN) -> dict[str, Any] | None:
+def drafter_form(trained: Trained, way: Way) -> dict[str, Any] | None:
     """What the time of a draft depends on, as costs.json has it: the kind of a drafter, its sizes,
     and how it is run; None where nothing is trained."""
     for kind in DRAFTERS:
