@@ -80,24 +80,10 @@ def measure(
     function, and marks what `reads_source`. Raises TargetError where layers differ, have no
     attention, or hand over options that the packed attention does not know.
     """
-    calls: list[Call] = []
-    AttentionInterface.register(PROBE, _attention)
-    AttentionMaskInterface.register(PROBE, partial(window_mask, capacity))
-    if has_alibi(view):
-        replace_attention(view)
-    else:
-        view.config._attn_implementation = PROBE
-    inputs = {"input_ids": torch.tensor([[0, 1]], device=target.device)}
     leaning = encoder_decoder.leaning_of(view, capacity)
     if leaning is not None:
         encoder_decoder.drop_own_bias(view)
-    if target.reads_source:
-        states = torch.zeros(1, SOURCE, target.hidden_size, dtype=target.dtype)
-        inputs["encoder_hidden_states"] = states.to(target.device)
-    with torch.inference_mode(), refusing(target, "its layers cannot be looked at"):
-        # A bound method, for accelerate would hand a list on as a copy.
-        inputs |= attention_inputs(view, _attention, probe=calls.append)
-        view(use_cache=False, **inputs)
+    calls = _attention_calls(target, view, capacity)
     if not calls and not others:
         raise refusal(target, "its layers pass no keyword arguments on to their attention")
     crossing = [call for call in calls if target.reads_source and call.key[2] == SOURCE]
@@ -116,6 +102,26 @@ def measure(
     windows = tuple(call.window or None for call in decoding)
     geometry = _geometry(target, decoding, others, windows=windows, leaning=leaning)
     return geometry, _geometry(target, crossing) if crossing else None
+
+
+def _attention_calls(target: Target, view: nn.Module, capacity: int) -> list[Call]:
+    """Run two tokens through the view, and note what its layers hand to their attention."""
+    calls: list[Call] = []
+    AttentionInterface.register(PROBE, _attention)
+    AttentionMaskInterface.register(PROBE, partial(window_mask, capacity))
+    if has_alibi(view):
+        replace_attention(view)
+    else:
+        view.config._attn_implementation = PROBE
+    inputs = {"input_ids": torch.tensor([[0, 1]], device=target.device)}
+    if target.reads_source:
+        states = torch.zeros(1, SOURCE, target.hidden_size, dtype=target.dtype)
+        inputs["encoder_hidden_states"] = states.to(target.device)
+    with torch.inference_mode(), refusing(target, "its layers cannot be looked at"):
+        # A bound method, for accelerate would hand a list on as a copy.
+        inputs |= attention_inputs(view, _attention, probe=calls.append)
+        view(use_cache=False, **inputs)
+    return calls
 
 
 def _geometry(target: Target, calls: list[Call], others: Collection[int] = (), **seen) -> Geometry:
