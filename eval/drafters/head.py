@@ -105,13 +105,7 @@ class HeadDrafter:
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
         # cos and sin, [1, 1, capacity, D] each
         self.rope_tables = tuple(table.to(self.dtype) for table in self.head.rope(everywhere))
-        self.row_pass: RowPass | None = None
-        if reads_alone(self.head, target):
-            parts = self.head, target, self.vocabulary, self.rope_tables
-            kind = ReplayedPass if target.replays else RowPass
-            self.row_pass = kind(*parts, siblings, sharpness, compiles)
-            if compiles:
-                self.row_pass.make(self._caches(0))
+        self.row_pass = self._make_row_pass(siblings, sharpness, compiles)
 
     # -- the Drafter protocol --------------------------------------------------------------------
 
@@ -144,6 +138,19 @@ class HeadDrafter:
         return self.target.embed(tokens).to(self.dtype)
 
     # -- a single row ----------------------------------------------------------------------------
+
+    def _make_row_pass(
+        self, siblings: int, sharpness: float | None, compiles: bool
+    ) -> RowPass | None:
+        """The pass of a single greedy row; None for a head that needs the packed one."""
+        if not reads_alone(self.head, self.target):
+            return None
+        parts = self.head, self.target, self.vocabulary, self.rope_tables
+        kind = ReplayedPass if self.target.replays else RowPass
+        row_pass = kind(*parts, siblings, sharpness, compiles)
+        if compiles:
+            row_pass.make(self._caches(0))
+        return row_pass
 
     def goes_alone(self, rows: list[int]) -> bool:
         """Whether `row_pass` does for the rows what packed passes do."""
