@@ -161,8 +161,8 @@ class BestFirst(Rewarded, LevelDrafter):
         return [self._pruned(row, growth, cut) for row, growth in growths.items()]
 
     def _grow_alone(self, row: int, logits: Tensor) -> Tree:
-        """What `grow` does, of a single row behind one path, in half of the time on the host: of
-        each level's children the first is read, the others can only be leaves."""
+        """`grow` for a single row and one path, in half of the time on the host: of each level's
+        children the first alone is read, and the others can only be leaves."""
         width, worth, reach = self.width, self.worth, 1.0
         tokens, chances = [], []  # of all children, level after level
         for depth in range(1, self.depth + 1):

@@ -247,7 +247,7 @@ class DynamicFalcon(Rewarded, HeadDrafter):
         return Drafted(torch.cat(drawn, 1), chances, tokens, opened)
 
     def _unfold(self, growths: list[Blocks], drafted: "Drafted") -> None:
-        """Add the nodes of a pass to every row's tree: its one wait."""
+        """Bring a pass to the host, its one wait, and add its nodes to every row's tree."""
         _, *parts, opened = drafted
         chances, tokens, *places = (p.tolist() for p in download(*parts, *opened))
         for number, growth in enumerate(growths):
@@ -318,7 +318,7 @@ class DynamicFalcon(Rewarded, HeadDrafter):
 
 
 def _pick(nodes: Tensor, places: Tensor) -> Tensor:
-    """Of nodes [R, F, H], of every row those at places [R, W]: [R, W, H]."""
+    """Pick the nodes [R, W, H] at `places` [R, W] of each row out of all of them [R, F, H]."""
     if len(nodes) == 1:
         return nodes.index_select(1, places[0])
     return nodes.gather(1, places[..., None].expand(-1, -1, nodes.shape[-1]))

@@ -92,7 +92,7 @@ class FalconDrafter(HeadDrafter):
         return [Tree(self.tree.topology, *both) for both in zip(nodes, drawn, strict=True)]
 
     def _grow_whole(self, rows: list[int]) -> list[Tree] | None:
-        """The same of rows that are greedy, replayed; None where it cannot be."""
+        """`grow` as one replayed graph, for rows that are all greedy; None where it does not do."""
         greedy = all(self.memory[row].request.temperature == 0 for row in rows)
         if not (self.whole and greedy):
             return None
@@ -105,7 +105,7 @@ class FalconDrafter(HeadDrafter):
         return [Tree(self.tree.topology, own) for own in nodes.unbind()]
 
     def _grow_alone(self, row: int) -> Tree:
-        """The same of a tree that follows the most probable path, for one row that is greedy."""
+        """`grow` for one greedy row and a tree that branches off the most probable path alone."""
         with Stopwatch() as watch:
             blocks = [self.read_alone(row)]
             for plan in self.passes[1:]:

@@ -301,7 +301,8 @@ class HeadDrafter:
         return [group for group in groups if group]
 
     def _read_segment(self, row: int, start: int, count: int) -> Segment:
-        """Relaxed causal: blocks of K end at the newest position, whatever came before."""
+        """Who sees whom among a row's new inputs: relaxed causal attention (Falcon), in blocks of
+        K whose last one ends at the newest position, however the inputs before were cut."""
         if self.head.config.reads != "own":  # written alone: the queries are asked for apart
             return Segment(row, start, count, None)
         if (self.k == 1 and start == 0) or count == 1:
@@ -370,11 +371,11 @@ def _newest(inputs: Tensor, counts: list[int], reach: int) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts one behind the other, [.., ..]; a lone one, as a single row's is, as it lies."""
+    """Join tensors along their first dimension; a lone one is returned as it is, not copied."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def _in_a_row(parts: Iterable[Sequence[int]]) -> Sequence[int]:
-    """The same of positions: those of a lone row stay a range."""
+    """Positions of all rows, one row behind the other; those of a lone row stay a range."""
     first, *others = parts
     return [*chain(first, *others)] if others else first

@@ -143,8 +143,8 @@ class StaticTree:
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """Of every node, which distribution its children come from, counting those of all rounds
-        in order; -1 for a leaf."""
+        """The number of the distribution that each node's children come from, counted over all
+        rounds in order; -1 for a leaf."""
         number, sources = _numbered(self._starts), [-1] * len(self.topology)
         for node, path in enumerate(self.paths, start=1):
             sources[self.topology.parents[node]] = number[self._distribution(path[:-1])]

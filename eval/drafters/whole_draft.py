@@ -122,7 +122,7 @@ class DraftGrid:
     # -- in a draft ------------------------------------------------------------------------------
 
     def draft(self) -> Tensor:
-        """All passes: the tokens of the nodes [R, N - 1]."""
+        """Run all passes; return the tokens of the nodes [R, N - 1]."""
         ranked, drawn = [], None
         for plan in self.tree.passes:
             slots = self._extend(plan, ranked[-1], drawn) if ranked else self._read()
@@ -193,7 +193,7 @@ class DraftGrid:
         return head.reading.slots(hidden.view_as(queries)).flatten(1, 2)
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Of positions [R, T]; pads may lie behind the last one."""
+        """cos and sin at positions [R, T]; a pad beyond the table's end gets its last entry."""
         own, places = self.own, positions.clamp(max=self.own.pool.capacity - 1).flatten()
         tables = (table[0, 0].index_select(0, places) for table in own.rope_tables)
         return tuple(table.view(len(positions), 1, -1, table.shape[-1]) for table in tables)
