@@ -118,9 +118,11 @@ class Grid:
         return sent
 
     def _number(self, segment: Segment) -> int:
+        """The place of a segment's shape among the known ones; a new one takes that of the least
+        recently used."""
         shape = segment.topology or chain(segment.count - 1)
         if shape not in self._numbers:
-            # Numbers from 1 on; the one that was not asked for longest makes room.
+            # From 1 on: at 0 is the shape of a row that brings nothing.
             full = len(self._numbers) == KNOWN - 1
             number = self._numbers.popitem(last=False)[1] if full else len(self._numbers) + 1
             self._known[number].copy_(self._view(shape))
@@ -148,11 +150,11 @@ class Grid:
         self._mask = views.gather(2, columns)[:, None]
 
     def within(self, window: int | None) -> "Grid":
-        """Itself: there is no grid for layers with windows."""
+        """The grid itself: targets whose layers have windows are not read through one."""
         return self
 
     def on(self, device: torch.device) -> "Grid":
-        """Itself: there is no grid for layers on several devices."""
+        """The grid itself: targets on several devices are not read through one."""
         return self
 
     def attend(

@@ -1,4 +1,4 @@
-"""Sources of encoder-decoders: what every row attends to beside itself, written once.
+"""Sources of encoder-decoders: what every row attends to besides its own tokens, written once.
 
 The encoder reads a request's source when its row starts. With the row's first tokens the decoder
 makes keys and values of what it said, layer by layer, and these stay; later forwards hand the

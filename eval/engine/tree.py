@@ -46,7 +46,7 @@ class Topology:
 
     @cached_property
     def depth(self) -> int:
-        """Of the deepest node."""
+        """Distance of the deepest node from the root."""
         return max(self.depths)
 
     @cached_property
@@ -63,7 +63,7 @@ class Topology:
 
     @cached_property
     def rank_paths(self) -> tuple[tuple[int, ...], ...]:
-        """Of every node, which child to take at each depth to get there; () for the root."""
+        """The path of sibling ranks that leads from the root to each node; () for the root."""
         paths: list[tuple[int, ...]] = [()] * len(self)
         for parent, children in enumerate(self.children):
             for rank, child in enumerate(children):
