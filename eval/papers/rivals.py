@@ -46,25 +46,15 @@ class Rival:
     name: str
     path: str  # of its recipe
     overrides: tuple[str, ...]
-    method: str
     measured: tuple[str, ...] = ()  # further overrides of decoding, not of training
     trained_as: "Rival | None" = None  # whose head it takes; None: its own
 
-    @classmethod
-    def of(
-        cls,
-        table: str,
-        name: str,
-        path: str,
-        overrides: tuple[str, ...],
-        measured: tuple[str, ...] = (),
-    ) -> "Rival":
-        """The row of a recipe's head, which a name that ends so drafts with in another way than by
-        a tree. Raises RecipeError."""
-        recipe = load_recipe(path, [*overrides, *measured], check=problems)
-        kind = name.rpartition(", ")[2]
-        method = f"{recipe.kind}_{kind if kind in DRAFTS else 'tree'}"
-        return cls(table, name, path, overrides, method, measured)
+    @cached_property
+    def method(self) -> str:
+        """How its head drafts: by a tree, unless its name ends in another way to."""
+        recipe = load_recipe(self.path, [*self.overrides, *self.measured], check=problems)
+        way = self.name.rpartition(", ")[2]
+        return f"{recipe.kind}_{way if way in DRAFTS else 'tree'}"
 
     @property
     def training(self) -> tuple[str, Recipe]:
@@ -73,6 +63,7 @@ class Rival:
 
     @cached_property
     def recipe(self) -> Recipe:
+        """What it decodes with. Raises RecipeError."""
         methods = f"eval.methods=[{REFERENCE},{self.method}]"
         return load_recipe(self.path, [*self.overrides, *self.measured, methods], check=problems)
 
@@ -138,10 +129,11 @@ class RivalTable(Table):
         rivals, first = [], load_recipe(path, [*self.overrides, *plan.overrides], check=problems)
         for name, recipe, changes in rows:
             overrides = (*self.overrides, *plan.overrides, *changes)
+            rival = Rival(self.name, name, recipe, overrides, self.measured)
             try:
-                rival = Rival.of(self.name, name, recipe, overrides, self.measured)
+                own = rival.recipe
                 if name in self.against:
-                    check_fair(first, rival.recipe, self.equal)
+                    check_fair(first, own, self.equal)
             except RecipeError:
                 if name.startswith(left_out):
                     continue  # it need not go with what was overridden
