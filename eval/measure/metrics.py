@@ -145,6 +145,14 @@ def padding(outcomes: Sequence[Outcome]) -> dict:
     }
 
 
+def ratio_variance(pairs: Sequence[tuple[float, float]]) -> float:
+    """The variance of a ratio of two sums over independent pairs, two or more, by linearisation."""
+    above, below = (sum(column) for column in zip(*pairs, strict=True))
+    ratio, count = above / below, len(pairs)
+    squares = sum((a - ratio * b) ** 2 for a, b in pairs)
+    return squares * count / (count - 1) / below**2
+
+
 def _total(outcomes: Sequence[Outcome], name: str) -> float:
     """The sum of a field of `Timing`."""
     return sum(getattr(outcome.timing, name) for outcome in outcomes)

@@ -13,6 +13,7 @@ from typing import Annotated
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.measure.measurement import Measurement, measure
+from specdraft.eval.measure.metrics import ratio_variance
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.methods.registry import load_trained
@@ -151,12 +152,7 @@ def best_of(runs: Sequence[dict]) -> dict[str, Row]:
 
 
 def standard_error(outcomes: Sequence[Outcome]) -> float | None:
-    """Of tokens per step, over prompts: that of a ratio of sums, by linearisation."""
+    """The standard error of tokens per step, over prompts; None for a single one."""
     done = [one for outcome in outcomes for one in outcome.completions]
     pairs = [(len(one.tokens), len(one.steps)) for one in done]
-    tokens, steps = (sum(column) for column in zip(*pairs, strict=True))
-    count, ratio = len(pairs), tokens / steps
-    if count < 2:
-        return None
-    squares = sum((t - ratio * s) ** 2 for t, s in pairs)
-    return (squares * count / (count - 1)) ** 0.5 / steps
+    return ratio_variance(pairs) ** 0.5 if len(pairs) > 1 else None

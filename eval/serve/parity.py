@@ -23,6 +23,7 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request
 from specdraft.eval.measure.identity import differences
 from specdraft.eval.measure.measurement import measure
+from specdraft.eval.measure.metrics import ratio_variance
 from specdraft.eval.methods.registry import METHODS, Setup, load_trained, make_drafter, registered
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.serve.causes import first_cause
@@ -262,14 +263,12 @@ def gaps_of(theirs: Side, ours: Side) -> list[dict]:
 
 
 def _variance(theirs: Side, ours: Side, place: int) -> float:
-    """Of the difference at a position, where prompts are what is drawn: steps of one answer are
-    alike. That of a ratio of two sums; the engine, which counts no prompt by itself, has ours."""
-    count = len(ours.by_prompt)
-    if count < 2 or place >= len(ours.accepted) or not theirs.drafts or not ours.drafts:
+    """The variance of the difference in acceptance at a position, were other prompts drawn: steps
+    of one answer are alike. The engine, which counts no prompt by itself, is given ours."""
+    known = len(ours.by_prompt) > 1 and place < len(ours.accepted)
+    if not (known and theirs.drafts and ours.drafts):
         return 0.0
-    rate = ours.acceptance[place]
-    residuals = sum((own[place] - rate * drafts) ** 2 for drafts, own in ours.by_prompt)
-    variance = residuals * count / (count - 1) / ours.drafts**2
+    variance = ratio_variance([(own[place], drafts) for drafts, own in ours.by_prompt])
     return variance * (1 + ours.drafts / theirs.drafts)
 
 
