@@ -9,7 +9,6 @@ forwards the gain. The longer tau, the closer the two and the rarer the merges.
 Shapes: N paths, T tokens of the longest, V vocabulary.
 """
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ from specdraft.eval.methods.registry import Setup, load_trained
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.papers.jobs import Job
 from specdraft.eval.papers.students import OverStudents
-from specdraft.eval.papers.table import Found, Plan, Row, Table
+from specdraft.eval.papers.table import Found, Plan, Row, Table, mean_of
 from specdraft.models.target import Target
 from specdraft.recipes.fields import Natural
 from specdraft.recipes.schema import Recipe
@@ -95,12 +94,8 @@ def sweep(
 
 def merges(divergences: Sequence[float], steps: int) -> dict[str, dict]:
     """Merged nodes per step, and the mean of their KL divergences with its standard error."""
-    count = len(divergences)
-    cells = {MERGED: {"mean": count / steps}}
-    if count:
-        error = statistics.stdev(divergences) / count**0.5 if count > 1 else None
-        cells[KL] = {"mean": statistics.fmean(divergences), "standard_error": error}
-    return cells
+    cells = {MERGED: {"mean": len(divergences) / steps}}
+    return cells | ({KL: mean_of(divergences)} if divergences else {})
 
 
 class ComparingGSD(GSD):

@@ -162,8 +162,13 @@ def _over(rows: Sequence[Row]) -> Row:
 
 def over_seeds(values: Sequence[float]) -> dict:
     """Return a cell: the values with their mean and, of two or more, its standard error."""
+    return {"values": list(values), **mean_of(values)}
+
+
+def mean_of(values: Sequence[float]) -> dict:
+    """Return a cell: the mean of values and, of two or more, its standard error."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-    return {"values": list(values), "mean": statistics.mean(values), "standard_error": error}
+    return {"mean": statistics.mean(values), "standard_error": error}
 
 
 def written(rows: Mapping[str, Row], paper: Mapping[str, dict]) -> dict:
