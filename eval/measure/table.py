@@ -43,12 +43,9 @@ def print_report(report: dict, console: Screen | None = None) -> None:
     console.print(_title(runs[0], other_target(report)), highlight=False)
     for count in range(len(SPARED) + 1):
         table = _table(runs, set().union(*SPARED[:count]), bool(troubled))
-        needed = console.measure(table, options=console.options.update_width(WIDEST)).maximum
-        if needed <= console.width:
+        if width_of(table, console) <= console.width:
             break
-    # A column that does not fit even so would be left out: then lines wrap instead.
-    console.width = max(console.width, needed)
-    console.print(table)
+    print_whole(table, console)
     for run in runs:
         if tree := run.get("tree"):
             console.print(f"{run['method']}: {tree}")
@@ -60,6 +57,18 @@ def print_report(report: dict, console: Screen | None = None) -> None:
         console.print(Text(f"{run['method']}: {failure_reasons(run)}", "red"))
     for answer in report["samples"]:
         print_sample(answer, console)
+
+
+def width_of(table: Table, console: Screen) -> int:
+    """How many columns of a terminal a table takes at most."""
+    return console.measure(table, options=console.options.update_width(WIDEST)).maximum
+
+
+def print_whole(table: Table, console: Screen) -> None:
+    """Print a table with all of its columns. One that does not fit would be left out: lines of a
+    narrow terminal wrap instead."""
+    console.width = max(console.width, width_of(table, console))
+    console.print(table)
 
 
 def _table(runs: Sequence[dict], spared: Collection[str], troubled: bool) -> Table:

@@ -1,18 +1,19 @@
 """What a comparison with an engine has found, on a terminal."""
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WIDEST = 400  # columns of a printed table
+from specdraft.eval.measure.table import print_whole
+from specdraft.recipes.terminal import Screen
+
 REPAIRED = (
     "this vLLM samples at no temperature in particular where it verifies drafts on a CPU without "
     "Triton; it was mended for this comparison: serve greedily there, or with Triton"
 )
 
 
-def print_parity(report: dict, console: Console) -> None:
+def print_parity(report: dict, console: Screen) -> None:
     """Show one method: a table of both sides, then where they part."""
     title = f"{report['method']} in {report['engine']}: {report['prompts']} prompts"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -24,10 +25,7 @@ def print_parity(report: dict, console: Console) -> None:
             shares = " ".join(f"{share:.3f}" for share in run["acceptance"][side])
             steps, drafts = f"{run['tokens_per_step'][side]:.3f}", f"{run['drafts'][side]:g}"
             table.add_row(f"{run['temperature']:g}", side, steps, drafts, shares)
-    # A column that does not fit would be cut: on a narrow terminal, lines wrap instead.
-    needed = console.measure(table, options=console.options.update_width(WIDEST))
-    console.width = max(console.width, needed.maximum)
-    console.print(table)
+    print_whole(table, console)
     if report["repaired"]:
         console.print(Text(REPAIRED, "yellow"))
     for run in report["runs"]:
