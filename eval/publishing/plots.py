@@ -33,13 +33,8 @@ def figure() -> Figure:
 
 def acceptance_by_position(runs: Sequence[dict]) -> Figure:
     """Draw `acceptance_by_depth` and `accepted_by_depth` of a report's runs: given the position
-    before, and of all drafts.
-
-    Raises DataError where no run drafts.
-    """
+    before, and of all drafts. runs: some of which draft."""
     drafting = [run for run in runs if run.get("acceptance_by_depth")]
-    if not drafting:
-        raise DataError("no run of this report has drafted anything: nothing to plot")
     drawn = figure()
     given, reached = drawn.subplots(1, 2, sharey=True)
     colours = method_colours(run["method"] for run in drafting)
