@@ -5,20 +5,10 @@ from rich.table import Table
 from rich.text import Text
 
 from specdraft.eval.measure.table import other_target
+from specdraft.eval.page.canvas import FAINT, GRID, INK, LETTER, WIDTH, Dot, Label, Line, Plot
 from specdraft.eval.page.cells import NOTHING, failure_reasons, figure, identical_outputs
 from specdraft.eval.page.colours import method_colours
-from specdraft.eval.page.plots import (
-    FAINT,
-    GRID,
-    INK,
-    LETTER,
-    WIDTH,
-    Dot,
-    Label,
-    Line,
-    Plot,
-    fitting,
-)
+from specdraft.eval.page.plots import fitting
 from specdraft.recipes.terminal import Screen
 
 HEADINGS = (

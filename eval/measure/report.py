@@ -23,8 +23,8 @@ from specdraft.eval.measure.show import sample
 from specdraft.eval.methods.registry import featured, find, needs
 from specdraft.eval.methods.setup import tree_file
 from specdraft.eval.methods.trained import Trained
+from specdraft.eval.page.canvas import Plot
 from specdraft.eval.page.page import write_page
-from specdraft.eval.page.plots import Plot
 from specdraft.eval.page.training import training_curve
 from specdraft.eval.pricing.cost import costs_file, load_costs
 from specdraft.models.cards.log import log_in

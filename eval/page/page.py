@@ -20,6 +20,7 @@ from jinja2 import Environment, StrictUndefined
 
 from specdraft.data.atomic import write_atomic
 from specdraft.eval.engine.tree import Topology
+from specdraft.eval.page.canvas import Plot, to_svg, write_png
 from specdraft.eval.page.cells import (
     failure_counts,
     failure_reasons,
@@ -27,16 +28,7 @@ from specdraft.eval.page.cells import (
     identical_outputs,
 )
 from specdraft.eval.page.colours import SERIES, method_colours
-from specdraft.eval.page.plots import (
-    Plot,
-    bars,
-    curves,
-    depth_first,
-    node_tree,
-    stacks,
-    to_svg,
-    write_png,
-)
+from specdraft.eval.page.plots import bars, curves, depth_first, node_tree, stacks
 
 Run = dict[str, Any]
 COLUMNS = {  # key in report.json: (heading, digits); what matters most stands on a phone, too

@@ -22,7 +22,7 @@ from specdraft.eval.costing.enlarged import enlarge_entrants
 from specdraft.eval.costing.room import bytes_of
 from specdraft.eval.costing.shapes import Shape
 from specdraft.eval.measure.report import evaluate, write_report
-from specdraft.eval.page.plots import FONT, LETTER, WIDTH, Label
+from specdraft.eval.page.canvas import FONT, LETTER, WIDTH, Label
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.serving import serve_eagle

@@ -19,19 +19,10 @@ from specdraft.data.prompts import load_prompts
 from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.methods.registry import METHODS
 from specdraft.eval.methods.trained import Trained
+from specdraft.eval.page.canvas import INK, LETTER, WIDTH, Label, Plot, write_png
 from specdraft.eval.page.colours import COLOURS, method_colours
 from specdraft.eval.page.page import COLUMNS, TIMES, draft_lines, training_plots, write_page
-from specdraft.eval.page.plots import (
-    INK,
-    LETTER,
-    WIDTH,
-    Label,
-    Plot,
-    bars,
-    node_tree,
-    stacks,
-    write_png,
-)
+from specdraft.eval.page.plots import bars, node_tree, stacks
 from specdraft.eval.page.training import POINTS, training_curve
 from specdraft.models.cards.log import LOG
 from specdraft.models.falcon import FalconConfig, FalconHead
