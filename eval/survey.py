@@ -11,7 +11,8 @@ from specdraft.recipes.entry import entry
 import logging
 from pathlib import Path
 
-from specdraft.eval.checkup.survey import families, kept, page, survey
+from specdraft.eval.checkup.survey import kept, page, survey
+from specdraft.eval.checkup.tiny_families import families
 from specdraft.recipes.arguments import Parser
 from specdraft.recipes.terminal import say, tell
 
