@@ -12,8 +12,9 @@ from random_models import VOCAB, random_head, random_target
 from specdraft.data.prompts import Prompt
 from specdraft.eval.serve.engine import VLLM, EngineError
 from specdraft.eval.serve.for_vllm import CHAINS, check_options, check_sizes, recipe_of
-from specdraft.eval.serve.parity import MARGIN, Side, first_step, gaps_of, job
+from specdraft.eval.serve.parity import MARGIN, job
 from specdraft.eval.serve.routes import ROUTES, fixed_chain, methods_of
+from specdraft.eval.serve.sides import Side, first_step, gaps_of
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import load_recipe
 
