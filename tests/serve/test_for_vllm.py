@@ -18,8 +18,9 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.serve import for_vllm
-from specdraft.eval.serve.for_vllm import Proposer, Seen, ServedModel, row_bytes
+from specdraft.eval.serve.for_vllm import Proposer, Seen, row_bytes
 from specdraft.eval.serve.rows import RowStep, ServedRows
+from specdraft.eval.serve.served_model import ServedModel
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.models.serving import serve_eagle
 from specdraft.models.target import Target
