@@ -20,7 +20,8 @@ from specdraft.data.prompts import Prompt
 from specdraft.eval.measure.environment import cpu_threads
 from specdraft.eval.measure.measurement import REFERENCE, measure, measured_cost
 from specdraft.eval.measure.metrics import Costs, counts
-from specdraft.eval.methods.registry import Space, space_of
+from specdraft.eval.methods.registry import space_of
+from specdraft.eval.methods.spaces import Space
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.load import from_dict

@@ -10,7 +10,7 @@ METHOD:WAY decodes a drafter's method in another way: `padded` as vanilla multi-
 instead of batches that end together. `padded` alone is prompt_lookup:padded.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,14 @@ from specdraft.eval.methods.setup import (
     measured_costs,
     tree_file,
 )
+from specdraft.eval.methods.spaces import (
+    GSD_SPACE,
+    LOOKUP_SPACE,
+    MAXGRAM_SPACE,
+    SSD_SPACE,
+    Space,
+    cascade_space,
+)
 from specdraft.eval.methods.trained import KINDS, Sections, Trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
@@ -46,7 +54,6 @@ from specdraft.recipes.static_trees import AUTO, TREE, load_tree_paths
 
 WAYS = (*PADDINGS, "dynamic")
 ALIASES = {"padded": "prompt_lookup:padded"}
-Space = Mapping[str, tuple]  # values by recipe path: section.key, or section.key.row.column
 
 
 @dataclass(frozen=True)
@@ -81,35 +88,6 @@ class Method:
                 raise RecipeError(f"method {self.name} needs {KINDS[need].remedy}")
 
 
-# -- what is searched -----------------------------------------------------------------------------
-
-
-def cascade_space(recipe: Recipe) -> Space:
-    """K's entries from the diagonal on, whose own is never 0: every drafter has something to do.
-
-    Fewer values of each for more students, since there are more entries, and their leniency: a
-    lone student has nobody to be lenient with. Max-Gram drafts alone behind matches of some length.
-    """
-    if (size := recipe.cascade.size) == 1:  # the paper's k11, k12 and k21
-        values = {(0, 0): (1, 2, 3, 4, 6, 8), (0, 1): (0, 1, 2, 4, 10), (1, 1): (1, 2, 4, 7, 10)}
-    else:
-        places = [(i, j) for i in range(size + 1) for j in range(i, size + 1)]
-        values = {(i, j): (1, 2, 4) if i == j else (0, 1, 2) for i, j in places}
-    space = {f"cascade.k.{i}.{j}": some for (i, j), some in values.items()}
-    space["cascade.copy_match"] = (None, 1, 2, 4)
-    return space if size == 1 else space | {"cascade.leniency": (1.0, 2.0, 3.0, 5.0)}
-
-
-SSD_SPACE = {"drafting.gamma": (1, 2, 3, 4, 5, 6, 8), "drafting.theta_prob": (0.0, 0.2, 0.4, 0.6)}
-GSD_SPACE = {
-    "drafting.depth": (3, 4, 6, 8, 10),
-    "drafting.out_degree": (2, 3, 4),
-    "drafting.theta_prob": (0.1, 0.2, 0.4),
-    "drafting.theta_sib": (0.1, 0.3, 0.5),
-    "drafting.tau": (1, 2, 3),
-}
-LOOKUP_SPACE = {"eval.lookup_match": (1, 2, 3), "eval.lookup_copy": (2, 3, 4, 5, 7, 10)}
-MAXGRAM_SPACE = {"maxgram.n": (1, 2, 3, 4, 5, 7, 10)}
 FALCON = {"needs": ("head",), "trainer": "train/falcon.py"}
 EAGLE3 = {"needs": ("head",), "trainer": "train/eagle3.py"}
 EAGLE = {"needs": ("head",), "trainer": "train/eagle.py"}
