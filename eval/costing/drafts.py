@@ -34,10 +34,10 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import Path as Ranks
 from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.way import PLAIN, Way
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import wait
-from specdraft.eval.methods.setup import PLAIN, Way
 from specdraft.eval.methods.trained import KINDS, Trained
 from specdraft.eval.pricing.cost import CostModel, Curve
 from specdraft.models.eagle3 import Eagle3Head
@@ -125,7 +125,7 @@ class DraftBench:
         """Chains of a head or a student, chosen best first."""
         how = {"capacity": self.capacity, "paths": 1}
         if head := self.trained.head:
-            how |= {"nodes": 1, **self.way._asdict()}
+            how |= {"nodes": 1, "way": self.way}
             make = partial(DynamicFalcon, head, self.target, FREE, **how)
             for passes in PASSES:
                 levels = [1] * passes * head.config.block_size
@@ -138,7 +138,7 @@ class DraftBench:
     def _of_head(self, head: FalconHead | Eagle3Head) -> Iterator[Draft]:
         config, seen = head.config, []
         most = config.draft_vocab or self.target.vocab_size
-        how = {"capacity": self.capacity, **self.way._asdict()}
+        how = {"capacity": self.capacity, "way": self.way}
         widths = [width for width in self.grid.widths if width <= most]
         for paths in _trees(config.block_size, widths):
             tree = StaticTree(paths, config.block_size, config.coupling != "none")

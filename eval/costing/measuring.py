@@ -12,8 +12,9 @@ from specdraft.eval.costing.drafts import DraftBench
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, unrest
 from specdraft.eval.costing.room import most_rows, row_bytes
+from specdraft.eval.drafters.way import Way
 from specdraft.eval.measure.environment import cpu_threads, environment
-from specdraft.eval.methods.setup import Way, drafter_form
+from specdraft.eval.methods.setup import drafter_form
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import costs_file
 from specdraft.models.shapes import TargetShape

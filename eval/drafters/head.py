@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from specdraft.eval.drafters.way import Way
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.plan import CAUSAL, LONG, Plan, Segment
 from specdraft.eval.engine.request import Request
@@ -54,9 +55,8 @@ class HeadDrafter:
     """A `Drafter` around a head: all rows in one batch, state per row in its own KV pool.
 
     Subclasses say what is drafted: `grow`. depth: of the deepest node. scratch: drafted inputs that
-    the passes of a draft may read. siblings, compiles, sharpness: of `row_pass`, which those of a
-    single row may go through. dtype: of the head's weights, of what it computes and of its cache,
-    if it carries no state, which adds up and stays in float32.
+    the passes of a draft may read. siblings, sharpness: of `row_pass`, which those of a single row
+    may go through.
     """
 
     from_tokens = False
@@ -72,16 +72,15 @@ class HeadDrafter:
         depth: int,
         scratch: int,
         siblings: int,
-        compiles: bool,
+        way: Way,
         sharpness: float | None = None,
-        dtype: torch.dtype = torch.float32,
     ):
         head.check_target(target.identity())
         config, self.feature_layers = head.config, head.config.feature_layers
         way_out = "train a head for this target"
         target.check_layers(self.feature_layers, key="the head's feature_layers", way_out=way_out)
         head = head.to(target.device).eval()
-        self.dtype = torch.float32 if head.fuse.start(1, target.device) else dtype
+        self.dtype = torch.float32 if head.fuse.start(1, target.device) else way.dtype
         self.head = frozen_view(head, target.prepacked.most, self.dtype)
         self.target, self.k, self.depth = target, config.block_size, depth
         self.reach = head.reading.reach
@@ -105,7 +104,7 @@ class HeadDrafter:
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
         # cos and sin, [1, 1, capacity, D] each
         self.rope_tables = tuple(table.to(self.dtype) for table in self.head.rope(everywhere))
-        self.row_pass = self._make_row_pass(siblings, sharpness, compiles)
+        self.row_pass = self._make_row_pass(siblings, sharpness, way.compiles)
 
     # -- the Drafter protocol --------------------------------------------------------------------
 

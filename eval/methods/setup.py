@@ -4,25 +4,23 @@ A row of eval/methods/registry.py says in a line how its drafter is made; what t
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Self
-
-import torch
+from typing import Any
 
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.way import PLAIN, Way
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, costs_file, load_costs
 from specdraft.models.eagle3 import Eagle3Config
-from specdraft.models.embeddings import DTYPES
 from specdraft.models.falcon import FalconConfig
 from specdraft.models.published import is_published
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fitted_tree import fitted_tree
-from specdraft.recipes.schema import DraftingSection, EvalSection, Recipe
+from specdraft.recipes.schema import DraftingSection, Recipe
 from specdraft.recipes.static_trees import AUTO, TREE, TREES, load_tree_paths
 
 
@@ -53,20 +51,6 @@ class Setup:
         return {key: getattr(own, key) for key in keys} | drop
 
 
-class Way(NamedTuple):
-    """How a head's passes are run."""
-
-    compiles: bool = False
-    dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def of(cls, settings: EvalSection, target: Target) -> Self:
-        """As a recipe says: by default as precisely as the target."""
-        dtype = target.dtype if settings.head_dtype == AUTO else DTYPES[settings.head_dtype]
-        return cls(settings.compile, dtype)
-
-
-PLAIN = Way()  # unless a recipe says more
 PUBLISHED = "eagle_k1_depth5"  # that EAGLE's authors publish with their heads
 DRAFTERS = ("head", "medusa", "student")  # in `Trained`, that eval/costs.py measures
 
@@ -100,7 +84,7 @@ def make_head(setup: Setup, tree: bool = False, only: str | None = None) -> Falc
     if tree:
         file = tree_file(setup.recipe, setup.trained)
         plan = StaticTree.of_file(file, config.block_size)
-    how = setup.rows, setup.capacity, *Way.of(settings, setup.target)
+    how = setup.rows, setup.capacity, Way.of(settings, setup.target)
     return FalconDrafter(setup.trained.head, setup.target, plan, *how)
 
 
@@ -118,8 +102,8 @@ def make_dynamic(setup: Setup, only: str | None = None) -> DynamicFalcon:
     """A head's drafts by what they are worth. RecipeError for the method `only` with another's."""
     head, sizes = setup.trained.head, (setup.rows, setup.capacity)
     _check_head(only, head.config)
-    how = Way.of(setup.recipe.eval, setup.target)._asdict()
-    return DynamicFalcon(head, setup.target, measured_costs(setup, "head"), *sizes, **how)
+    way = Way.of(setup.recipe.eval, setup.target)
+    return DynamicFalcon(head, setup.target, measured_costs(setup, "head"), *sizes, way=way)
 
 
 def measured_costs(setup: Setup, kind: str) -> CostModel | None:

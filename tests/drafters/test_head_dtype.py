@@ -12,9 +12,9 @@ from test_row_pass import HEADS, head_of
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.way import Way
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.eval.methods.setup import Way
 from specdraft.recipes.schema import EvalSection
 
 HALF = torch.bfloat16
@@ -30,8 +30,8 @@ def drafters(head, target, rows: int, dtype=HALF):
     k = head.config.block_size
     tree = StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)], k)
     for shape in (StaticTree.chain(5, k), tree):
-        yield FalconDrafter(head, target, shape, rows, 128, dtype=dtype)
-    yield DynamicFalcon(head, target, FREE, rows, 128, dtype=dtype)
+        yield FalconDrafter(head, target, shape, rows, 128, way=Way(dtype=dtype))
+    yield DynamicFalcon(head, target, FREE, rows, 128, way=Way(dtype=dtype))
 
 
 def asked(drawn: bool) -> list[Request]:

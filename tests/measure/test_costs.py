@@ -26,8 +26,9 @@ from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.drafters.way import Way
 from specdraft.eval.measure.report import verify_curve
-from specdraft.eval.methods.setup import Setup, Way, measured_costs
+from specdraft.eval.methods.setup import Setup, measured_costs
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, Curve, load_costs, verify_terms
 from specdraft.eval.pricing.machine import machine, processor
