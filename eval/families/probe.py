@@ -24,18 +24,9 @@ PROBE = "specdraft_probe"
 # What layers hand to their attention beside queries, keys and values that changes nothing here; a
 # window is read off the mask, and sinks and caps are passed on.
 HARMLESS = {
-    "cache_position",
-    "dropout",
-    "is_causal",
-    "output_attentions",
-    "output_hidden_states",
-    "past_key_values",
-    "position_ids",
-    "return_dict",
-    "s_aux",
-    "sliding_window",
-    "softcap",
-    "use_cache",
+    *("is_causal", "position_ids", "dropout", "sliding_window", "s_aux", "softcap"),
+    *("use_cache", "cache_position", "past_key_values"),
+    *("output_attentions", "output_hidden_states", "return_dict"),
 }
 MEANING = {"attention_mask": "a mask of its own"}
 SOURCE = 3  # tokens of a source
