@@ -1,12 +1,13 @@
 """What is timed: forwards of the target, drafts, steps of the loop; all of them in turns.
 
-A machine drifts: measured one after the other, the last of a grid would be those of a slower one.
-So every turn visits everything once, in an order of its own. A visit does its thing some times
-unseen, then a few times more; what stands of all turns is said in eval/costing/ledger.py.
+A machine drifts: measured one after the other, the last points of a grid would be those of a slower
+machine. So every turn visits every cell of the grid once, in an order of its own. A visit runs its
+cell a few times to warm up and a few times more to be timed; eval/costing/ledger.py says what is
+made of all turns.
 
 In decoding, a forward finds in the machine's caches what the draft before it has left there, and a
-draft what the forward has. Timed one behind another of its kind, both are a fifth cheaper than they
-ever are: between two of them comes one of the other kind, of as many rows, unseen, as in decoding.
+draft what the forward has. Timed one right after another of its kind, both would be a fifth cheaper
+than they ever are. So between two timed runs comes one of the other kind, untimed, of as many rows.
 (A draft of 24 rows takes 1.2 times what it does behind a forward of one; AMD EPYC, family 26.)
 """
 
@@ -33,23 +34,26 @@ from specdraft.eval.engine.verdict import verdicts
 from specdraft.models.feature_layers import Layers
 from specdraft.models.target import Target
 
-GOES = 3  # of a visit, or as many as ..
-ENOUGH = 0.05  # .. seconds have room for, with all that is done beside what is timed
-# Unseen before them, as long: until a core's caches hold what comes again in every step. Of a plain
-# forward of 3M parameters the second takes 1.5 times what the tenth does (AMD EPYC, family 26).
-UNSEEN = 10
-STEPS = 4  # of the loop at a time, behind the one that reads the prompt
+TIMED = 3  # runs of a visit whose median counts
+# Runs before them that do not: until a core's caches hold what comes again in every step. Of a
+# plain forward of 3M parameters the second takes 1.5 times what the tenth does (AMD EPYC, family
+# 26).
+WARM_UP = 10
+ENOUGH = 0.05  # seconds after which no further run of either is begun
+STEPS = 4  # of the loop that are timed, behind the one that reads the prompt
 FRESH = 4  # tokens that a step brings, where its tree is deep enough
-PROMPT = 8  # tokens of it: what the loop does does not depend on them
+PROMPT = 8  # tokens of a prompt of the loop, whose time does not depend on them
 SOURCE = 128  # tokens that an encoder has read for every row
 
-Key = tuple[str, str]  # what, and where: of a cell, as JSON
-Between = Callable[[int], Callable[[], object]]  # of rows: what comes between two of a kind
+Key = tuple[str, str]  # of a cell: what is timed, and at which numbers
+# Given a number of rows, returns what is run, untimed, between two timed runs of one kind.
+Between = Callable[[int], Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to time. `open` makes ready for a visit and returns what is done: seconds."""
+    """One thing to time. `open` makes ready for a visit and returns a run, which tells its own
+    seconds: what it does beside what is timed does not count."""
 
     what: str  # verify, ragged (verify, of rows of two widths), loop or draft
     at: Mapping[str, Any]  # rows, nodes, ..: arguments of its terms in eval/pricing/cost.py
@@ -61,7 +65,8 @@ class Cell:
 
 
 def turns(cells: Sequence[Cell], repeats: int) -> Iterator[tuple[int, Cell]]:
-    """Every cell, once per turn; the order is another one in each, and the same in each run."""
+    """Yield every cell once per turn, with the turn's number; each turn has another order, which is
+    the same in every run."""
     for turn in range(repeats):
         order = list(cells)
         random.Random(turn).shuffle(order)
@@ -70,24 +75,25 @@ def turns(cells: Sequence[Cell], repeats: int) -> Iterator[tuple[int, Cell]]:
 
 @torch.inference_mode()
 def visit(cell: Cell) -> float:
-    """Milliseconds of a cell now: the median of a few, as a step of decoding is not its best."""
-    go = cell.open()
-    _go_on(go, UNSEEN)
-    return 1e3 * median(_go_on(go, GOES))
+    """Milliseconds of a cell now: the median of a few runs, for a step of decoding is seldom its
+    fastest."""
+    run = cell.open()
+    _repeat(run, WARM_UP)
+    return 1e3 * median(_repeat(run, TIMED))
 
 
-def _go_on(go: Callable[[], float], times: int) -> list[float]:
-    """Seconds of so many goes, or of as many as there is time for: of one at least."""
+def _repeat(run: Callable[[], float], times: int) -> list[float]:
+    """Seconds of so many runs, or of as many as there is time for: of one at least."""
     begun = time.perf_counter()
-    seconds = [go()]
+    seconds = [run()]
     while len(seconds) < times and time.perf_counter() - begun < ENOUGH:
-        seconds.append(go())
+        seconds.append(run())
     return seconds
 
 
 def bench_request(target: Target, prompt: int, length: int) -> Request:
-    """A request of so many tokens, and of a source where its target reads one, that does not end
-    early."""
+    """A request of `prompt` tokens for `length` more, which no token ends early; with a source
+    where its target reads one."""
     source = [0] * min(SOURCE, target.context or SOURCE) if target.reads_source else []
     return Request([0] * prompt, length, eos_ids=frozenset(), source=source)
 
@@ -102,11 +108,11 @@ def always_nothing(rows: int) -> Callable[[], object]:
 
 
 class Guesser:
-    """A `Drafter` that drafts trees of one size, and does something else `between`.
+    """A `Drafter` that drafts trees of one size, and runs something else, `between`, before each.
 
-    They begin with what the target says, down their first path, as those of decoding mostly do: so
-    much is accepted. (Of one row's drafts a third move something in the cache, of 24 rows' a
-    twentieth; stories3M.)
+    The first path of a tree begins with the target's own answer, so that as much is accepted as in
+    decoding. (Of one row's drafts a third move something in the cache, of 24 rows' a twentieth;
+    stories3M.)
     """
 
     forwards = 0
@@ -138,8 +144,8 @@ class Guesser:
         self._said[row] += len(tokens)
 
     def tree(self, nodes: int, right: Sequence[int] = ()) -> Tree:
-        """A path, and below each of its nodes but the last in turn another; random tokens, but for
-        the first ones of the path that are right."""
+        """A tree of a path and, below its nodes but the last in turn, leaves. Its tokens are random
+        but for the first of the path, which are those of `right`."""
         path = min(nodes, FRESH)
         others = (node % (path - 1) for node in range(nodes - path))
         tokens = torch.randint(self.target.vocab_size, (nodes - 1,)).tolist()
