@@ -101,7 +101,8 @@ def student_sizes(student: Target, target: TargetShape) -> TargetShape:
 
 
 def _bytes_of_drafters(trained: Trained, shape: TargetShape, student: TargetShape | None) -> int:
-    """Bytes of all that drafts. Raises RecipeError for what cannot be enlarged."""
+    """Bytes of all that drafts, once enlarged; shape: of the target, student: of a student. Raises
+    RecipeError for what cannot be enlarged."""
     if isinstance(trained.head, Eagle3Head):
         raise RecipeError("--shape: an EAGLE-3 head cannot be enlarged; leave its methods out")
     if any(one is not trained.student for one in trained.cascade):
@@ -119,7 +120,7 @@ def _bytes_of_drafters(trained: Trained, shape: TargetShape, student: TargetShap
 
 
 def _drafters(trained: Trained, target: Target, shape: TargetShape | None) -> Trained:
-    """All that was trained, for an enlarged target; shape: of the student."""
+    """Enlarge all that was trained for an enlarged target; shape: of the student."""
     student = trained.student
     if student:
         how = student.dtype, target.device

@@ -73,7 +73,7 @@ def is_fitted(recipe: Recipe, target: Target, drafter: TreeDrafter) -> bool:
 
 
 def machine_of(target: Target) -> dict[str, str]:
-    """The machine, as text: what a fit is for."""
+    """The machine that a fit is made for, as text, so that two can be compared."""
     known = environment(target).items()
     return {key: str(value) for key, value in known if key not in ELSEWHERE and value is not None}
 
@@ -86,7 +86,7 @@ def _race(
     trees: Sequence[Candidate],
     plain_seconds: float,
 ) -> list[float]:
-    """How many times as fast as plain decoding every tree is."""
+    """Decode by every tree in turns; return how many times as fast as plain decoding each is."""
     with TemporaryDirectory() as folder:
         recipes = []
         for number, one in enumerate(trees):

@@ -39,7 +39,7 @@ class Grid:
         return max(map(self._room, self.cached))
 
     def _room(self, cached: int) -> int:
-        """Tokens that a row holds at most, where rows have so many in the mean."""
+        """Tokens that the longest row needs room for, where rows have `cached` in the mean."""
         return max(cached + max(self.nodes), max(apart(cached, 2)) + self.side[-1])
 
     @property
@@ -56,7 +56,8 @@ class Grid:
         return cls((1, 2, 4, 6, 8, 12, 16, 32, 64), rows, CACHED, (1, 4, 16), REPEATS)
 
     def within(self, context: int | None) -> "Grid":
-        """The part that a target's context holds; behind what there is room for, if behind none.
+        """The part of the grid that a target's context holds. Where it holds none of the cached
+        lengths beside the most nodes, the longest that it does hold takes their place.
 
         Raises RecipeError where it holds no number of the nodes.
         """

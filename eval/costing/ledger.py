@@ -106,11 +106,11 @@ class Ledger:
 
 
 def settled(tries: Sequence[float]) -> float:
-    """What stands of a cell's tries: their lower quartile.
+    """The milliseconds of a cell: the lower quartile of its tries.
 
-    What else a machine does only ever adds. Beside two trainings on two cores, medians of two
-    measurements were 23% apart and 13% off their curve, lower quartiles 10% and 2%; on a quiet
-    machine they are one.
+    Whatever else a machine does only ever adds time. Beside two trainings on two cores, medians of
+    two measurements were 23% apart and 13% off their curve, lower quartiles 10% and 2%; on a quiet
+    machine both are the same.
 
     >>> settled([5.0, 1.1, 1.0, 1.2, 9.0, 1.3, 1.4])
     1.1
@@ -119,7 +119,8 @@ def settled(tries: Sequence[float]) -> float:
 
 
 def unrest(points: Sequence[Mapping[str, Any]]) -> float:
-    """How far apart the tries of a point are: their median deviation, of its milliseconds."""
+    """How far apart the tries of a point lie: their median deviation as a share of the point, the
+    median over all points."""
     return median(
         median(abs(ms - median(point["tries"])) for ms in point["tries"]) / point["ms"]
         for point in points
@@ -127,7 +128,8 @@ def unrest(points: Sequence[Mapping[str, Any]]) -> float:
 
 
 def at_of(point: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a point was measured: what its cell's terms, and its milliseconds, are asked with."""
+    """The numbers at which a point was measured (rows, nodes, ..): arguments of its terms, and of
+    the methods of `CostModel`."""
     return {name: value for name, value in point.items() if name not in ("what", "ms", "tries")}
 
 

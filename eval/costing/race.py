@@ -41,10 +41,10 @@ def speedups(
     prompts: Sequence[Prompt],
     seconds: float,
 ) -> list[float]:
-    """Decode prompts by a method as each of some recipes has it; how many times as fast as plain
-    decoding it is.
+    """Decode prompts by a method with the settings of each recipe, in turns; return how many times
+    as fast as plain decoding each is.
 
-    seconds: what all of them are expected to take for all prompts once, plain decoding included.
+    seconds: that all of them, plain decoding included, are expected to take for all prompts once.
     """
     times, rows = SECONDS / seconds, recipes[0].eval.batch_size
     settings = replace(recipes[0].eval, repeats=max(1, min(REPEATS, int(times))))
@@ -69,6 +69,7 @@ def combined_speedup(expected: float, measured: float) -> float:
 
 
 def _ms_per_token(outcomes: Sequence[Outcome]) -> float:
-    """Of all batches: samples by other rules than the shared noise's differ, in length as well."""
+    """Milliseconds of all batches over their tokens: methods may give answers of other lengths, for
+    by rules other than the shared noise's they draw other samples."""
     tokens = sum(len(answer.tokens) for part in outcomes for answer in part.completions)
     return 1e3 * sum(part.seconds for part in outcomes) / tokens if tokens else inf

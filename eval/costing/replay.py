@@ -37,12 +37,12 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """Tokens of all answers."""
         return sum(len(text.ids) - text.start for text in self.texts)
 
     @property
     def cached(self) -> float:
-        """What a row has cached in a step, on average: half of its answer lies behind it."""
+        """Tokens that a row has cached in a step, on average: its prompt and half of its answer."""
         spans = ((text.start, len(text.ids)) for text in self.texts)
         return sum((end - start) * (end + start) / 2 for start, end in spans) / self.tokens
 
@@ -52,7 +52,7 @@ class Load:
         return self.ms(steps, lambda rows: self.step_ms(costs, rows, 1), costs)
 
     def batches(self, parts: Sequence[T]) -> list[Sequence[T]]:
-        """What belongs to each answer, cut into batches of rows."""
+        """Cut a list with a part for each answer into batches of as many rows as decode at once."""
         return [parts[first : first + self.rows] for first in range(0, len(parts), self.rows)]
 
     def step_ms(self, costs: CostModel, rows: int, nodes: int) -> float:

@@ -95,12 +95,12 @@ class Skeleton:
 
     @property
     def parameters(self) -> int:
-        """Of the target."""
+        """Parameters of the target."""
         return sum(weight.numel() for weight in self.model.parameters())
 
     @property
     def bytes(self) -> int:
-        """Of the weights of both."""
+        """Bytes of the weights of both."""
         return bytes_of(self.model) + bytes_of(self.head)
 
 

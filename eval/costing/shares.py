@@ -29,8 +29,8 @@ class TreeDrafter:
     trained: Trained
     block_size: int  # depths of a pass
     coupled: bool  # whether every node with children has a distribution of its own
-    deepest: int  # node that it drafts
-    drafted: int | None = None  # tokens that it drafts among; None: all
+    deepest: int  # depths that are looked at
+    drafted: int | None = None  # size of its draft vocabulary; None: the target's
 
     @classmethod
     def of_run(cls, recipe: Recipe, target: Target) -> "TreeDrafter":
@@ -51,7 +51,8 @@ class TreeDrafter:
         return self.trained.head or self.trained.medusa
 
     def right(self, target: Target, texts: Texts) -> tuple[Ranks, Tensor]:
-        """Ranks of the tokens of texts in its drafts, and their shares [D, W]."""
+        """How right its drafts are in texts: the rank of each true token in a draft before it, and
+        the shares [D, W] of the ranks by depth."""
         ranks_of = rank_traces if self.trained.head else medusa_rank_traces
         traces = ranks_of(self.part, target, texts, self.deepest)
         return Ranks(texts, traces), shares_of(traces, texts, self.drafted)

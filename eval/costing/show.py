@@ -101,7 +101,7 @@ def _print_if_slower(tried: Sequence[Trial | PricedSetting], where: str) -> None
 
 
 def print_settings(recipe: Recipe, file: Path, found: Sequence[PricedSetting]) -> None:
-    """The same of settings of a recipe."""
+    """Show what was expected of every setting that was tried beside what was measured."""
     _print_tried("setting", found)
     part = overrides(recipe_part(recipe, found[0].setting))
     Screen(soft_wrap=True).print(f"wrote {file}: {' '.join(map(repr, part))}")

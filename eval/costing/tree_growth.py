@@ -76,7 +76,7 @@ def rank_traces(
 def medusa_rank_traces(
     heads: MedusaHeads, target: Target, texts: Texts, depth: int
 ) -> list[Tensor]:
-    """The same of Medusa heads, whose head d drafts t_(p + d) from the feature at p - 1."""
+    """`rank_traces` for Medusa heads, whose head d drafts t_(p + d) from the feature at p - 1."""
     drafter, traces = MedusaDrafter(heads, target, StaticTree.chain(depth, depth)), []
     for text in texts:
         tokens = torch.tensor(text.ids, device=target.device)
@@ -90,7 +90,8 @@ def medusa_rank_traces(
 
 
 def _no_ranks(length: int, depth: int) -> Tensor:
-    """Of a text in whose drafts no token is right: [T, D]."""
+    """The ranks [T, D] of a text in whose drafts no token is right: WIDTH, and UNKNOWN behind the
+    text's end."""
     ahead = torch.arange(length)[:, None] + torch.arange(1, depth + 1)
     return torch.where(ahead < length, WIDTH, UNKNOWN)
 
