@@ -62,7 +62,8 @@ class Measurement:
         return [rows[name] | failures_of(self.parts(name)) for name in self.outcomes]
 
     def of(self, names: Sequence[str], numbers: Collection[int] | None = None) -> "Measurement":
-        """What some methods made of all batches, or of those that the last of them numbers so."""
+        """The measurement of some methods alone, on all batches or, among those of the last method,
+        on the batches with these numbers."""
         outcomes = {name: self.outcomes[name] for name in names}
         if numbers is None:
             return replace(self, outcomes=outcomes)
@@ -73,7 +74,7 @@ class Measurement:
         return replace(self, prompts=prompts, requests=requests, outcomes=outcomes)
 
     def parts(self, name: str) -> Iterable[tuple[Sequence[Prompt], Outcome]]:
-        """What a method was given at a time, and what became of it."""
+        """Pairs of the prompts that a method was given at a time, and what became of them."""
         taken = batches(name, self.prompts, self.recipe.eval.batch_size)
         return zip(taken, self.outcomes[name], strict=True)
 

@@ -142,7 +142,8 @@ def _samples(done: Measurement, method: str) -> list[dict]:
 def tokens_per_step(
     recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], method: str
 ) -> float:
-    """Of one method alone, without a report: what a drafter is chosen by. It must not fail."""
+    """Decode all prompts by one method and return its tokens per step, by which trainings choose a
+    drafter. What it raises is raised: no report could tell of it."""
     with cpu_threads(recipe.eval.threads):
         prompts = expand_turns(recipe, target, prompts)
         done = measure(recipe, target, trained, prompts, [method])

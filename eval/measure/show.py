@@ -39,8 +39,9 @@ class Pieces:
 
 
 def kinds(step: Step) -> list[str]:
-    """Whose each token of a step is: drafted and accepted, the target's own behind a draft, or
-    plain, where nothing was drafted. An end may cut what was accepted, and then there is no bonus.
+    """Tell of each token of a step whose it is: drafted and accepted, the target's own behind a
+    draft (the bonus), or plain, where nothing was drafted. An end may cut what was accepted, and
+    then there is no bonus.
     """
     if not step.drafted:  # with a draft that is not known, nobody can tell whose they are
         return [BONUS if step.accepted else PLAIN] * step.emitted
@@ -50,7 +51,8 @@ def kinds(step: Step) -> list[str]:
 def replay(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], steps: Sequence[Step]
 ) -> list[dict]:
-    """Of every step, its tokens as (text, kind) and its draft: parents, texts, accepted nodes.
+    """Return, for every step, its tokens as (text, kind) and its draft: parents, texts, accepted
+    nodes.
 
     The kinds are those of `kinds`. Node 0 of a draft is its root and has no text.
     """

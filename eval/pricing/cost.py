@@ -175,7 +175,7 @@ class CostModel:
         return min(prices) > 0 and all(0 <= float(weight) < inf for weight in weights)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return it as JSON has it."""
         return asdict(self) | {"knots": [*self.knots]}
 
     @classmethod
@@ -241,7 +241,7 @@ def _compare(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> N
 
 
 def _timed(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a drafter's form, what the time of its drafts depends on."""
+    """The part of a drafter's form that the time of its drafts depends on."""
     config = form.get("config", {})
     sizes = {name: size for name, size in config.items() if name not in UNTIMED}
     return {**form, "weights": None, "config": sizes}

@@ -43,10 +43,10 @@ class Evidence:
         return False
 
     def wake(self) -> None:
-        """Another text begins, of which a single one before it says little: no rest is left."""
+        """End a rest: another text begins, of which the one before it says little."""
         self.rest, self.left = LEAST, 0
 
     def add(self, gained: float, drafts: int) -> None:
-        """A step's drafts have gained so many tokens."""
+        """Note what a step's drafts have gained, in tokens, what they cost taken off."""
         self.gains = KEEP * self.gains + gained
         self.drafts = KEEP * self.drafts + drafts

@@ -112,7 +112,7 @@ class Worth:
             self._price()
 
     def _price(self) -> None:
-        """What the parts of this step's drafts have to bring."""
+        """Set what the parts of this step's drafts have to bring: the rate, and of a node."""
         prices, block = self._prices(), self.rows * self.k
         plain = prices[0]
         # Tokens of all rows per millisecond, at the speed-up over plain decoding of late; plain
@@ -218,9 +218,9 @@ class Worth:
         self._earned, self._earners, self._profit = 0, 0, None
 
     def _weights(self, rows: Sequence[int]) -> list[float]:
-        """What a token of each of these rows is worth, of one of the slowest's.
+        """What a token of each of these rows is worth, where one of the slowest row's is worth 1.
 
-        That is 1; of the mean's and of those ahead of it, their own share of a step.
+        A token of a row at the mean or ahead of it is worth that row's own share of a step.
         """
         if self.rows == 1 or self._replaced:
             return [1.0] * len(rows)
@@ -234,7 +234,7 @@ class Worth:
     # -- prices ----------------------------------------------------------------------------------
 
     def _share(self) -> float:
-        """What one of several rows adds to a plain step, of the step's share of a row."""
+        """What a row more adds to a plain step of several rows, over the step's time per row."""
         key = self.rows, self.cached
         if (share := self._shares.get(key)) is None:
             one, all_rows = self._step_ms(1, 1), self._step_ms(self.rows, 1)
@@ -268,7 +268,7 @@ class Worth:
         return added
 
     def _prices(self) -> list[float]:
-        """Of a step without its draft, by the number of drafted nodes of all rows together."""
+        """Milliseconds of a step without its draft, by how many nodes all rows draft together."""
         rows, cached = self.rows, self.cached
         if (prices := self._steps.get((rows, cached))) is None:
             most = rows * max(self.most, self.k)
@@ -281,11 +281,12 @@ class Worth:
         return prices
 
     def _step_ms(self, rows: int, nodes: float) -> float:
-        """Of a step without its draft, with so many nodes of each row, the root included."""
+        """Milliseconds of a step without its draft, with `nodes` of each row, the root included."""
         return self.costs.verify_ms(rows, nodes, self.cached) + self.costs.loop_ms(rows, nodes)
 
     def _pass_ms(self, rows: int, paths: int) -> float:
-        """One pass more over some paths of each of some rows; 0 paths: the first of a draft."""
+        """Milliseconds of another pass over some paths of each row; of 0 paths: of a draft's first
+        pass."""
         if (ms := self._passes.get((rows, paths))) is None:
             levels = [1] * self.k
             ms = self.costs.draft_ms([1], levels, rows, best_first=True)
