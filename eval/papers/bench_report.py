@@ -119,7 +119,7 @@ def command(report: dict, path: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _common(recipe: dict) -> list[str]:
-    """Of a comparison, what its runs may have had otherwise."""
+    """Overrides of a comparison: settings that its runs may have had otherwise."""
     told = {"target": ("dtype",), "eval": ("batch_size", "limit", "repeats")}
     return [f"{name}.{key}={recipe[name][key]}" for name, keys in told.items() for key in keys]
 

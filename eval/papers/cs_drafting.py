@@ -110,14 +110,15 @@ class CascadeTable(OverStudents, TunedCascades):
         return [*self.students(plan, seed), self.maxgram(plan)]
 
     def drafting(self, plan: Plan, seed: int) -> tuple[str, ...]:
-        """All drafters."""
+        """Overrides with which a recipe drafts with all of them."""
         weights = [str(job.folder / "student") for job in self.students(plan, seed)]
         students = f"cascade.students=[{','.join(weights)}]"
         table = f"maxgram.table={self.maxgram(plan).folder / 'table'}"
         return (f"student.model={weights[0]}", students, table, METHODS)
 
     def comparison(self, plan: Plan, seed: int) -> Job:
-        """Of the recipe that has several students, whatever they are trained by."""
+        """The inner table of one seed, made with the recipe that has several students whatever
+        recipe they are trained by."""
         return super().comparison(replace(plan, recipe=None), seed)
 
     def rows(self, plan: Plan, seed: int) -> dict[str, Row]:

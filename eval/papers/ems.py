@@ -25,7 +25,7 @@ class PaddingTable(SeededTable):
     sizes: tuple[Count, ...] = (2, 4, 8, 16, 24)
 
     def batches(self, plan: Plan, size: int, seed: int) -> Job:
-        """All ways, on batches of one size, of a seed's prompts."""
+        """The run of all ways on a seed's prompts, in batches of one size."""
         methods = ",".join(f"prompt_lookup{way}" for way in WAYS.values())
         overrides = (
             f"eval.methods=[plain,{methods}]",

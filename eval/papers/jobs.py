@@ -41,7 +41,7 @@ class Job:
 
     @property
     def settings(self) -> list[str]:
-        """All overrides."""
+        """The overrides that its command has."""
         return [*self.overrides, "train.threads=1", f"output.dir={self.folder}"]
 
     @property

@@ -68,7 +68,8 @@ def random_target(width: int, dtype: str) -> Target:
 
 
 def milliseconds(targets: Sequence[Target], nodes: Sequence[int]) -> list[dict[str, float]]:
-    """Of each target, what verifying so many nodes of one row takes: the median of turns."""
+    """Return, for each target, the milliseconds of verifying one row by its nodes: medians of
+    turns."""
     grid = Grid(tuple(nodes), rows=(1,), cached=(CACHED,))
     benches = [[*TargetBench(target, grid).cells()] for target in targets]
     forwards = [[cell for cell in cells if cell.what == "verify"] for cells in benches]

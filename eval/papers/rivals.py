@@ -176,7 +176,7 @@ class RivalTable(Table):
 
 
 def _sharing(rivals: Sequence[Rival]) -> list[Rival]:
-    """The same, each with the head of the first that is trained as it is."""
+    """Have rivals that are trained alike share a head: that of the first of them."""
     trained = [one.training for one in rivals]
     first = [rivals[trained.index(own)] for own in trained]
     pairs = zip(rivals, first, strict=True)

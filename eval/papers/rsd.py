@@ -75,7 +75,7 @@ class BudgetTable(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class SeededBudgetTable(OverStudents, BudgetTable):
-    """The same with a student of every seed, which also draws with it."""
+    """The budgets with a student of every seed, which is the seed of what is drawn, too."""
 
 
 def at_length(length: int) -> list[Shape]:
@@ -142,7 +142,7 @@ def compare(
 
 
 def best_of(runs: Sequence[dict]) -> dict[str, Row]:
-    """By method and comparison, the shape with the most tokens per step."""
+    """Return a row per method with, in every comparison, its shape of the most tokens per step."""
     cells: dict[str, dict[str, dict]] = {method: {} for method in METHODS.values()}
     for run in runs:
         own, column, mean = cells[run["method"]], run["comparison"], run["tokens_per_step"]
