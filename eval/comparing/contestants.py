@@ -51,7 +51,7 @@ class Contestant:
         return [*self.trained.networks(needs(self.method)), *table]
 
     def facts(self) -> dict:
-        """Its parameters (of a table: entries), their bytes, and the minutes of its training."""
+        """What it cost: parameters (of a table: entries), their bytes, minutes of training."""
         every = ([*one.parameters()] or [*one.buffers()] for one in self.networks())
         tensors = [tensor for some in every for tensor in some]
         return {
@@ -147,8 +147,8 @@ def _drafting(recipe: Recipe) -> Recipe:
 
 
 def _method(recipe: Recipe, trained: Trained) -> str:
-    """What a recipe measures; of a head from elsewhere what suits its form: a tree, where it has
-    one, else a chain."""
+    """The method that a recipe measures last; for a head from elsewhere the one that suits its
+    form: a tree, where it has one, else a chain."""
     if recipe.head.model is None or trained.head is None:
         return featured(recipe.eval.methods)
     tree, folder = tree_method(trained.head.config), Path(trained.head.folder)

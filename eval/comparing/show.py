@@ -98,7 +98,7 @@ def outrun_by_none(points: dict[str, tuple[float, float]]) -> list[str]:
 
 
 def _minutes(value: float) -> str:
-    """On an axis."""
+    """Minutes as an axis has them."""
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 

@@ -97,7 +97,7 @@ class Processing:
     def of(
         cls, processors: Sequence[LogitsProcessor], row: int, ids: Tensor, prompt: Sequence[int]
     ) -> "Processing":
-        """Those of a row of the call, given its padded ids [T]."""
+        """Return the processors for one row of the call, given its padded ids [T]."""
         own = LogitsProcessorList(_of_row(one, row) for one in processors)
         return cls(own, ids[: len(ids) - len(prompt)].tolist(), ids.device)
 
@@ -108,7 +108,7 @@ class Processing:
 
 
 def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """The same for a row alone: what a repetition penalty ignores is given row by row."""
+    """Return a processor for a row alone: a repetition penalty knows row by row what to ignore."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, Tensor):
         processor = copy(processor)

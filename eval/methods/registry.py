@@ -193,7 +193,7 @@ def find(name: str) -> tuple[Method, str]:
 
 
 def _known(name: str) -> str:
-    """All methods, and the one that an unknown name is nearest to."""
+    """Name all methods, and the one that an unknown name is nearest to."""
     ways = [f"{row.name}:{way}" for row in METHODS.values() if row.is_ours for way in WAYS]
     names = [*METHODS, *ALIASES]
     return (

@@ -38,7 +38,7 @@ class Trained:
 
     @property
     def students(self) -> list[Target]:
-        """All of them, those of the cascade first."""
+        """All students, those of the cascade first."""
         return [*filter(None, (*self.cascade, self.student))]
 
     def networks(self, kinds: Collection[str]) -> list[nn.Module]:

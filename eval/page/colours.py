@@ -28,7 +28,7 @@ GREY = "#8b959f"
 
 
 def method_colours(methods: Iterable[str]) -> dict[str, str]:
-    """Of each method its colour, greyer for one that is decoded in another way (METHOD:WAY)."""
+    """Return each method's colour, greyer for one that is decoded in another way (METHOD:WAY)."""
     others, colours = cycle(OTHERS), {}
     for name in dict.fromkeys(methods):
         base, _, way = name.partition(":")

@@ -9,8 +9,8 @@ POINTS = 40  # of a curve, at most: each the mean of its neighbours
 
 
 def training_curve(run: Path) -> list[dict]:
-    """Of a run's training, in order: step, loss, accuracy by depth, and tokens_per_step where the
-    validation prompts were decoded; nothing where there is no log."""
+    """Return the points of a run's training, in order: step, loss, accuracy by depth, and
+    tokens_per_step where the validation prompts were decoded; none where there is no log."""
     logged = [line for line in records(run / LOG, "train") if isfinite(line.get("loss", inf))]
     size = -(-len(logged) // POINTS)
     groups = [logged[n : n + size] for n in range(0, len(logged), size or 1)]

@@ -55,7 +55,8 @@ class Prefixes:
 
 
 def _digests(tokens: np.ndarray, first: int) -> Iterator[bytes]:
-    """Of every block from a place on, the last may be short: the digest of all up to its end."""
+    """Yield, for every block from a place on, the digest of all tokens up to its end; the last one
+    may be short."""
     digest = blake2b(tokens[:first].tobytes(), digest_size=16)
     for start in range(first, len(tokens), BLOCK):
         digest.update(tokens[start : start + BLOCK].tobytes())

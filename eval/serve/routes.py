@@ -53,7 +53,8 @@ def fixed_chain(recipe: Recipe) -> Recipe:
 
 
 def _custom(method: str, length: Callable[[Recipe], int], **settings: tuple[str, ...]) -> Route:
-    """Through our own class, with what is trained as it lies in the run's folder.
+    """Return the route of a method through our own class, with what is trained as it lies in the
+    run's folder.
 
     settings: sections of the recipe, and which of their keys it drafts by.
     """
@@ -94,7 +95,8 @@ def _speculative(method: str, model: str | Path, length: int) -> dict:
 
 
 def _served(method: str) -> Callable:
-    """By the engine's own implementation, with the head in its layout."""
+    """Return an `engine` of a `Route` that drafts by vLLM's own implementation, with the head in
+    its layout."""
 
     def engine(recipe: Recipe, folder: Path) -> dict:
         served_head(recipe, "vllm").write(folder / method)

@@ -47,7 +47,7 @@ class Side:
 
     @property
     def acceptance(self) -> list[float]:
-        """Of each position, how often it was accepted of all drafts."""
+        """Share of all drafts that were accepted at each position."""
         return [count / max(self.drafts, 1) for count in self.accepted]
 
 
