@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from specdraft.eval.serve.tracing import ORDER, Trace
+from specdraft.eval.serve.tracing import Trace
 from specdraft.models.target import Target
 
 ROUNDING = torch.finfo(torch.float32).eps ** 0.5  # half of the digits, of the largest number
-MEANING = {
+MEANING = {  # in the order in which one follows from those before it
     "embeddings": "the embeddings of the tokens one ahead",
     "features": "the target's features",
     "fused": "what the fusion (fc) makes of embeddings and features",
@@ -56,7 +56,7 @@ def first_cause(target: Target, prompt: list[int], ours: Trace, theirs: Trace) -
 def split(trace: Trace) -> Trace:
     """A trace with inputs in front, [T, ..], and angles parted: those of the first pair of numbers
     are the positions, whatever the base."""
-    parted = {name: trace[name] for name in ORDER if name in trace}
+    parted = {name: trace[name] for name in MEANING if name in trace}
     for name in {"query", "key", "value"} & parted.keys():
         parted[name] = parted[name].transpose(0, 1)
     if "rotary" in parted:

@@ -4,6 +4,17 @@ The same hooks on a head serve our decoder and a head inside an engine; what an 
 computes is brought to the same names (eval/serve/job.py). All in units of the target's own
 embeddings and features, whatever scales a head divides by.
 
+    embeddings   [T, H], of the tokens one ahead
+    features     [T, H]; of EAGLE-3 [T, n * H], normed as its config says
+    fused        [T, H]
+    rotary       [T, D / 2], cosines of the angles; of the first pair, the position is the angle
+    query, key   [heads, Q, D] and [kv_heads, T, D], rotated
+    value        [kv_heads, T, D]
+    attended     [Q, H]
+    normed       [Q, H], what the MLP reads
+    output       [Q, H], of the first layer
+    draft        the tokens
+
 Shapes: T inputs read, Q queries, H hidden, n layers that EAGLE-3 reads, D head dimension.
 """
 
@@ -16,20 +27,6 @@ from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 
 Trace = dict[str, Tensor]
-# In the order in which one follows from those before it.
-ORDER = (
-    "embeddings",  # [T, H], of the tokens one ahead
-    "features",  # [T, H]; of EAGLE-3 [T, n * H], normed as its config says
-    "fused",  # [T, H]
-    "rotary",  # [T, D / 2], cosines of the angles; of the first pair, the position is the angle
-    "query",  # [heads, Q, D], rotated
-    "key",  # [kv_heads, T, D], rotated
-    "value",  # [kv_heads, T, D]
-    "attended",  # [Q, H]
-    "normed",  # [Q, H], what the MLP reads
-    "output",  # [Q, H], of the first layer
-    "draft",  # the tokens
-)
 
 
 @contextmanager
