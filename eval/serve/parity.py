@@ -10,15 +10,15 @@ Where they differ, the tensors of the first draft are gone through in the order 
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 
 from specdraft.data.prompts import Prompt
 from specdraft.eval.engine.decoder import Decoder
+from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.request import Completion, Request
 from specdraft.eval.measure.identity import differences
 from specdraft.eval.measure.measurement import measure
@@ -28,7 +28,7 @@ from specdraft.eval.serve.causes import first_cause
 from specdraft.eval.serve.engine import VLLM
 from specdraft.eval.serve.routes import fixed_chain, route
 from specdraft.eval.serve.sides import Side, first_step, gaps_of
-from specdraft.eval.serve.tracing import note, tracing
+from specdraft.eval.serve.tracing import Trace, note, tracing
 from specdraft.models.target import Target
 from specdraft.models.target_files import model_folder
 from specdraft.recipes.schema import Recipe
@@ -50,13 +50,9 @@ def check(recipe: Recipe, target: Target, prompts: Sequence[Prompt], vllm: VLLM,
         given = way.engine(recipe, Path(folder))
         result, theirs = vllm.run(job(recipe, target, prompts, (0.0, 1.0), given))
         plain, _ = vllm.run(job(recipe, target, prompts, (0.0,), {}))
-        runs = result["runs"]
-        ours = [
-            decode(recipe, target, trained, prompts, way.ours.name, run["temperature"])
-            for run in runs
-        ]
-        trace = traced(recipe, target, trained, prompts[0], way.ours.name)
-    sides = zip(runs, ours, strict=True)
+        ours = Ours(way.ours.name, recipe, target, trained)
+        sides = [(run, ours.decode(prompts, run["temperature"])) for run in result["runs"]]
+        trace = ours.traced(prompts[0])
     parts = [
         compared(target, prompts, side_of(run), mine, plain["runs"][0], run) for run, mine in sides
     ]
@@ -102,56 +98,65 @@ def job(
 # -- both sides ------------------------------------------------------------------------------------
 
 
-def decode(
-    recipe: Recipe,
-    target: Target,
-    trained: Trained,
-    prompts: Sequence[Prompt],
-    name: str,
-    temperature: float,
-) -> Side:
-    """What our decoder does; drafts are taken as they are and accepted as engines do.
+@dataclass(frozen=True)
+class Ours:
+    """Our decoder with one method, and what it drafts with."""
 
-    A drafter that needs tokens alone drafts here while the target reads the prompt, in an engine
-    behind the first token: so that the steps are the same, it is handed that token with the prompt.
-    """
-    settings = {"temperature": temperature, "acceptance": "walk", "repeats": 1, "spread": 1.0}
-    recipe = recipe.with_eval(**settings)
-    setup = Setup(recipe, target, trained, 1, 1)
-    if make_drafter(name, setup).from_tokens:
-        return decode_behind_first(recipe, target, trained, prompts, name)
-    return Side.of(completions(recipe, target, trained, prompts, name))
+    name: str
+    recipe: Recipe
+    target: Target
+    trained: Trained
 
+    def decode(self, prompts: Sequence[Prompt], temperature: float) -> Side:
+        """Decode prompts; drafts are taken as they are and accepted as engines do.
 
-def decode_behind_first(
-    recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], name: str
-) -> Side:
-    """The first token by plain decoding, the others behind it by the method."""
-    short, rest = recipe.with_eval(max_new_tokens=1), recipe.eval.max_new_tokens - 1
-    firsts = completions(short, target, trained, prompts, "plain")
-    going = [n for n, one in enumerate(firsts) if rest and one.tokens[0] not in target.eos_ids]
-    longer = [
-        replace(prompts[n], input_ids=[*prompts[n].input_ids, *firsts[n].tokens]) for n in going
-    ]
-    later = []
-    if going:
-        recipe = recipe.with_eval(max_new_tokens=rest)
-        later = completions(recipe, target, trained, longer, name)
-    behind = dict(zip(going, later, strict=True))
-    return Side.of(
-        replace(one, tokens=one.tokens + behind[n].tokens, steps=one.steps + behind[n].steps)
-        if n in behind
-        else one
-        for n, one in enumerate(firsts)
-    )
+        A drafter that needs tokens alone drafts here while the target reads the prompt, in an
+        engine behind the first token: so that the steps are the same, it is handed that token with
+        the prompt.
+        """
+        settings = {"temperature": temperature, "acceptance": "walk", "repeats": 1, "spread": 1.0}
+        own = replace(self, recipe=self.recipe.with_eval(**settings))
+        if own._drafter(1).from_tokens:
+            return own._behind_first(prompts)
+        return Side.of(own._completions(prompts))
 
+    def _behind_first(self, prompts: Sequence[Prompt]) -> Side:
+        """The first token by plain decoding, the others behind it by the method."""
+        firsts = replace(self, name="plain")._completions(prompts, 1)
+        rest, eos_ids = self.recipe.eval.max_new_tokens - 1, self.target.eos_ids
+        going = [n for n, one in enumerate(firsts) if rest and one.tokens[0] not in eos_ids]
+        longer = [
+            replace(prompts[n], input_ids=[*prompts[n].input_ids, *firsts[n].tokens]) for n in going
+        ]
+        done = list(firsts)
+        for n, later in zip(going, self._completions(longer, rest) if going else (), strict=True):
+            tokens, steps = done[n].tokens + later.tokens, done[n].steps + later.steps
+            done[n] = replace(done[n], tokens=tokens, steps=steps)
+        return Side.of(done)
 
-def completions(
-    recipe: Recipe, target: Target, trained: Trained, prompts: Sequence[Prompt], name: str
-) -> list[Completion]:
-    """Decode prompts by a method, in their order."""
-    outcomes = measure(recipe, target, trained, prompts, [name]).outcomes[name]
-    return [completion for outcome in outcomes for completion in outcome.completions]
+    def _completions(
+        self, prompts: Sequence[Prompt], length: int | None = None
+    ) -> list[Completion]:
+        """Decode prompts in their order; length: new tokens, None: as many as the recipe says."""
+        recipe = self.recipe.with_eval(max_new_tokens=length) if length else self.recipe
+        outcomes = measure(recipe, self.target, self.trained, prompts, [self.name]).outcomes
+        return [completion for part in outcomes[self.name] for completion in part.completions]
+
+    def traced(self, prompt: Prompt) -> Trace:
+        """Trace the first draft for a prompt."""
+        capacity = len(prompt.input_ids) + self.recipe.eval.max_new_tokens
+        drafter = self._drafter(capacity)
+        decoder = Decoder(self.target, drafter, 1, capacity + drafter.max_nodes)
+        head = getattr(drafter, "head", None)  # as it drafts
+        with tracing(head) if head is not None else nullcontext({}) as trace:
+            (done,) = decoder.run([Request(prompt.input_ids, 2)])
+        if len(done.steps) > 1 and len(done.steps[1].tokens):
+            note(trace, draft=torch.tensor(done.steps[1].tokens))
+        return trace
+
+    def _drafter(self, capacity: int) -> Drafter:
+        setup = Setup(self.recipe, self.target, self.trained, 1, capacity)
+        return make_drafter(self.name, setup)
 
 
 def side_of(run: dict) -> Side:
@@ -159,22 +164,6 @@ def side_of(run: dict) -> Side:
     counts = run["counts"]
     accepted = counts.get("num_accepted_tokens_per_pos", [])
     return Side(run["tokens"], run["steps"], counts.get("num_drafts", 0), accepted)
-
-
-def traced(
-    recipe: Recipe, target: Target, trained: Trained, prompt: Prompt, name: str
-) -> dict[str, Tensor]:
-    """Trace our first draft for a prompt."""
-    request = Request(prompt.input_ids, 2)
-    capacity = len(prompt.input_ids) + recipe.eval.max_new_tokens
-    drafter = make_drafter(name, Setup(recipe, target, trained, 1, capacity))
-    decoder = Decoder(target, drafter, 1, capacity + drafter.max_nodes)
-    head = getattr(drafter, "head", None)  # as it drafts
-    with tracing(head) if head is not None else nullcontext({}) as trace:
-        (done,) = decoder.run([request])
-    if len(done.steps) > 1 and len(done.steps[1].tokens):
-        note(trace, draft=torch.tensor(done.steps[1].tokens))
-    return trace
 
 
 # -- side by side ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from specdraft.data.prompts import load_prompts
 from specdraft.eval.methods.registry import load_trained
 from specdraft.eval.serve.causes import first_cause
 from specdraft.eval.serve.engine import VLLM, EngineError
-from specdraft.eval.serve.parity import job, side_of, traced
+from specdraft.eval.serve.parity import Ours, job, side_of
 from specdraft.eval.serve.routes import ROUTES
 from specdraft.models.target import Target
 from specdraft.recipes.load import load_recipe
@@ -162,5 +162,5 @@ def test_a_broken_export_is_named_by_its_cause(trained, engine, target, name, tm
     _, theirs = engine.run(job(recipe, target, prompts, (), given))
     loaded = load_trained(recipe, target, ["eagle_chain"])
     with torch.inference_mode():
-        ours = traced(recipe, target, loaded, prompts[0], "eagle_chain")
+        ours = Ours("eagle_chain", recipe, target, loaded).traced(prompts[0])
     assert first_cause(target, prompts[0].input_ids, ours, theirs)["tensor"] == tensor
