@@ -127,7 +127,7 @@ def check_methods(
 
 
 def _compared(line: str, method: str, plain: list[list[int]], measured: Measurement) -> Finding:
-    completions = [done for part in measured.outcomes[method] for done in part.completions]
+    completions = measured.completions(method)
     if why := next((done.fallback for done in completions if done.fallback), None):
         # Answered by plain decoding from there on: identical, and no draft.
         return failed(line, f"its drafter failed: {why}", "report it with the recipe")

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import nn
 
 from specdraft.data.prompts import Prompt
-from specdraft.eval.engine.request import GUMBEL, Request
+from specdraft.eval.engine.request import GUMBEL, Completion, Request
 from specdraft.eval.measure.categories import add_speedups, by_category, macro
 from specdraft.eval.measure.failure import FaultTolerant, failures_of
 from specdraft.eval.measure.identity import differences
@@ -130,9 +130,13 @@ class Measurement:
             ],
         }
 
+    def completions(self, name: str) -> list[Completion]:
+        """The outputs of a method, in the order of the requests that it took."""
+        return [done for part in self.outcomes[name] for done in part.completions]
+
     def tokens(self, name: str) -> list[list[int]]:
         """The new tokens of every output of a method."""
-        return [done.tokens for part in self.outcomes[name] for done in part.completions]
+        return [done.tokens for done in self.completions(name)]
 
 
 def measure(

@@ -139,8 +139,8 @@ class Ours:
     ) -> list[Completion]:
         """Decode prompts in their order; length: new tokens, None: as many as the recipe says."""
         recipe = self.recipe.with_eval(max_new_tokens=length) if length else self.recipe
-        outcomes = measure(recipe, self.target, self.trained, prompts, [self.name]).outcomes
-        return [completion for part in outcomes[self.name] for completion in part.completions]
+        done = measure(recipe, self.target, self.trained, prompts, [self.name])
+        return done.completions(self.name)
 
     def traced(self, prompt: Prompt) -> Trace:
         """Trace the first draft for a prompt."""
