@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from specdraft.eval.engine.request import Update
-from specdraft.eval.measure.show import STYLES, Pieces
+from specdraft.eval.measure.show import Pieces, coloured
 from specdraft.recipes.terminal import Screen
 
 
@@ -34,8 +34,7 @@ class Answer:
             raise update.completion.error
         self.steps += len(update.steps)
         self.seconds = time.perf_counter() - self.began
-        added = self.pieces.add(update.tokens, update.steps)
-        return Text.assemble(*((text, STYLES[kind]) for text, kind in added))
+        return coloured(self.pieces.add(update.tokens, update.steps))
 
     def speed(self) -> str:
         """Tokens, steps, tokens per step and per second, from the question on."""

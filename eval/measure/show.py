@@ -3,7 +3,7 @@
 A replay tells of every step which tokens it gave and which tree was drafted for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich.text import Text
@@ -36,6 +36,11 @@ class Pieces:
                 runs.append((text[len(self.text) :], kind))
                 self.text = text
         return runs
+
+
+def coloured(pieces: Iterable[tuple[str, str]]) -> Text:
+    """Runs of (text, kind) as a terminal shows them."""
+    return Text.assemble(*((text, STYLES[kind]) for text, kind in pieces))
 
 
 def kinds(step: Step) -> list[str]:
@@ -96,7 +101,7 @@ def print_sample(sample: dict, console: Screen) -> None:
     """Print one answer of a report with its accepted tokens coloured."""
     ratio = sample["tokens"] / sample["steps"]
     console.print(Text(sample["prompt"].strip()[-400:], style="dim"))
-    console.print(Text.assemble(*((text, STYLES[kind]) for text, kind in sample["pieces"])))
+    console.print(coloured(sample["pieces"]))
     console.print(
         Text(f"{sample['tokens']} tokens in {sample['steps']} steps: {ratio:.2f} a step\n", "cyan")
     )
