@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
-from specdraft.eval.page.cells import NOTHING, figure
+from specdraft.eval.page.cells import NOTHING, figure, markdown_table
 from specdraft.recipes.errors import DataError
 
 ROWS, TEMPERATURES = (1, 4, 16), (0.0, 1.0)  # that papers report
@@ -43,10 +43,7 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table as Markdown, its caption below."""
-        rule = ["---", "---", *["---:"] * (len(self.headings) - 2)]
-        lines = ([cell.replace("|", r"\|") for cell in line] for line in self.lines)
-        rows = ("| " + " | ".join(row) + " |" for row in (self.headings, rule, *lines))
-        return "\n".join([*rows, "", self.caption])
+        return f"{markdown_table(self.headings, self.lines, names=2)}\n\n{self.caption}"
 
     def latex(self) -> str:
         """Return the table as LaTeX (booktabs)."""

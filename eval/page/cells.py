@@ -1,4 +1,6 @@
-"""What stands in the cells of a table of runs, on the page as on a terminal."""
+"""What stands in the cells of a table of runs, on the page as on a terminal; tables in Markdown."""
+
+from collections.abc import Iterable, Sequence
 
 NOTHING = "-"  # of a figure that is not known
 
@@ -6,6 +8,13 @@ NOTHING = "-"  # of a figure that is not known
 def figure(value: float | None, digits: int = 2) -> str:
     """A number with so many digits behind its point."""
     return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]], names: int = 1) -> str:
+    """A table in Markdown: `names` columns on the left, and figures behind them."""
+    rule = ["---"] * names + ["---:"] * (len(headings) - names)
+    rows = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (headings, rule, *rows))
 
 
 def identical_outputs(run: dict) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import jinja2
 
 from specdraft.data.atomic import write_atomic
+from specdraft.eval.page.cells import markdown_table
 from specdraft.eval.publishing.result import cell_text, grid_of, read_result, row_of
 from specdraft.recipes.errors import DataError
 
@@ -64,9 +65,8 @@ def _filled(kept: Mapping[str, dict], used: set[str], way, name: str, *words, **
 
 def table(made: dict, *columns: str, rows: Sequence[str] = ()) -> str:
     """The rows in Markdown."""
-    head, *lines = grid_of(made, columns, rows)
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))
+    headings, *lines = grid_of(made, columns, rows)
+    return markdown_table(headings, lines)
 
 
 def cell(made: dict, row: str, column: str, digits: int = 2) -> str:
