@@ -133,7 +133,7 @@ def measure(recipes: list[Recipe], out: Path, shape: Shape | None = None) -> dic
     trained = load_trained(first, target)
     if shape:
         target, trained = enlarge(shape, first, target, trained)
-    if any(find(name)[0].is_priced for name in first.eval.methods):
+    if any(find(name).is_priced for name in first.eval.methods):
         drafting = trained if shape else trained_drafter(first, target)
         cover_rows(first, target, drafting, max(recipe.eval.batch_size for recipe in recipes))
     reports = []

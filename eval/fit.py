@@ -43,7 +43,7 @@ def main() -> None:
                         "output.dir/fitted_METHOD.yaml")  # fmt: skip
     options = parser.parse_intermixed_args()
     method = options.method or fitted(load_recipe(options.recipe, options.overrides).eval.methods)
-    drafts_tree = find(method)[0].drafts_tree
+    drafts_tree = find(method).drafts_tree
     if options.out:  # of settings, whose file is given behind a recipe, .yaml alone
         check_writable(options.out, ".yaml", *([".yml"] if drafts_tree else []))
     # What is measured is made here: the recipe's tree need not fit its head.

@@ -40,7 +40,7 @@ def trainers(arguments: list[str]) -> list[str]:
     if not given:
         return ["train.falcon"]  # which says what is missing
     recipe = load_recipe(given[0], given[1:], check=problems)
-    scripts = [find(name)[0].trainer for name in recipe.eval.methods]
+    scripts = [find(name).trainer for name in recipe.eval.methods]
     found = list(dict.fromkeys(script for script in scripts if script))
     if not found:
         raise RecipeError(f"{recipe.name}: none of eval.methods drafts with anything trained")

@@ -18,7 +18,7 @@ from specdraft.eval.engine.request import GUMBEL, Request, Update, accepting
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.hf_generate import Generate
 from specdraft.eval.measure.outcome import DecodingMethod, Outcome
-from specdraft.eval.methods.registry import Setup, find, make_drafter, rule_of
+from specdraft.eval.methods.registry import Setup, find, make_drafter, rule_of, way_of
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
@@ -72,7 +72,7 @@ def make_method(
     METHOD:dynamic is the same engine; whoever calls it hands over all requests at once.
     Raises RecipeError for an unknown method, or one without what it drafts with.
     """
-    method, way = find(name)
+    method, way = find(name), way_of(name)
     rows = recipe.eval.batch_size
     setup = Setup(recipe, target, trained, rows, capacity)
     if not method.is_ours:

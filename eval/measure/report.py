@@ -94,7 +94,7 @@ def fit_shown(
 ) -> dict | None:
     """The fit of the tree that methods draft, and the costs it was fitted by, as JSON; None where
     it was made by hand. Raises RecipeError where they draft the tree beside weights without one."""
-    if not any(find(name)[0].drafts_tree for name in methods):
+    if not any(find(name).drafts_tree for name in methods):
         return None
     file = tree_file(recipe, trained)
     fit = read_fit(Path(file)) if file and recipe.eval.tree == AUTO else None

@@ -183,13 +183,18 @@ def registered(method: Method) -> Iterator[None]:
 # -- what is asked of the rows ---------------------------------------------------------------------
 
 
-def find(name: str) -> tuple[Method, str]:
-    """Return the method of METHOD or METHOD:WAY, and the way; RecipeError for an unknown one."""
+def find(name: str) -> Method:
+    """Return the method of METHOD or METHOD:WAY; RecipeError for an unknown one."""
     base, colon, way = ALIASES.get(name, name).partition(":")
     method = METHODS.get(base)
     if method is None or (colon and not (method.is_ours and way in WAYS)):
         raise RecipeError(f"unknown method {shown(name)}; known: {_known(name)}")
-    return method, way
+    return method
+
+
+def way_of(name: str) -> str:
+    """Return the way of METHOD:WAY; none of a METHOD alone."""
+    return ALIASES.get(name, name).partition(":")[2]
 
 
 def _known(name: str) -> str:
@@ -204,7 +209,7 @@ def _known(name: str) -> str:
 
 def needs(name: str) -> tuple[str, ...]:
     """Which kinds of what is trained a method, decoded in whatever way, drafts with."""
-    return find(name)[0].needs
+    return find(name).needs
 
 
 def drafted_trees(recipe: Recipe, trained: Trained) -> list[list[tuple[int, ...]]]:
@@ -224,14 +229,14 @@ def tree_of(name: str, recipe: Recipe, trained: Trained) -> str | None:
 
 
 def _tree_file_of(name: str, recipe: Recipe, trained: Trained) -> str | None:
-    method = find(name)[0]
+    method = find(name)
     own = Trained(medusa=trained.medusa) if "medusa" in method.needs else trained
     return tree_file(recipe, own) if method.drafts_tree else None
 
 
 def rule_of(name: str, recipe: Recipe) -> str:
     """The acceptance rule of a method when sampling: its own, or the recipe's."""
-    method, _ = find(name)
+    method = find(name)
     return (method.rule or recipe.eval.acceptance) if method.is_ours else "transformers"
 
 
@@ -247,14 +252,14 @@ def space_of(recipe: Recipe, name: str) -> Space:
 def featured(names: Sequence[str]) -> str:
     """Return the method that shows a run at its best: our last one that drafts as it was trained,
     else the last."""
-    trained = [name for name in names if find(name)[0].is_ours and needs(name)]
+    trained = [name for name in names if find(name).is_ours and needs(name)]
     return [*names, *trained][-1]
 
 
 def fitted(names: Sequence[str]) -> str:
     """Return the method that a run is fitted for: its last one that is trained and has something
     to fit, else any. RecipeError where there is none."""
-    able = [name for name in names if find(name)[0].is_fitted]
+    able = [name for name in names if find(name).is_fitted]
     if not able:
         known = ", ".join(row.name for row in METHODS.values() if row.is_fitted)
         raise RecipeError(f"nothing of eval.methods can be fitted; give --method, one of {known}")
@@ -274,7 +279,7 @@ def make_drafter(name: str, setup: Setup) -> Drafter | None:
 
     Raises RecipeError where something it drafts with is missing, and for a method of transformers.
     """
-    method, _ = find(name)
+    method = find(name)
     if not method.is_ours:
         raise RecipeError(f"{name} is transformers' own way to draft, and no drafter of ours")
     method.check(setup.trained)
@@ -320,7 +325,7 @@ def _of_methods(settings: EvalSection, sections: Sections) -> Iterator[str]:
     foreign = []
     for number, name in enumerate(settings.methods):
         try:
-            method, _ = find(name)
+            method = find(name)
         except RecipeError:
             allowed = f"entry {number} ({shown(name)}) must be one of {_known(name)}"
             yield settings.complaint("methods", allowed)

@@ -28,6 +28,7 @@ from specdraft.eval.methods.registry import (
     problems,
     registered,
     space_of,
+    way_of,
 )
 from specdraft.eval.methods.setup import Setup
 from specdraft.eval.methods.trained import KINDS, Trained
@@ -133,8 +134,9 @@ def test_rows_are_whole():
         assert bool(row.needs) == (row.trainer is not None), name
         assert 0 < len(row.description) < 60, name
         for way in ("", *(f":{way}" for way in WAYS if row.is_ours)):
-            assert find(f"{name}{way}")[0] is row
-    assert find("padded") == find("prompt_lookup:padded")
+            assert find(f"{name}{way}") is row
+    assert find("padded") is find("prompt_lookup:padded")
+    assert way_of("padded") == way_of("prompt_lookup:padded") == "padded"
     for wrong in ("generate:padded", "falcon_tree:", "falcon_tree:unpadded", ":padded", ""):
         with pytest.raises(RecipeError, match="unknown method"):
             find(wrong)

@@ -94,4 +94,4 @@ def _job(source: str, kind: str, rows: int, steps: int, seed: int, given: tuple,
         f"data.cache_dir={out / 'cache'}",
     )
     folder = out / kind / f"{rows}-rows-{steps}-steps-seed{seed}"
-    return Job(find(method)[0].trainer, source, settings, folder)
+    return Job(find(method).trainer, source, settings, folder)
