@@ -290,6 +290,17 @@ def test_processes_that_cannot_read_its_files_are_refused_naming_both(there, her
     there.check_continued_by(there, tmp_path / "step-3")
 
 
+def test_a_checkpoint_of_an_earlier_version_is_continued(tmp_path):
+    train(tmp_path, **{"train.steps": 1})
+    state = tmp_path / "checkpoints" / "step-1" / "state.json"
+    content = json.loads(state.read_text())
+    content["state"]["best_step"] = 0
+    state.write_text(json.dumps(content))
+    write_sums(state.parent)
+    resumed, _ = train(tmp_path, **{"train.steps": 2})
+    assert (resumed.step, [line["step"] for line in log_lines(tmp_path)]) == (2, [1, 2])
+
+
 def test_plain_training_refuses_the_files_of_deepspeed(tmp_path):
     train(tmp_path, **{"train.steps": 1})
     state = tmp_path / "checkpoints" / "step-1" / "state.json"
@@ -404,7 +415,8 @@ def test_an_unreadable_state_is_named(tmp_path):
     with pytest.raises(CacheError, match=r"step-1 is damaged: state.json is not what was saved"):
         checkpoints.resume()
     (tmp_path / "checkpoints" / "step-1" / "SHA256SUMS").unlink()
-    for text in ("{", "[]", "7", '{"state": {}}', '{"state": {"speed": 1}}', "[" * 10**5):
+    states = ('{"state": 7}', '{"state": {}}', '{"state": {"speed": 1}}')
+    for text in ("{", "[]", "7", *states, "[" * 10**5):
         (tmp_path / "checkpoints" / "step-1" / "state.json").write_text(text)
         with pytest.raises(CacheError, match=r"step-1/state.json cannot be read .*; no other is w"):
             checkpoints.resume()

@@ -299,7 +299,7 @@ def test_the_head_with_the_most_tokens_per_step_is_kept(tmp_path):
         return {"tokens_per_step": scores[step]}
 
     state, _ = train(tmp_path, evaluate=evaluate, **{"train.eval_every": 2})
-    assert (state.best_step, state.best) == (4, {"tokens_per_step": 2.5})
+    assert state.best == {"tokens_per_step": 2.5}
     kept = FalconHead.from_pretrained(tmp_path / "falcon").state_dict()
     assert all(torch.equal(kept[name], tensor) for name, tensor in seen[4].items())
     assert [record["step"] for record in log_lines(tmp_path, "eval")] == [2, 4, 6]

@@ -57,7 +57,6 @@ class TrainState:
     step: int = 0  # optimiser steps done
     seconds: float = 0.0  # of training so far, over all continuations
     evaluated: int = 0  # step of the last evaluation
-    best_step: int = 0
     best: dict[str, float] = field(default_factory=dict)  # metrics of the best drafter
     # Of the log since its last line, over all ranks: the next line goes on with them.
     sums: dict[str, float | list] = field(default_factory=dict)
@@ -204,7 +203,7 @@ class Checkpoints:
         self.accelerator.step = 0
         state = TrainState(**content["state"])
         if MEASURING & differences(content["recipe"], self.recipe, ()).keys():
-            state.best, state.best_step = {}, 0
+            state.best = {}
         return state
 
     def _newest_whole(self) -> Path | str | None:
@@ -320,9 +319,10 @@ def read_state(checkpoint: Path) -> dict:
     """Read a checkpoint's state.json; raises CacheError when it cannot be read."""
     try:
         content = json.loads((checkpoint / STATE).read_text())
+        content["state"].pop("best_step", None)  # which earlier versions wrote
         TrainState(**content["state"])
         return content | {key: content[key] for key in ("recipe", "rows", "processes")}
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CacheError(
             f"{checkpoint / STATE} cannot be read ({in_a_line(error)}); delete {checkpoint}"
         ) from error

@@ -230,7 +230,7 @@ class Run:
             self.save_and_stop()
         state.evaluated = state.step
         if metrics["tokens_per_step"] > state.best.get("tokens_per_step", 0.0):
-            state.best, state.best_step = metrics, state.step
+            state.best = metrics
             if self.ranks.is_first:
                 save_drafter(drafter, self.out / self.objective.folder)
         journal.log("eval", state.step, metrics)
