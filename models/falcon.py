@@ -119,17 +119,6 @@ class FalconConfig(SavedConfig):
         return self.block_size == 1 and self.fusion in ("linear", "biased")
 
 
-def block_index(length: int, block_size: int, phase: int) -> Tensor:
-    """Number the blocks of a sequence [T] whose first block has `phase` (1..k) positions."""
-    return (torch.arange(length) + block_size - phase) // block_size
-
-
-def block_offsets(blocks: Tensor) -> Tensor:
-    """Return each position's place within its block, 0..k-1: [L] from block indices [L]."""
-    sizes = blocks.bincount()
-    return torch.arange(len(blocks), device=blocks.device) - (sizes.cumsum(0) - sizes)[blocks]
-
-
 class FalconHead(SavedHead, Packable, tags=["falcon"]):
     """Draft k features per pass from the target's features and the tokens one ahead."""
 

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
-from specdraft.models.falcon import FalconConfig, FalconHead, block_index
+from specdraft.models.falcon import FalconConfig, FalconHead
+from specdraft.models.sar.blocks import block_index
 from specdraft.models.target import Target
 
 VOCAB, HIDDEN = 23, 16

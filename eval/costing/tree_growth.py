@@ -18,8 +18,9 @@ from torch import Tensor
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.models.eagle3 import Eagle3Head, vocabulary_of
-from specdraft.models.falcon import FalconHead, block_index
+from specdraft.models.falcon import FalconHead
 from specdraft.models.medusa import MedusaHeads
+from specdraft.models.sar.blocks import block_index
 from specdraft.models.target import Target
 
 WIDTH = 20  # ranks that are told apart

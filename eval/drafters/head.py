@@ -24,10 +24,11 @@ from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Tree, TreeBias
 from specdraft.models.eagle3 import Eagle3Head, vocabulary_of
-from specdraft.models.falcon import FalconHead, block_index
+from specdraft.models.falcon import FalconHead
 from specdraft.models.families.scores import ALIGNED
 from specdraft.models.passes.replayed import ReplayedPass
 from specdraft.models.passes.row import Block, RowPass, reads_alone
+from specdraft.models.sar.blocks import block_index
 from specdraft.models.sar.fusion import State
 from specdraft.models.target import Target
 from specdraft.models.weights.prepacked import frozen_view

@@ -25,6 +25,17 @@ from specdraft.models.sar.layer import Attend
 Seen = list[tuple[tuple[Tensor, Tensor], ...]]
 
 
+def block_index(length: int, block_size: int, phase: int) -> Tensor:
+    """Number the blocks of a sequence [T] whose first block has `phase` (1..K) positions."""
+    return (torch.arange(length) + block_size - phase) // block_size
+
+
+def block_offsets(blocks: Tensor) -> Tensor:
+    """Return each position's place within its block, 0..K-1: [T] from block indices [T]."""
+    sizes = blocks.bincount()
+    return torch.arange(len(blocks), device=blocks.device) - (sizes.cumsum(0) - sizes)[blocks]
+
+
 class BlockLayout:
     """Where blocks of each row are, to run all of them at once as short sequences."""
 

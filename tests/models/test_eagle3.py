@@ -32,9 +32,9 @@ from specdraft.eval.engine.request import Request
 from specdraft.eval.methods.registry import Setup, make_drafter, tree_of
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.eagle3 import Eagle3Head, load_eagle3, vocabulary_of
-from specdraft.models.falcon import block_index
 from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
 from specdraft.models.published import load_head
+from specdraft.models.sar.blocks import block_index
 from specdraft.models.serving import serve_eagle, serve_eagle3
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from specdraft.eval.serve.layouts import served_head
-from specdraft.models.falcon import block_index
 from specdraft.models.published import load_head
+from specdraft.models.sar.blocks import block_index
 from specdraft.models.serving import serve_eagle, serve_medusa
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError

@@ -10,7 +10,8 @@ from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
-from specdraft.models.falcon import FalconHead, block_index
+from specdraft.models.falcon import FalconHead
+from specdraft.models.sar.blocks import block_index
 from specdraft.models.sar.coupling import COUPLINGS
 from specdraft.models.sar.fusion import FUSIONS, LSTM, LinearFusion
 from specdraft.models.sar.reading import READINGS

@@ -31,7 +31,8 @@ from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.generation.answers import build_caches
-from specdraft.models.falcon import FalconHead, block_index
+from specdraft.models.falcon import FalconHead
+from specdraft.models.sar.blocks import block_index
 from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError, HeadError, TargetError
 from specdraft.recipes.load import load_recipe

@@ -15,7 +15,7 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.plan import Plan
 from specdraft.eval.engine.request import Request
 from specdraft.models.eagle3 import vocabulary_of
-from specdraft.models.falcon import block_index
+from specdraft.models.sar.blocks import block_index
 
 WINDOWS = [1, 3, 8]  # one position; less than a draft is deep; more
 

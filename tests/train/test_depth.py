@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdraft.models.falcon import block_index, block_offsets
+from specdraft.models.sar.blocks import block_index, block_offsets
 from specdraft.recipes.sections.objectives import LossSection
 from specdraft.train.objectives.depth import Drafts
 

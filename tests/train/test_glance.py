@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdraft.models.falcon import block_index, block_offsets
+from specdraft.models.sar.blocks import block_index, block_offsets
 from specdraft.train.objectives.glance import (
     choose_runs,
     glancing_ratio,

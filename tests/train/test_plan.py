@@ -23,7 +23,8 @@ from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import build_tokens
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import TargetEmbeddings
-from specdraft.models.falcon import FalconHead, block_index
+from specdraft.models.falcon import FalconHead
+from specdraft.models.sar.blocks import block_index
 from specdraft.models.shapes import KNOWN, TargetShape, eagle3_config, head_config, target_shape
 from specdraft.models.student import make_student
 from specdraft.models.target import Target

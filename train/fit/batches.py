@@ -16,7 +16,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from specdraft.models.falcon import block_index, block_offsets
+from specdraft.models.sar.blocks import block_index, block_offsets
 from specdraft.recipes.errors import DataError, RecipeError
 
 Key = tuple[int, int, int]  # (seed, step, slot) of a row

@@ -17,7 +17,7 @@ predicts feature f_(i+k) and token t_(i+k+1); `supervised[i]` says that both exi
 import torch
 from torch import Tensor
 
-from specdraft.models.falcon import block_offsets
+from specdraft.models.sar.blocks import block_offsets
 
 
 def glancing_ratio(start: float, end: float, progress: float) -> float:
