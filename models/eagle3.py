@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -29,7 +28,7 @@ from specdraft.models.falcon import FalconHead
 from specdraft.models.feature_layers import check_width
 from specdraft.models.sar.blocks import BlockLayout, Seen, attending, rollout_mask
 from specdraft.models.sar.fusion import State
-from specdraft.models.sar.layer import Attend, DecoderLayer, Rope
+from specdraft.models.sar.layer import Attend, DecoderLayer, Rope, checkpointed, rotations
 from specdraft.models.sar.reading import Own
 from specdraft.models.saved import (
     SavedConfig,
@@ -220,9 +219,8 @@ class Eagle3Head(SavedHead, tags=["eagle3"]):
 
     def rope(self, positions: Tensor) -> Rope:
         """cos and signed sin for positions [S, T]: [S, 1, T, head_dim]."""
-        angle = positions[:, None, :, None].to(torch.float32) * self.inverse_frequency
-        cos, sin = angle.cos() * self.rope_scaling, angle.sin() * self.rope_scaling
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        cos, sin = rotations(positions, self.inverse_frequency)
+        return cos * self.rope_scaling, sin * self.rope_scaling
 
     def decode(self, inputs: Tensor, rope: Rope, attend: Attend) -> Tensor:
         """Run the decoder layer over inputs [S, T, 2H]; the states that drafting goes on from."""
@@ -262,18 +260,13 @@ class Eagle3Head(SavedHead, tags=["eagle3"]):
             if number > 0:
                 states = layout.inherited(outputs[-1], states, None)
             mask = rollout_mask(blocks, valid, number, self.config.window)
-            output, seen = self._pass(self.inputs(ahead, states), rope, seen, mask)
+            inputs = self.inputs(ahead, states)
+            output, seen = checkpointed(self.checkpointing, self._pass, inputs, rope, seen, mask)
             outputs.append(output)
         outputs = torch.stack(outputs)
         return outputs if loss is None else loss(self.answers(outputs), self.lm_head)
 
-    def _pass(self, *inputs: Any) -> tuple[Tensor, Seen]:
-        if self.checkpointing and torch.is_grad_enabled():
-            # Nothing in there is random.
-            return checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self._run(*inputs)
-
-    def _run(self, inputs: Tensor, rope: Rope, seen: Seen, mask: Tensor) -> tuple[Tensor, Seen]:
+    def _pass(self, inputs: Tensor, rope: Rope, seen: Seen, mask: Tensor) -> tuple[Tensor, Seen]:
         after: Seen = []
         return self.decode(inputs, rope, attending(seen, after, mask)), after
 

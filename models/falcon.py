@@ -22,18 +22,17 @@ tokens, D head dimension.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from specdraft.models.feature_layers import check_width
 from specdraft.models.sar.blocks import BlockLayout, Seen, attending, rollout_mask
 from specdraft.models.sar.coupling import COUPLINGS
 from specdraft.models.sar.fusion import FUSIONS, State
-from specdraft.models.sar.layer import Attend, DecoderLayer, Rope
+from specdraft.models.sar.layer import Attend, DecoderLayer, Rope, checkpointed, rotations
 from specdraft.models.sar.reading import READINGS
 from specdraft.models.saved import (
     SavedConfig,
@@ -179,9 +178,7 @@ class FalconHead(SavedHead, Packable, tags=["falcon"]):
 
     def rope(self, positions: Tensor) -> Rope:
         """cos and signed sin for positions [S, T]: [S, 1, T, D]."""
-        angle = positions[:, None, :, None].to(torch.float32) * self.inverse_frequency
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return rotations(positions, self.inverse_frequency)
 
     def decode(
         self,
@@ -245,7 +242,9 @@ class FalconHead(SavedHead, Packable, tags=["falcon"]):
                 features = layout.inherited(outputs[-1], features, keep)
             fused, state = self._fuse(self.inputs(ahead, features), state, layout)
             mask = rollout_mask(blocks, valid, number, self.config.window)
-            output, seen = self._predict(fused, rope, seen, mask, layout, chosen)
+            output, seen = checkpointed(
+                self.checkpointing, self._predict, fused, rope, seen, mask, layout, chosen
+            )
             outputs.append(output)
             if number == 0 and revised is not None:
                 revision = self._revise(output, revised, blocks, valid, state, seen, chosen)
@@ -278,18 +277,12 @@ class FalconHead(SavedHead, Packable, tags=["falcon"]):
         rope, mask = self.rope(layout.positions), layout.mask(blocks, valid, self.config.window)
         if chosen is not None:
             chosen = layout.gather(chosen)
-        output, _ = self._predict(fused, rope, seen, mask, None, chosen)
+        output, _ = checkpointed(
+            self.checkpointing, self._predict, fused, rope, seen, mask, None, chosen
+        )
         return layout.scatter(first, output)
 
-    def _predict(self, *inputs: Any) -> tuple[Tensor, Seen]:
-        """Run one pass behind what was `seen`; return its features and what is seen after it."""
-        if self.checkpointing and torch.is_grad_enabled():
-            # Nothing in there is random.
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            return checkpoint(self._run, *inputs, **options)
-        return self._run(*inputs)
-
-    def _run(
+    def _predict(
         self,
         fused: Tensor,  # [B, T, H]
         rope: Rope,
@@ -298,14 +291,15 @@ class FalconHead(SavedHead, Packable, tags=["falcon"]):
         layout: BlockLayout | None,  # None: `fused` is laid out already
         chosen: Tensor | None,  # [B, T, H], embedding of the token drafted before each position's
     ) -> tuple[Tensor, Seen]:
+        """Run one pass behind what was `seen`; return its features and what is seen after it."""
         after: Seen = []
         if self.config.is_plain:
             output = self.decode(fused, rope, attending(seen, after, mask))
         else:
-            output = self._run_blocks(fused, rope, seen, after, mask, layout, chosen)
+            output = self._predict_blocks(fused, rope, seen, after, mask, layout, chosen)
         return output * self.config.feature_scale, after
 
-    def _run_blocks(
+    def _predict_blocks(
         self,
         fused: Tensor,
         rope: Rope,

@@ -7,10 +7,12 @@ Shapes: S sequences, T time, Q queries, H hidden, D head dimension.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from specdraft.models.weights.prepacked import Packable
 
@@ -84,6 +86,21 @@ class DecoderLayer(nn.Module, Packable):
     def _project(self, x: Tensor, weight: Tensor) -> Tensor:
         """[S, T, H] -> [S, heads, T, D]."""
         return self.linear(x, weight).unflatten(-1, (-1, self.dim)).transpose(1, 2)
+
+
+def rotations(positions: Tensor, inverse_frequency: Tensor) -> Rope:
+    """Return cos and signed sin of positions [S, T], given frequencies [D / 2]: [S, 1, T, D]."""
+    angle = positions[:, None, :, None].to(torch.float32) * inverse_frequency
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def checkpointed(wanted: bool, run: Callable[..., Any], *inputs: Any) -> Any:
+    """Call `run`; if wanted, backward runs it again instead of keeping what it computes. Nothing in
+    it may be random."""
+    if wanted and torch.is_grad_enabled():
+        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return run(*inputs)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
