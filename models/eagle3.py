@@ -14,7 +14,6 @@ Shapes: B rows, T time, H hidden, n layers, R passes, V vocabulary, N tokens dra
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -30,12 +29,7 @@ from specdraft.models.sar.blocks import BlockLayout, Seen, attending, rollout_ma
 from specdraft.models.sar.fusion import State
 from specdraft.models.sar.layer import Attend, DecoderLayer, Rope, checkpointed, rotations
 from specdraft.models.sar.reading import Own
-from specdraft.models.saved import (
-    SavedConfig,
-    SavedHead,
-    Vocabulary,
-    load_for,
-)
+from specdraft.models.saved import SavedConfig, SavedHead, Vocabulary
 from specdraft.models.target import Target
 from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import in_a_line
@@ -154,6 +148,7 @@ class Eagle3Layer(DecoderLayer):
 class Eagle3Head(SavedHead, tags=["eagle3"]):
     """Draft a token per pass from layers of the target and the tokens one ahead."""
 
+    noun, trainers = "trained EAGLE-3 head", ("eagle3",)
     checkpointing = False  # whether backward runs the passes again, to keep less for it
 
     def __init__(self, config: Eagle3Config):
@@ -289,17 +284,3 @@ def vocabulary_of(head: Eagle3Head | FalconHead, target: Target) -> DraftVocabul
     if isinstance(head, Eagle3Head):
         return OwnVocabulary(head, target, prepacked)
     return DraftVocabulary(head.draft_ids, target, prepacked)
-
-
-def load_eagle3(
-    source: str | Path, target_identity: dict, revision: str | None = None
-) -> Eagle3Head:
-    """Load a trained head, from a folder or by its Hub id, for a target.
-
-    Raises HeadError when there is none or it is damaged, HubError when the Hub does not give it,
-    and TargetError when it is another target's.
-    """
-    maker = "accelerate launch train/eagle3.py"
-    return load_for(
-        target_identity, Eagle3Head, source, revision, noun="trained EAGLE-3 head", maker=maker
-    )

@@ -21,7 +21,6 @@ tokens, D head dimension.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -34,13 +33,7 @@ from specdraft.models.sar.coupling import COUPLINGS
 from specdraft.models.sar.fusion import FUSIONS, State
 from specdraft.models.sar.layer import Attend, DecoderLayer, Rope, checkpointed, rotations
 from specdraft.models.sar.reading import READINGS
-from specdraft.models.saved import (
-    SavedConfig,
-    SavedHead,
-    Scale,
-    Vocabulary,
-    load_for,
-)
+from specdraft.models.saved import SavedConfig, SavedHead, Scale, Vocabulary
 from specdraft.models.weights.prepacked import Packable
 from specdraft.recipes.fields import Draft, Few, Fraction, Interval, Tokens, Width, shown
 from specdraft.recipes.find import HEADS
@@ -121,6 +114,7 @@ class FalconConfig(SavedConfig):
 class FalconHead(SavedHead, Packable, tags=["falcon"]):
     """Draft k features per pass from the target's features and the tokens one ahead."""
 
+    trainers = HEADS
     checkpointing = False  # whether backward runs the decoder layers again, to keep less for it
 
     def __init__(self, config: FalconConfig):
@@ -350,16 +344,3 @@ class FalconHead(SavedHead, Packable, tags=["falcon"]):
             return self.fuse(inputs)
         fused, state = layout.fuse(self.fuse, layout.gather(inputs), state)
         return layout.in_order(fused), tuple(layout.in_order(part) for part in state)
-
-
-def load_falcon(
-    source: str | Path, target_identity: dict, revision: str | None = None
-) -> FalconHead:
-    """Load a trained head, from a folder or by its Hub id, for a target.
-
-    Raises HeadError when there is none or it is damaged, HubError when the Hub does not give it,
-    and TargetError when it is another target's.
-    """
-    kind = Path(source).name  # of its folder in a run
-    maker = f"accelerate launch train/{kind if kind in HEADS else 'falcon'}.py"
-    return load_for(target_identity, FalconHead, source, revision, noun="trained head", maker=maker)

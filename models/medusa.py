@@ -14,14 +14,13 @@ Shapes: D heads, L blocks of a head, N positions, H hidden, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdraft.models.saved import SavedConfig, SavedHead, Vocabulary, load_for
+from specdraft.models.saved import SavedConfig, SavedHead, Vocabulary
 from specdraft.recipes.fields import Draft, Few, Width
 
 
@@ -42,6 +41,8 @@ class MedusaConfig(SavedConfig):
 
 class MedusaHeads(SavedHead, tags=["medusa"]):
     """All heads at once: their weights are stacked, and a pass is one batched product per block."""
+
+    noun, trainers = "trained Medusa heads", ("medusa",)
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
@@ -81,16 +82,3 @@ class MedusaHeads(SavedHead, tags=["medusa"]):
         that shard weights have them whole within a forward only.
         """
         return loss(self.hidden(features), self.lm_heads)
-
-
-def load_medusa(
-    source: str | Path, target_identity: dict, revision: str | None = None
-) -> MedusaHeads:
-    """Load trained heads, from a folder or by their Hub id, for a target.
-
-    Raises HeadError when there are none or they are damaged, HubError when the Hub does not give
-    them, and TargetError when they are another target's.
-    """
-    maker = "accelerate launch train/medusa.py"
-    noun = "trained Medusa heads"
-    return load_for(target_identity, MedusaHeads, source, revision, noun=noun, maker=maker)

@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdraft.models.eagle3 import Eagle3Config, Eagle3Head, load_eagle3
+from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.embeddings import embed_scale_of
-from specdraft.models.falcon import FalconConfig, FalconHead, load_falcon
+from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.hub import fetch, is_hub_id
 from specdraft.models.saved import CONFIG
 from specdraft.models.serving import eagle3_tensors, eagle_tensors
@@ -85,9 +85,9 @@ def load_head(
     folder = fetch(source, revision)
     config = _config(folder)
     if config.get("architecture") == "eagle3":
-        return load_eagle3(folder, target.identity())
+        return Eagle3Head.load_for(folder, target.identity())
     if "architectures" not in config:
-        return load_falcon(folder, target.identity())
+        return FalconHead.load_for(folder, target.identity())
     try:
         head = _published(folder, config, target).eval()
     # Of a value that is no such thing: text for a mapping, a number beyond floats, ids of nothing.

@@ -32,6 +32,7 @@ LARGEST_CONFIG = 2**20  # bytes
 Vocabulary = Annotated[int, Interval(1, 10**7)]
 Scale = Annotated[float, Interval(1e-9, 1e9)]  # what is divided by
 Module = TypeVar("Module", bound=nn.Module)
+Head = TypeVar("Head", bound="SavedHead")
 
 
 class SavedConfig:
@@ -101,12 +102,37 @@ class Saved(
 class SavedHead(Saved, tags=["draft-head"]):
     """A trained head, which belongs to a target."""
 
+    noun = "trained head"  # in messages
+    # Scripts of train/ that make one: the one that its folder is called by, else the first.
+    trainers: tuple[str, ...]
     folder: Path | None = None  # that it was loaded from
     enlarges: str | None = None  # hash of the smaller head's weights whose drafts it makes
 
     def __init__(self, config: SavedConfig):
         super().__init__()
         self.config = config
+
+    @classmethod
+    def load_for(
+        cls: type[Head], source: str | Path, target_identity: dict, revision: str | None = None
+    ) -> Head:
+        """Load a trained head, from a folder or by its Hub id, for a target.
+
+        Raises HeadError when there is none or it is damaged, HubError when the Hub does not give
+        it, and TargetError when it is another target's.
+        """
+        name = Path(source).name
+        maker = f"accelerate launch train/{name if name in cls.trainers else cls.trainers[0]}.py"
+        head = load_saved(cls, source, revision, noun=cls.noun, maker=maker)
+        head.check_target(target_identity)
+        if (ids := getattr(head, "draft_ids", None)) is not None:
+            size = head.config.vocab_size
+            if (torch.cat((ids.new_tensor([-1]), ids, ids.new_tensor([size]))).diff() < 1).any():
+                raise HeadError(
+                    f"{source} holds no whole head: its draft_ids must be ascending ids below "
+                    f"{size}; train it again"
+                )
+        return head
 
     def hash(self) -> str:
         """Which weights draft: where a head was enlarged, those that were trained."""
@@ -161,32 +187,6 @@ def load_saved(
         whole = noun.removeprefix("trained ")
         raise HeadError(f"{folder} holds no whole {whole}: {error}") from error
     return module.eval()
-
-
-def load_for(
-    target_identity: dict,
-    kind: type[Module],
-    source: str | Path,
-    revision: str | None = None,
-    *,
-    noun: str,
-    maker: str,
-) -> Module:
-    """Load a head for a target, as `load_saved` does.
-
-    Raises what `load_saved` does, HeadError for a draft vocabulary that is none, and TargetError
-    when it is another target's.
-    """
-    head = load_saved(kind, source, revision, noun=noun, maker=maker)
-    head.check_target(target_identity)
-    if (ids := getattr(head, "draft_ids", None)) is not None:
-        size = head.config.vocab_size
-        if (torch.cat((ids.new_tensor([-1]), ids, ids.new_tensor([size]))).diff() < 1).any():
-            raise HeadError(
-                f"{source} holds no whole head: its draft_ids must be ascending ids below {size}; "
-                "train it again"
-            )
-    return head
 
 
 def _read_config(path: Path, config: type[SavedConfig]) -> SavedConfig:

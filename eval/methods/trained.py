@@ -13,7 +13,7 @@ from specdraft.models.cards.lines import Card
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.falcon import FalconHead
 from specdraft.models.maxgram import MaxGramTable, load_table
-from specdraft.models.medusa import MedusaHeads, load_medusa
+from specdraft.models.medusa import MedusaHeads
 from specdraft.models.published import load_head
 from specdraft.models.student import check_tokens, finished_student, load_student
 from specdraft.models.target import Target
@@ -152,10 +152,12 @@ KINDS: dict[str, Kind] = {
     ),
     "medusa": Kind(
         "Medusa heads; train them first: train/medusa.py",
-        load=lambda recipe, target, run: load_medusa(
+        load=lambda recipe, target, run: MedusaHeads.load_for(
             drafter_of(recipe, "medusa", run), target.identity()
         ),
-        fetch=lambda name, revision, target: load_medusa(name, target.identity(), revision),
+        fetch=lambda name, revision, target: MedusaHeads.load_for(
+            name, target.identity(), revision
+        ),
         problems=_without_medusa,
     ),
     "student": Kind(

@@ -4,16 +4,16 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from specdraft.models.eagle3 import load_eagle3
+from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import (
     DTYPES,
     TargetEmbeddings,
     embed_scale_of,
     model_without_weights,
 )
-from specdraft.models.falcon import load_falcon
+from specdraft.models.falcon import FalconHead
 from specdraft.models.hub import fetch
-from specdraft.models.medusa import load_medusa
+from specdraft.models.medusa import MedusaHeads
 from specdraft.models.published import is_published
 from specdraft.models.serving import Served, serve_eagle, serve_eagle3, serve_medusa
 from specdraft.models.target import context_length
@@ -41,7 +41,7 @@ def served_head(recipe: Recipe, engine: str) -> Served:
     name, folder = (section.model, section.revision), model_folder(section.model, section.revision)
     whose, dtype = identity_of(*name, folder), DTYPES[section.dtype]
     if recipe.medusa.given:
-        heads = load_medusa(drafter_of(recipe, "medusa"), whose)
+        heads = MedusaHeads.load_for(drafter_of(recipe, "medusa"), whose)
         shared = None
         if heads.lm_heads is None:
             shared = TargetEmbeddings.load(*name, section.dtype).lm_head_weight
@@ -55,7 +55,7 @@ def served_head(recipe: Recipe, engine: str) -> Served:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     settings = (engine, context_length(config), dtype)
     if recipe.head.fusion == "layers":
-        return serve_eagle3(load_eagle3(source, whose), *settings)
+        return serve_eagle3(Eagle3Head.load_for(source, whose), *settings)
     empty = model_without_weights(folder, dtype, section.trust_remote_code)
     scale = embed_scale_of(empty.get_input_embeddings())
-    return serve_eagle(load_falcon(source, whose), *settings, scale)
+    return serve_eagle(FalconHead.load_for(source, whose), *settings, scale)

@@ -20,7 +20,7 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.tree import Topology, chain
 from specdraft.models.embeddings import DraftVocabulary
-from specdraft.models.falcon import FalconHead, load_falcon
+from specdraft.models.falcon import FalconHead
 from specdraft.recipes.errors import HeadError, RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.train.heads import head_kind
@@ -119,7 +119,7 @@ def test_ids_are_saved_with_the_head_and_judged_when_it_is_loaded(target, tmp_pa
     head = few_tokens_head(target)
     head.save_pretrained(tmp_path / "head")
     for again in (
-        load_falcon(tmp_path / "head", target.identity()),
+        FalconHead.load_for(tmp_path / "head", target.identity()),
         FalconHead.from_pretrained(tmp_path / "head"),
     ):
         assert again.draft_ids.tolist() == IDS.tolist()
@@ -127,14 +127,14 @@ def test_ids_are_saved_with_the_head_and_judged_when_it_is_loaded(target, tmp_pa
     for bad in (IDS.flip(0), IDS - 1, IDS + 1, IDS // 2):
         few_tokens_head(target, ids=bad).save_pretrained(tmp_path / "bad")
         with pytest.raises(HeadError, match="draft_ids must be ascending ids below 23"):
-            load_falcon(tmp_path / "bad", target.identity())
+            FalconHead.load_for(tmp_path / "bad", target.identity())
 
 
 def test_a_head_without_a_draft_vocabulary_has_no_ids(target, tmp_path):
     head = random_head(target)
     assert "draft_ids" not in head.state_dict()
     head.save_pretrained(tmp_path)
-    assert load_falcon(tmp_path, target.identity()).draft_ids is None
+    assert FalconHead.load_for(tmp_path, target.identity()).draft_ids is None
 
 
 def test_a_draft_vocabulary_is_at_most_the_targets(target):

@@ -11,7 +11,7 @@ from test_loop import ToyRows, log_lines, make_ends, make_head, make_recipe
 from specdraft.eval.measure.methods import make_method
 from specdraft.eval.methods.registry import Setup, load_trained, make_drafter, needs
 from specdraft.eval.methods.trained import Trained
-from specdraft.models.falcon import FalconHead, load_falcon
+from specdraft.models.falcon import FalconHead
 from specdraft.models.shapes import TargetShape, head_config
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
@@ -53,7 +53,7 @@ def test_without_input_norm_only_the_first_layer_lacks_it(target):
 
 def test_a_saved_head_is_loaded_by_its_methods(target, tmp_path):
     eagle(target).save_pretrained(tmp_path / "head")
-    assert load_falcon(tmp_path / "head", target.identity()).config.is_eagle
+    assert FalconHead.load_for(tmp_path / "head", target.identity()).config.is_eagle
     recipe = load_recipe(RECIPE, [f"output.dir={tmp_path}"])
     trained = load_trained(recipe, target)
     for name in ("eagle_tree", "eagle_chain:dynamic"):

@@ -31,8 +31,8 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.methods.registry import Setup, make_drafter, tree_of
 from specdraft.eval.methods.trained import Trained
-from specdraft.models.eagle3 import Eagle3Head, load_eagle3, vocabulary_of
-from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
+from specdraft.models.eagle3 import Eagle3Head, vocabulary_of
+from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.published import load_head
 from specdraft.models.sar.blocks import block_index
 from specdraft.models.serving import serve_eagle, serve_eagle3
@@ -336,7 +336,7 @@ def test_a_saved_head_is_loaded_again(target, tmp_path):
     head.save_pretrained(tmp_path)
     for again in (
         load_head(tmp_path, target),
-        load_eagle3(tmp_path, target.identity()),
+        Eagle3Head.load_for(tmp_path, target.identity()),
         Eagle3Head.from_pretrained(tmp_path),
     ):
         assert again.config == head.config
@@ -344,7 +344,7 @@ def test_a_saved_head_is_loaded_again(target, tmp_path):
     with pytest.raises(TargetError, match="was trained for random-0"):
         load_head(tmp_path, random_target(seed=9, layers=4))
     with pytest.raises(HeadError, match="no trained EAGLE-3 head at"):
-        load_eagle3(tmp_path / "none", target.identity())
+        Eagle3Head.load_for(tmp_path / "none", target.identity())
 
 
 def test_a_config_that_no_head_has_is_refused(target):
@@ -565,7 +565,7 @@ def test_a_published_head_drafts_eagles_tree_until_one_is_fitted_to_it(target, t
     heads = MedusaHeads.of(MedusaConfig(HIDDEN, VOCAB, heads=2), target.lm_head_weight)
     heads.save_pretrained(heads_at := tmp_path / "medusa")
     (heads_at / "tree.yaml").write_text("paths: [[0], [1]]")
-    both = Trained(head, medusa=load_medusa(heads_at, target.identity()))
+    both = Trained(head, medusa=MedusaHeads.load_for(heads_at, target.identity()))
     assert tree_of("medusa_tree", recipe, both) == "fitted, 2 nodes to depth 1"
     assert make_drafter("medusa_tree", Setup(recipe, target, both, 2, 128)).max_nodes == 2
 

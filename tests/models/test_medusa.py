@@ -24,7 +24,7 @@ from specdraft.eval.engine.request import Request
 from specdraft.eval.measure.methods import make_method
 from specdraft.eval.methods.registry import problems
 from specdraft.eval.methods.trained import Trained
-from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
+from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.train.fit.accelerator import make_accelerator
@@ -343,7 +343,7 @@ def test_saved_heads_are_the_same_heads(target, tmp_path):
     for lm_heads in ("own", "shared"):
         heads, folder = random_heads(target, 2, 2, lm_heads), tmp_path / lm_heads
         heads.save_pretrained(folder)
-        again = load_medusa(folder, target.identity())
+        again = MedusaHeads.load_for(folder, target.identity())
         assert again.config == heads.config
         for name, tensor in heads.state_dict().items():
             assert torch.equal(tensor, again.state_dict()[name])
@@ -356,17 +356,17 @@ def test_saved_heads_are_the_same_heads(target, tmp_path):
 
 def test_damaged_or_foreign_heads_are_refused(target, tmp_path):
     with pytest.raises(HeadError, match=r"no trained Medusa heads.*train/medusa\.py"):
-        load_medusa(tmp_path, target.identity())
+        MedusaHeads.load_for(tmp_path, target.identity())
     random_heads(target, 2).save_pretrained(tmp_path)
     with pytest.raises(TargetError, match="trained for random-0"):
-        load_medusa(tmp_path, random_target(seed=9).identity())
+        MedusaHeads.load_for(tmp_path, random_target(seed=9).identity())
     weights = load_file(tmp_path / "model.safetensors")
     save_file({"bias": weights["bias"]}, tmp_path / "model.safetensors")
     with pytest.raises(HeadError, match=r"(?s)holds no whole Medusa heads.*lm_heads"):
-        load_medusa(tmp_path, target.identity())
+        MedusaHeads.load_for(tmp_path, target.identity())
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(HeadError, match=r"model\.safetensors is missing"):
-        load_medusa(tmp_path, target.identity())
+        MedusaHeads.load_for(tmp_path, target.identity())
 
 
 def test_a_tree_deeper_than_the_heads_is_refused(target):

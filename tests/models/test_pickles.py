@@ -10,9 +10,9 @@ from test_drafted_answers import head_of
 
 from specdraft.data.atomic import damage, describe
 from specdraft.models.embeddings import TargetEmbeddings
-from specdraft.models.falcon import load_falcon
+from specdraft.models.falcon import FalconHead
 from specdraft.models.maxgram import load_table
-from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
+from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.student import load_student
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, TargetError
@@ -53,8 +53,8 @@ def drafters(tiny, tmp_path):
     (tmp_path / "table").mkdir()
     (tmp_path / "table" / "config.json").write_text('{"vocab_size": 2048}')
     return {
-        "head": lambda: load_falcon(tmp_path / "head", tiny.identity()),
-        "medusa": lambda: load_medusa(tmp_path / "medusa", tiny.identity()),
+        "head": lambda: FalconHead.load_for(tmp_path / "head", tiny.identity()),
+        "medusa": lambda: MedusaHeads.load_for(tmp_path / "medusa", tiny.identity()),
         "table": lambda: load_table(tmp_path / "table", "tiny", tiny.vocab_size),
     }
 

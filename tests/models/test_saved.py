@@ -10,9 +10,9 @@ import torch
 from random_models import VOCAB, random_head, random_target
 from safetensors.torch import load_file, save_file
 
-from specdraft.models.falcon import load_falcon
+from specdraft.models.falcon import FalconHead
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable, load_table
-from specdraft.models.medusa import MedusaConfig, MedusaHeads, load_medusa
+from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.saved import CONFIG, WEIGHTS, write_sums
 from specdraft.recipes.errors import HeadError
 
@@ -35,11 +35,11 @@ def drafter(request, target, tmp_path):
     folder, whose = tmp_path / "drafter", target.identity()
     if request.param == "head":
         random_head(target).save_pretrained(folder)
-        return request.param, folder, lambda: load_falcon(folder, whose)
+        return request.param, folder, lambda: FalconHead.load_for(folder, whose)
     if request.param == "medusa":
         config = MedusaConfig(target.hidden_size, VOCAB, 2, target=whose)
         MedusaHeads.of(config, target.lm_head_weight).save_pretrained(folder)
-        return request.param, folder, lambda: load_medusa(folder, whose)
+        return request.param, folder, lambda: MedusaHeads.load_for(folder, whose)
     seen = torch.arange(VOCAB)
     MaxGramTable.of_counts(MaxGramConfig(VOCAB), seen, seen, seen).save_pretrained(folder)
     return request.param, folder, lambda: load_table(folder, "mine", VOCAB)
