@@ -36,7 +36,8 @@ from accelerate import Accelerator
 from rich.table import Table
 from torch import nn
 
-from specdraft.data.store.feature_cache import FeatureCache, Features, build_features
+from specdraft.data.store.feature_builder import build_features
+from specdraft.data.store.feature_cache import FeatureCache, Features
 from specdraft.data.store.features import BATCH_TOKENS, batches, pad
 from specdraft.data.store.storage import SHARD_BYTES, Storage, plan_shards
 from specdraft.data.store.tokens import TokenCache

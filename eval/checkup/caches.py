@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from specdraft.data import fingerprint
-from specdraft.data.store.feature_cache import FeatureCache, feature_settings
+from specdraft.data.store.feature_builder import feature_settings
+from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.storage import MANIFEST
 from specdraft.data.store.tokens import TokenCache, token_settings
 from specdraft.eval.checkup.finding import Finding, failed, judged, passed, skipped

@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from specdraft.data.ranks import Ranks
 from specdraft.data.regenerate import Answer, Ask, Generate
 from specdraft.data.server import Server
-from specdraft.data.store.feature_cache import Announce, Features, build_features
+from specdraft.data.store.feature_builder import Announce, build_features
+from specdraft.data.store.feature_cache import Features
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.eval.engine.decoder import Decoder

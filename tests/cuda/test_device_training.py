@@ -14,7 +14,7 @@ from test_tokens import chats, write
 from test_tokens import recipe as cached
 from torch import nn
 
-from specdraft.data.store.feature_cache import build_features
+from specdraft.data.store.feature_builder import build_features
 from specdraft.data.store.tokens import build_tokens
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.student import make_student

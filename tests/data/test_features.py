@@ -20,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdraft.data import atomic
 from specdraft.data.store import storage
-from specdraft.data.store.feature_cache import FeatureCache, build_features
+from specdraft.data.store.feature_builder import build_features
+from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import build_tokens
 from specdraft.models.target import Target

@@ -18,7 +18,8 @@ from test_tokens import chats, recipe, write
 from specdraft.data import lock
 from specdraft.data.lock import building_lock, output_lock
 from specdraft.data.ranks import ALONE
-from specdraft.data.store.feature_cache import FeatureCache, build_features
+from specdraft.data.store.feature_builder import build_features
+from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.tokens import build_tokens
 from specdraft.recipes.errors import RecipeError
 

@@ -13,7 +13,7 @@ from test_features import make_target
 from test_loop import assert_close, log_lines, make_recipe
 from test_tokens import chats, write
 
-from specdraft.data.store.feature_cache import build_features
+from specdraft.data.store.feature_builder import build_features
 from specdraft.data.store.features import OnlineFeatures, sample_scales
 from specdraft.data.store.tokens import build_tokens
 from specdraft.eval.generation.answers import build_caches

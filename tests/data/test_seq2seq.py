@@ -11,7 +11,7 @@ from random_seq2seq import generated, random_seq2seq
 
 from specdraft.data.prompts import load_prompts
 from specdraft.data.regenerate import Ask
-from specdraft.data.store.feature_cache import build_features
+from specdraft.data.store.feature_builder import build_features
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.tokens import build_tokens
 from specdraft.eval.bench import measure

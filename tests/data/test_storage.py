@@ -21,7 +21,8 @@ from thread_ranks import on_ranks
 
 from specdraft.data import fingerprint
 from specdraft.data.store import storage
-from specdraft.data.store.feature_cache import FeatureCache, build_features, feature_settings
+from specdraft.data.store.feature_builder import build_features, feature_settings
+from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.read_ahead import first_bytes, read_ahead
 from specdraft.data.store.storage import LARGEST, TYPES, Storage, decode
 from specdraft.data.store.tokens import TokenCache, build_tokens

@@ -16,7 +16,8 @@ from test_loop import ToyRows, log_lines, make_ends, make_head, make_recipe
 from test_tokens import chats, recipe, write
 from thread_ranks import on_ranks
 
-from specdraft.data.store.feature_cache import FeatureCache, build_features, feature_settings
+from specdraft.data.store.feature_builder import build_features, feature_settings
+from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.storage import LARGEST, TYPES, Storage, feature_bytes
 from specdraft.data.store.storage import decode as read_back
