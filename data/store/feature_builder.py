@@ -25,6 +25,7 @@ from tqdm import tqdm
 from specdraft.data import atomic, fingerprint
 from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
+from specdraft.data.sealed import write_sealed
 from specdraft.data.store import storage
 from specdraft.data.store.feature_cache import FeatureCache, check_settings
 from specdraft.data.store.features import (
@@ -142,14 +143,15 @@ class _Builder:
     def _write(self, manifest: dict[str, Any], mine: Plan, batch_tokens: int) -> None:
         """Make shards, naming each in this rank's manifest when it is whole."""
         name = storage.MANIFEST if self.ranks.is_first else f"manifest-{self.ranks.rank}.json"
-        storage.write_manifest(self.directory, manifest, name)
+        own = self.directory / name
+        write_sealed(own, manifest)
         total = sum(self.tokens.lengths[row] for rows in mine.values() for row in rows)
         quiet, named = not self.ranks.is_first, manifest["shards"]
 
         def keep(number: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
             file = f"shard-{int(number):05d}.safetensors"
             named[number] = storage.write_shard(self.directory, file, tensors) | facts
-            storage.write_manifest(self.directory, manifest, name)
+            write_sealed(own, manifest)
 
         # A shard goes to the disk in a thread, while the next one is computed in the other buffer.
         buffers = cycle([ShardBuffer(self.target.device) for _ in range(2)])
@@ -216,7 +218,7 @@ class _Builder:
             "quantisation": _quantisation(self.settings["dtype"], ordered),
             "complete": True,
         }
-        storage.write_manifest(self.directory, manifest)
+        write_sealed(self.directory / storage.MANIFEST, manifest)
         for path in self.directory.glob("manifest-*.json"):
             path.unlink()
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from specdraft.data import atomic
-from specdraft.data.sealed import read_sealed, write_sealed
+from specdraft.data.sealed import read_sealed
 from specdraft.data.store.tokens import TokenCache
 from specdraft.models.feature_layers import Layers
 from specdraft.recipes.errors import CacheError, in_a_line
@@ -204,11 +204,6 @@ def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> dict[
         safetensors.torch.save_file(tensors, partial)
         partial.chmod(readers)
     return atomic.describe(directory / name)
-
-
-def write_manifest(directory: Path, manifest: dict[str, Any], name: str = MANIFEST) -> None:
-    """Replace a manifest in one move."""
-    write_sealed(directory / name, manifest)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from thread_ranks import on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdraft.data import atomic
+from specdraft.data.sealed import write_sealed
 from specdraft.data.store import storage
 from specdraft.data.store.feature_builder import build_features
 from specdraft.data.store.feature_cache import FeatureCache
@@ -237,7 +238,7 @@ def test_a_shard_that_the_manifest_does_not_name_does_not_exist(made):
     manifest = json.loads(path.read_text())
     entry = manifest["shards"].pop("1")
     manifest["complete"] = False
-    storage.write_manifest(path.parent, manifest)
+    write_sealed(path, manifest)
     (cache.directory / entry["file"]).write_bytes(b"left by a crash")
     again = build(made)
     assert all(torch.equal(again[n]["features"], features) for n, features in good.items())

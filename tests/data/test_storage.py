@@ -20,6 +20,7 @@ from test_tokens import chats, recipe, write
 from thread_ranks import on_ranks
 
 from specdraft.data import fingerprint
+from specdraft.data.sealed import write_sealed
 from specdraft.data.store import storage
 from specdraft.data.store.feature_builder import build_features, feature_settings
 from specdraft.data.store.feature_cache import FeatureCache
@@ -352,7 +353,7 @@ def rewrite(cache: FeatureCache, **changes) -> None:
     del manifest["kept"]
     for entry in manifest["shards"].values():
         del entry["error_moments"]
-    storage.write_manifest(cache.directory, manifest)
+    write_sealed(cache.directory / storage.MANIFEST, manifest)
 
 
 def test_a_cache_of_before_opens_and_one_that_was_not_finished_goes_on(make):

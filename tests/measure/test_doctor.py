@@ -16,7 +16,7 @@ from random_models import random_head, random_target
 from shallow import shallow_target
 from transformers import AutoTokenizer
 
-from specdraft.data.sealed import read_sealed
+from specdraft.data.sealed import read_sealed, write_sealed
 from specdraft.data.sources import bundled_file
 from specdraft.data.store import storage
 from specdraft.eval.checkup import drafters as drafter_checkup
@@ -119,7 +119,7 @@ def rewrite_features(folder: Path, change) -> None:
         tensors["features"][start:end] = change(tensors["features"][start:end].clone())
         start = end
     entry |= storage.write_shard(path.parent, entry["file"], tensors)
-    storage.write_manifest(path.parent, manifest)
+    write_sealed(path, manifest)
 
 
 def lose_digits(folder: Path) -> None:
