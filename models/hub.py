@@ -20,6 +20,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.utils import filter_repo_objects
 
+from specdraft.models.weights.checksums import SUMS
 from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import HubError, in_a_line
 from specdraft.recipes.interrupt import abandonable
@@ -28,7 +29,6 @@ from specdraft.recipes.static_trees import TREE
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PAGE = "README.md"  # the card
-SUMS = "SHA256SUMS"  # of the files of a drafter, beside them: models/saved.py
 LATER = "python models/push.py RUN OWNER/NAME"
 
 

@@ -13,11 +13,12 @@ from specdraft.models.cards.card import PICTURE, model_card
 from specdraft.models.cards.curve import curve
 from specdraft.models.cards.lines import Card, generate_file, tree_name
 from specdraft.models.cards.log import log_in
-from specdraft.models.hub import PAGE, SUMS, push
+from specdraft.models.hub import PAGE, push
 from specdraft.models.portable import portable, portable_json
 from specdraft.models.published import kind_there
-from specdraft.models.saved import CONFIG, check_sums, sums
+from specdraft.models.saved import CONFIG
 from specdraft.models.target_files import read_chat_template
+from specdraft.models.weights.checksums import SUMS, check_sums, sums
 from specdraft.recipes.errors import HeadError, HubError, in_a_line
 from specdraft.recipes.find import (
     KINDS,

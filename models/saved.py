@@ -1,15 +1,12 @@
-"""Drafters as they are saved: a config.json and a model.safetensors that only look like one.
+"""Drafters saved as config.json and model.safetensors with checksums, and loaded strictly.
 
-Both may come from anywhere. They are checked before a tensor of the size that they name is made:
-the config key by key, the file's table of tensors against what the config makes. The checksums that
-are written beside them (`sha256sum -c SHA256SUMS` reads them, too) find what has changed since.
+The files may come from anywhere, so they are checked before memory of the size that they name is
+taken: the config key by key, the tensors' names, kinds and shapes against those that the config
+makes, and both against their checksums (weights/checksums.py).
 """
 
-import hashlib
 import json
-import re
 import shutil
-from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,9 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from specdraft.models.hub import PAGE, SUMS, fetch, push
+from specdraft.models.hub import PAGE, fetch, push
 from specdraft.models.portable import portable_json
 from specdraft.models.target_files import hash_weights
+from specdraft.models.weights.checksums import SUMS, check_sums, sums, write_sums
 from specdraft.recipes.errors import HeadError, TargetError, UntrainedError, in_a_line
 from specdraft.recipes.fields import Interval, coerce_fields, shown
 
@@ -238,47 +236,3 @@ def share_weights(folder: Path) -> None:
     owner alone."""
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / CONFIG, weights)
-
-
-# -- checksums -------------------------------------------------------------------------------------
-
-
-def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Write the checksums of a folder's files beside them; names: of these, else of all."""
-    if names is None:
-        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
-        names = [path.relative_to(folder).as_posix() for path in files]
-    text = sums({name: folder / name for name in names})
-    (folder / SUMS).write_text(text, encoding="utf-8")
-
-
-def sums(files: Mapping[str, Path | bytes]) -> str:
-    """Return the lines of checksums of files, or of what they will hold, by their names."""
-    return "".join(f"{_sha256(content)}  {name}\n" for name, content in files.items())
-
-
-def check_sums(folder: Path) -> None:
-    """Raise HeadError for a file that is not what it was when the checksums were written.
-
-    A folder that was saved without them passes.
-    """
-    if not (folder / SUMS).is_file():
-        return
-    for line in (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines():
-        entry = re.fullmatch(r"([0-9a-f]{64})  (?!.*\.\.)([^/\s].*)", line)
-        if not entry or not (folder / entry[2]).is_file():
-            what = f"{entry[2]} is missing" if entry else f"it has no checksum in {shown(line)}"
-            raise HeadError(f"{SUMS}: {what}; take a copy that is whole")
-        if (found := _sha256(folder / entry[2])) != entry[1]:
-            raise HeadError(
-                f"{entry[2]} is not what was saved: its sha256 is {found[:12]}.., {SUMS} has "
-                f"{entry[1][:12]}..; take a copy that is whole, or delete {SUMS} where you changed "
-                "it yourself"
-            )
-
-
-def _sha256(content: Path | bytes) -> str:
-    if isinstance(content, bytes):
-        return hashlib.sha256(content).hexdigest()
-    with content.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

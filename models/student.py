@@ -26,7 +26,7 @@ from transformers import (
 
 from specdraft.models.embeddings import check_no_bias
 from specdraft.models.families.encoder_decoder import base_of, decoder_depth, decoder_layers
-from specdraft.models.saved import check_sums, share_weights, write_sums
+from specdraft.models.saved import share_weights
 from specdraft.models.shapes import (
     OTHER_STUDENTS,
     TargetShape,
@@ -42,6 +42,7 @@ from specdraft.models.target_files import (
     load_tokenizer,
     model_folder,
 )
+from specdraft.models.weights.checksums import check_sums, write_sums
 from specdraft.models.weights.placement import is_kept_elsewhere
 from specdraft.recipes.errors import RecipeError, TargetError, UntrainedError, in_a_line
 from specdraft.recipes.schema import StudentSection

@@ -18,9 +18,9 @@ from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.tokens import TokenCache, build_tokens
 from specdraft.eval.generation.chat import Chat
 from specdraft.eval.methods.registry import load_trained, problems
-from specdraft.models.saved import SUMS
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
+from specdraft.models.weights.checksums import SUMS
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.recipes.static_trees import load_tree_paths, tree_block_size
 

@@ -24,9 +24,9 @@ from specdraft.eval.checkup.served import check_served
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
-from specdraft.models.saved import write_sums
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
+from specdraft.models.weights.checksums import write_sums
 from specdraft.recipes.load import load_recipe
 
 SMALL = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=12"]

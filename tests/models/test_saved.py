@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from specdraft.models.falcon import FalconHead
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable, load_table
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
-from specdraft.models.saved import CONFIG, WEIGHTS, write_sums
+from specdraft.models.saved import CONFIG, WEIGHTS
+from specdraft.models.weights.checksums import write_sums
 from specdraft.recipes.errors import HeadError
 
 KINDS = ["head", "medusa", "table"]

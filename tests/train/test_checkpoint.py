@@ -23,7 +23,7 @@ from test_loop import ToyRows, assert_close, log_lines, make_head, train
 
 from specdraft.data.atomic import of_bytes
 from specdraft.models.falcon import FalconHead
-from specdraft.models.saved import write_sums
+from specdraft.models.weights.checksums import write_sums
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import CacheError, RecipeError
 from specdraft.recipes.interrupt import SIGNALS, StopRequest, Terminated

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from specdraft.data import atomic
 from specdraft.data.ranks import Ranks
-from specdraft.models.hub import SUMS
-from specdraft.models.saved import check_sums, write_sums
+from specdraft.models.weights.checksums import SUMS, check_sums, write_sums
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import CacheError, HeadError, RecipeError, in_a_line
 from specdraft.recipes.terminal import say
