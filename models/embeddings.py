@@ -23,7 +23,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from specdraft.models.families.finish import PLAIN, Finish, finish_of
-from specdraft.models.target_files import auto_class, model_folder, read_tensors
+from specdraft.models.target_files import auto_class, model_folder
+from specdraft.models.weights.files import read_tensors
 from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import TargetError, in_a_line
 

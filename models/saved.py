@@ -20,8 +20,8 @@ from torch import nn
 
 from specdraft.models.hub import PAGE, fetch, push
 from specdraft.models.portable import portable_json
-from specdraft.models.target_files import hash_weights
 from specdraft.models.weights.checksums import SUMS, check_sums, sums, write_sums
+from specdraft.models.weights.identity import hash_weights
 from specdraft.recipes.errors import HeadError, TargetError, UntrainedError, in_a_line
 from specdraft.recipes.fields import Interval, coerce_fields, shown
 

@@ -37,14 +37,12 @@ from specdraft.models.snapshot import folder_of
 from specdraft.models.target_files import (
     auto_class,
     end_ids,
-    hash_config,
-    hash_weights,
-    identity_of,
     load_causal_lm,
     load_tokenizer,
     model_folder,
     read_chat_template,
 )
+from specdraft.models.weights.identity import hash_config, hash_weights, identity_of
 from specdraft.models.weights.placement import is_kept_elsewhere, loading_options, runs_on, shared
 from specdraft.models.weights.prepacked import PrepackedWeights, prepacked_layer
 from specdraft.recipes.errors import TargetError, in_a_line

@@ -1,21 +1,17 @@
-"""Where a model's files are, which weights they hold, how they are loaded, and the tokenizer.
+"""Where a model's files are, how they are loaded, and the tokenizer beside them.
 
 A model is named as in a recipe: "tiny" for the bundled target, a folder, or a Hub id.
 """
 
-import hashlib
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +25,8 @@ from transformers import (
 from transformers.utils import logging
 
 from specdraft.models.families.encoder_decoder import start_ids
+from specdraft.models.weights.files import weight_files
+from specdraft.models.weights.identity import FEATURE_SIZES
 from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import TargetError, in_a_line
 from specdraft.recipes.find import TEMPLATES, is_own_template
@@ -36,18 +34,6 @@ from specdraft.recipes.interrupt import abandonable
 from specdraft.recipes.sections.target import BUNDLED
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "pytorch_model*.bin"]
-# Where families write the size of what lm_head consumes; OPT-350m's differs from its hidden size.
-_FEATURE_SIZES = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
-# Of config.json, what changes nothing that is computed.
-_WITHOUT_EFFECT = {
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
 
 
 def bundled_target_dir() -> Path:
@@ -106,55 +92,6 @@ def read_start_ids(name: str, revision: str | None = None) -> list[int]:
     return start_ids(config, generation)
 
 
-# -- which weights they are ------------------------------------------------------------------------
-
-
-def identity_of(name: str, revision: str | None, folder: Path) -> dict[str, str | int | None]:
-    """Describe which weights these are; written into every cache and head made from them.
-
-    `weights` is a sha256 over the size of each weight file, its first bytes (for safetensors the
-    table of tensors) and 64 evenly spread pages: any two checkpoints of a training run differ, and
-    140 GB need not be read. `config` is one of what else decides the tokens: other positions
-    (rope), another end of an answer.
-    """
-    config = json.loads((folder / "config.json").read_text())
-    generation = folder / "generation_config.json"
-    spoken = json.loads(generation.read_text()) if generation.is_file() else config
-    digest = hashlib.sha256()
-    for path in _weight_files(folder):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size};".encode())
-        with path.open("rb") as file:
-            for page in range(_SAMPLES):
-                file.seek(size * page // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return {
-        "name": name,
-        "revision": revision,
-        "weights": digest.hexdigest(),
-        "config": hash_config(config, spoken.get("eos_token_id")),
-        "hidden_size": next((config[key] for key in _FEATURE_SIZES if config.get(key)), None),
-        "vocab_size": config.get("vocab_size"),
-    }
-
-
-def hash_config(config: dict, eos_ids: int | list[int] | None) -> str:
-    """Return a sha256 over the settings of a config.json and the ids that end an answer."""
-    settings = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
-    canonical = json.dumps([settings, eos_ids], sort_keys=True, default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def hash_weights(model: nn.Module) -> str:
-    """Return a sha256 over the names and values of all tensors of a model."""
-    digest = hashlib.sha256()
-    for key, value in sorted(model.state_dict().items()):
-        digest.update(key.encode())
-        values = value.detach().float().cpu().contiguous().flatten()
-        digest.update(values.view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 # -- loaded, whole or not at all -------------------------------------------------------------------
 
 
@@ -208,10 +145,10 @@ def end_ids(model: PreTrainedModel) -> list:
 def _check_room(config: PretrainedConfig, folder: Path) -> None:
     """Raise TargetError for sizes that the weight files have no bytes for: transformers would make
     tensors of them first, and the machine might run out of memory."""
-    text, held = config.get_text_config(), sum(one.stat().st_size for one in _weight_files(folder))
-    names = ("num_hidden_layers", "vocab_size", "intermediate_size", *_FEATURE_SIZES)
+    text, held = config.get_text_config(), sum(one.stat().st_size for one in weight_files(folder))
+    names = ("num_hidden_layers", "vocab_size", "intermediate_size", *FEATURE_SIZES)
     sizes = {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
-    width = max((sizes[name] for name in _FEATURE_SIZES if name in sizes), default=1)
+    width = max((sizes[name] for name in FEATURE_SIZES if name in sizes), default=1)
     for name, size in sizes.items():
         if size * width > 8 * held:  # every value takes a bit at least
             raise TargetError(
@@ -263,43 +200,8 @@ def _unfinite(model: nn.Module) -> list[str]:
 
 
 def _weights_of(folder: Path) -> str:
-    names = [path.name for path in _weight_files(folder)]
+    names = [path.name for path in weight_files(folder)]
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-
-
-# -- single tensors of them ------------------------------------------------------------------------
-
-
-def read_tensors(folder: Path, names: set[str], rename: Callable[[str], str]) -> dict[str, Tensor]:
-    """Read the tensors called `names` from a folder's weight files, as far as they are there.
-
-    rename: from what a tensor is called in a file. Raises TargetError for a file that cannot be
-    read.
-    """
-    found = {}
-    for path in _weight_files(folder):
-        try:
-            found |= _read_file(path, names, rename)
-        except (ValueError, OSError, RuntimeError, SafetensorError, UnpicklingError) as error:
-            # A pickle may hold tensors; anything else in it is refused.
-            raise TargetError(f"cannot read {path}: {in_a_line(error)}") from error
-    return found
-
-
-def _read_file(path: Path, names: set[str], rename: Callable[[str], str]) -> dict[str, Tensor]:
-    if path.suffix == ".safetensors":
-        with safe_open(path, "pt") as file:
-            keys = {rename(key): key for key in file.keys()}  # noqa: SIM118
-            return {n: file.get_tensor(keys[n]) for n in names & keys.keys()}
-    state = torch.load(path, weights_only=True, mmap=True)
-    return {n: t for key, t in state.items() if (n := rename(key)) in names}
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not files:
-        raise TargetError(f"no weights in {folder}: expected *.safetensors")
-    return files
 
 
 # -- its tokenizer, and the chat template that a recipe may put in its place ----------------------

@@ -28,12 +28,8 @@ from specdraft.models.shapes import (
     medusa_config,
     target_shape,
 )
-from specdraft.models.target_files import (
-    identity_of,
-    load_tokenizer,
-    model_folder,
-    read_chat_template,
-)
+from specdraft.models.target_files import load_tokenizer, model_folder, read_chat_template
+from specdraft.models.weights.identity import identity_of
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
 from specdraft.recipes.static_trees import AUTO

@@ -23,7 +23,7 @@ from specdraft.eval.costing.shares import TreeDrafter
 from specdraft.eval.drafters.static import Path as Ranks
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.models.target import Target
-from specdraft.models.target_files import hash_weights
+from specdraft.models.weights.identity import hash_weights
 from specdraft.recipes.fields import plain
 from specdraft.recipes.fitted_tree import Fit, Trial, read_fit
 from specdraft.recipes.schema import Recipe

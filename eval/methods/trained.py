@@ -17,7 +17,7 @@ from specdraft.models.medusa import MedusaHeads
 from specdraft.models.published import load_head
 from specdraft.models.student import check_tokens, finished_student, load_student
 from specdraft.models.target import Target
-from specdraft.models.target_files import hash_weights
+from specdraft.models.weights.identity import hash_weights
 from specdraft.recipes.find import drafter_of
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO, load_tree_paths, tree_block_size

@@ -17,7 +17,8 @@ from specdraft.models.medusa import MedusaHeads
 from specdraft.models.published import is_published
 from specdraft.models.serving import Served, serve_eagle, serve_eagle3, serve_medusa
 from specdraft.models.target import context_length
-from specdraft.models.target_files import identity_of, model_folder
+from specdraft.models.target_files import model_folder
+from specdraft.models.weights.identity import identity_of
 from specdraft.recipes.errors import HeadError
 from specdraft.recipes.find import drafter_of, kinds_of
 from specdraft.recipes.schema import Recipe

@@ -26,7 +26,8 @@ from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.storage import Storage
 from specdraft.data.store.tokens import build_tokens
 from specdraft.models.target import Target
-from specdraft.models.target_files import bundled_target_dir, identity_of
+from specdraft.models.target_files import bundled_target_dir
+from specdraft.models.weights.identity import identity_of
 from specdraft.recipes.errors import CacheError, DataError
 
 HIDDEN = 16

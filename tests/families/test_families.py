@@ -20,7 +20,7 @@ from specdraft.eval.engine.tree import chain
 from specdraft.eval.generation.answers import answer
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.target import Target
-from specdraft.models.target_files import identity_of
+from specdraft.models.weights.identity import identity_of
 from specdraft.recipes.errors import TargetError
 
 ROPE = {"rope_theta": 10000.0}

@@ -48,7 +48,7 @@ from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.serving import serve_eagle
 from specdraft.models.shapes import TargetShape, head_config
 from specdraft.models.target import Target
-from specdraft.models.target_files import hash_weights
+from specdraft.models.weights.identity import hash_weights
 from specdraft.recipes.arguments import check_writable
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import InvalidRecipeError, plain

@@ -17,7 +17,8 @@ from specdraft.models.shapes import model_shape
 from specdraft.models.snapshot import folder_of
 from specdraft.models.student import load_student
 from specdraft.models.target import Target
-from specdraft.models.target_files import bundled_target_dir, identity_of
+from specdraft.models.target_files import bundled_target_dir
+from specdraft.models.weights.identity import identity_of
 from specdraft.recipes.errors import TargetError
 
 SMALL = {
