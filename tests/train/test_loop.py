@@ -26,12 +26,13 @@ from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import from_dict
 from specdraft.train.fit.accelerator import make_accelerator
-from specdraft.train.fit.batches import Loader, SamplingPlan, collate
+from specdraft.train.fit.batches import Loader, SamplingPlan
 from specdraft.train.fit.journal import StatusBar
 from specdraft.train.fit.loop import fit
 from specdraft.train.fit.run import Run
 from specdraft.train.fit.schedules import learning_rate, total_steps
 from specdraft.train.objectives.csgd import CoupledGlancing
+from specdraft.train.objectives.head_batch import collate
 from specdraft.train.objectives.text import collate_text
 
 HIDDEN, VOCAB, SCALE = 16, 23, 3.0

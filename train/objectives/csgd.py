@@ -15,10 +15,11 @@ from specdraft.models.embeddings import DraftVocabulary, TargetEmbeddings
 from specdraft.models.falcon import FalconConfig
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
-from specdraft.train.fit.batches import HeadBatch, Key, collate
+from specdraft.train.fit.batches import Key
 from specdraft.train.fit.run import Sums
 from specdraft.train.objectives.depth import Drafts
 from specdraft.train.objectives.glance import choose_runs, glancing_ratio, reveal, wrong_per_row
+from specdraft.train.objectives.head_batch import HeadBatch, collate
 from specdraft.train.objectives.losses import head_loss
 
 

@@ -16,9 +16,10 @@ from specdraft.models.eagle3 import Eagle3Config
 from specdraft.models.embeddings import DraftVocabulary, TargetEmbeddings
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
-from specdraft.train.fit.batches import HeadBatch, Key, collate
+from specdraft.train.fit.batches import Key
 from specdraft.train.fit.run import Sums
 from specdraft.train.objectives.chunked import chunked_loss
+from specdraft.train.objectives.head_batch import HeadBatch, collate
 from specdraft.train.objectives.losses import DistilledTokens, chunk_size
 
 
