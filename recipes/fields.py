@@ -135,12 +135,6 @@ class Section:
         """Yield what is wrong with values that are each allowed, but not together."""
         yield from ()
 
-    def check_nodes(self, key: str, nodes: int, way_out: str) -> Iterator[str]:
-        """Yield what is wrong where drafts have more nodes than a target can read at once."""
-        if nodes > LARGEST_TREE:
-            what = f"makes {nodes} nodes, at most {LARGEST_TREE}; {way_out}"
-            yield self.complaint(key, what)
-
     @property
     def prefix(self) -> str:
         """What a user writes before a key: `optim.`."""

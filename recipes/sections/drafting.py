@@ -20,6 +20,13 @@ Copies = Annotated[int, Interval(0, LARGEST_TREE)]
 Drafted = Annotated[int, Interval(0, 256)]  # tokens; 0: none
 
 
+def check_nodes(section: Section, key: str, nodes: int, way_out: str) -> Iterator[str]:
+    """Yield what is wrong where a key makes drafts of more nodes than a target reads at once."""
+    if nodes > LARGEST_TREE:
+        what = f"makes {nodes} nodes, at most {LARGEST_TREE}; {way_out}"
+        yield section.complaint(key, what)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftingSection(Section):
     """How a student drafts: paths, trees and merged graphs (SSD, TSD, GSD: ACL Findings 2024),
@@ -44,14 +51,15 @@ class DraftingSection(Section):
         """A tree that is one, and of a size that a target can read."""
         if not self.branching:
             yield self.complaint("branching", "give the children by depth, e.g. [2, 2, 1]")
-        yield from self.check_nodes(
+        yield from check_nodes(
+            self,
             "branching",
             sum(accumulate(self.branching, lambda a, b: min(a * b, 10**9))),
             "lower some factors or leave out the last",
         )
         for key in ("beam_width", "chains"):
             nodes = self.gamma * getattr(self, key)
-            yield from self.check_nodes(key, nodes, "lower it or drafting.gamma")
+            yield from check_nodes(self, key, nodes, "lower it or drafting.gamma")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +78,7 @@ class MaxgramSection(Section):
 
     def conflicts(self) -> Iterator[str]:
         """No more drafts than a target can read at once."""
-        yield from self.check_nodes("branches", self.n * self.branches, "lower it or maxgram.n")
+        yield from check_nodes(self, "branches", self.n * self.branches, "lower it or maxgram.n")
 
 
 @dataclass(frozen=True, kw_only=True)
