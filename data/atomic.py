@@ -33,7 +33,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def written_whole(path: Path, needed: int | None = None) -> Iterator[Path]:
+def written_whole(path: Path, needed: int) -> Iterator[Path]:
     """A name beside that of a file, to write it under: it gets its own when it is on the disk.
 
     needed: bytes. Raises CacheError, which states the shortfall, when the disk is full.

@@ -175,7 +175,7 @@ def frequent_tokens(
 
 
 def token_settings(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, identity: dict | None = None
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, identity: dict | None
 ) -> dict[str, Any]:
     """Return everything that decides the rows; its hash names the cache."""
     data = recipe.data
