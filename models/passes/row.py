@@ -21,14 +21,13 @@ from torch import Tensor
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import DraftVocabulary
 from specdraft.models.falcon import FalconHead
-from specdraft.models.families.scores import aligned
+from specdraft.models.passes.places import Start, places_from
 from specdraft.models.sar.fusion import LinearFusion
 from specdraft.models.sar.layer import Rope
 from specdraft.models.target import Target
 from specdraft.recipes.errors import in_a_line
 
 Cache = tuple[Tensor, Tensor]  # keys and values of a layer, [1, kv_heads, C, D] each
-Start = int | Tensor  # position and slot of the first input; [1], as data: `Anywhere`
 FIRST = 2  # place from which on a graph serves all
 FEWEST = 4  # siblings, if there are as many: a number of one's own would be a graph of its own
 # Tokens among which probabilities are shared out: at that temperature hardly any is left for
@@ -225,7 +224,7 @@ def _decode(
     """Put fused inputs [M, H] into the cache and give the slots [K, H] of the block at their end,
     from which nothing is hidden."""
     count, reach = len(fused), head.reading.reach
-    place = Anywhere.of(start, count) if isinstance(start, Tensor) else Place(start, count)
+    place = places_from(start, count)
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         for cached, fresh in zip(caches[layer], (key, value), strict=True):
@@ -237,51 +236,3 @@ def _decode(
     queries = head.reading.queries(fused[None, -reach:])
     at, newest = (tuple(place.last(table, n) for table in rope) for n in (count, reach))
     return head.reading.slots(head.decode(queries, newest, attend, (fused[None], at)))[0]
-
-
-class Place(NamedTuple):
-    """Slots of a cache, and as many positions, which follow each other."""
-
-    start: int
-    count: int
-
-    def last(self, table: Tensor, count: int) -> Tensor:
-        """The last rows of a table [1, 1, C, D] in these positions, [1, 1, count, D]."""
-        return table.narrow(2, self.start + self.count - count, count)
-
-    def write(self, cached: Tensor, fresh: Tensor) -> None:
-        """Put [1, kv_heads, M, D] into the slots."""
-        cached.narrow(2, self.start, self.count).copy_(fresh)
-
-    def before(self, cached: Tensor) -> Tensor:
-        """All slots up to the last of these."""
-        return cached.narrow(2, 0, self.start + self.count)
-
-    def mask(self, keys: Tensor) -> Tensor | None:
-        """What hides slots behind these from a query."""
-        return None
-
-
-class Anywhere(NamedTuple):
-    """The same wherever they begin, as data: what reads it has fixed shapes."""
-
-    places: Tensor  # [M]
-
-    @classmethod
-    def of(cls, start: Tensor, count: int) -> "Anywhere":
-        return cls(start + torch.arange(count, device=start.device))
-
-    def last(self, table: Tensor, count: int) -> Tensor:
-        return table.index_select(2, self.places[-count:])
-
-    def write(self, cached: Tensor, fresh: Tensor) -> None:
-        cached.index_copy_(2, self.places, fresh)
-
-    def before(self, cached: Tensor) -> Tensor:
-        return cached
-
-    def mask(self, keys: Tensor) -> Tensor:
-        count = keys.shape[2]
-        hidden = (torch.arange(aligned(count), device=keys.device) > self.places[-1:])[None]
-        mask = torch.zeros_like(hidden, dtype=keys.dtype).masked_fill_(hidden, -torch.inf)
-        return mask[:, :count]
