@@ -87,18 +87,7 @@ class Run:
         self.objective, self.recipe, self.evaluate, self.stop = objective, recipe, evaluate, stop
         self.accelerator, self.ranks = accelerator, Ranks.of(accelerator)
         self.out, self.steps = Path(recipe.output.dir), total_steps(recipe, len(data))
-        train = recipe.train
-        self.loader = Loader(
-            data,
-            SamplingPlan(_lengths(data), train.batch_size, train.seed),
-            objective.collate,
-            accumulation=train.accumulation,
-            rank=self.ranks.rank,
-            ranks=self.ranks.world,
-            pin=accelerator.device.type == "cuda",
-            forward_tokens=train.forward_tokens,
-            copies=objective.copies,
-        )
+        self.loader = self._loader(data)
         optimizer = make_optimizer(drafter, recipe.optim, accelerator.device)
         sharding = accelerator.distributed_type in SHARDING and self.ranks.is_first
         # Where the launcher shards the drafter: what its weights are gathered into.
@@ -111,7 +100,7 @@ class Run:
             recipe.to_dict(),
             len(data),
             accelerator,
-            train.keep,
+            recipe.train.keep,
             needed,
             getattr(data, "key", None),  # what others bring has none
         )
@@ -121,6 +110,20 @@ class Run:
                 dump(recipe, folder / RECIPE)
         if self.state.step < self.steps:
             self.checkpoints.check_room()
+
+    def _loader(self, data: Rows) -> Loader:
+        train = self.recipe.train
+        return Loader(
+            data,
+            SamplingPlan(_lengths(data), train.batch_size, train.seed),
+            self.objective.collate,
+            accumulation=train.accumulation,
+            rank=self.ranks.rank,
+            ranks=self.ranks.world,
+            pin=self.accelerator.device.type == "cuda",
+            forward_tokens=train.forward_tokens,
+            copies=self.objective.copies,
+        )
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint, where there is one."""
