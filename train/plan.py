@@ -85,10 +85,7 @@ def make_plan(
     student = StudentPlan.of(recipe, shape)
     parameters = student.trained if student else _head_parameters(recipe, shape)
     exact = tokens is not None
-    if rows is None and recipe.data.limit is not None:
-        rows = recipe.data.limit * _samples(recipe)  # of what the holdout has left
-    if rows is not None and not exact:
-        tokens = rows * recipe.data.max_length
+    rows, tokens = _bounded(recipe, rows, tokens)
     cache_bytes = None
     if tokens is not None:
         kept = tokens if stored is None else stored
@@ -97,9 +94,10 @@ def make_plan(
     cut = train.batch_size, train.accumulation, ranks
     per_forward = rows_per_forward(*cut) if parameters else 1
     positions = _positions(recipe, per_forward)
-    memory = (
-        student.memory(positions) if student else head_memory(recipe, shape, parameters, positions)
-    )
+    if student:
+        memory = student.memory(positions)
+    else:
+        memory = head_memory(recipe, shape, parameters, positions)
     frozen = student.frozen_bytes if student else 0  # a checkpoint holds every weight
     known = train.steps is not None or (rows and train.epochs is not None)
     return Plan(
@@ -269,6 +267,15 @@ def format_seconds(seconds: float) -> str:
         if seconds >= 1.5 * length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.0f} seconds"
+
+
+def _bounded(recipe: Recipe, rows: int | None, tokens: int | None) -> tuple[int | None, int | None]:
+    """Return rows and tokens; where these are not known, the most that a recipe lets them be."""
+    if rows is None and recipe.data.limit is not None:
+        rows = recipe.data.limit * _samples(recipe)  # of what the holdout has left
+    if rows is not None and tokens is None:
+        tokens = rows * recipe.data.max_length
+    return rows, tokens
 
 
 def _samples(recipe: Recipe) -> int:
