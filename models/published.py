@@ -20,7 +20,7 @@ from specdraft.models.embeddings import embed_scale_of
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.hub import fetch, is_hub_id
 from specdraft.models.saved import CONFIG
-from specdraft.models.serving import eagle3_tensors, eagle_tensors
+from specdraft.models.serving import AUX_LAYERS, eagle3_tensors, eagle_tensors
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError, in_a_line
 from specdraft.recipes.fields import shown
@@ -43,7 +43,6 @@ UNREAD = {
     "logit_scale": 1.0,
     "quantization_config": None,
 }
-AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def find_drafter(source: str | Path, revision: str | None = None) -> tuple[str, str | Path]:

@@ -39,6 +39,7 @@ ENGINES = ("vllm", "sglang")
 # What each engine finds its EAGLE-1 implementation by; vLLM puts "Eagle" before the name.
 EAGLE_ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # of the target, which EAGLE-3 reads
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,6 @@ def serve_eagle3(
             f"this head has no serving format: it sees {config.window} tokens, the layout's all: "
             "train one with head.window=null"
         )
-    layers = list(config.feature_layers)
-    # vLLM counts layers as we do, SGLang from 0.
-    read = {"eagle_aux_hidden_state_layer_ids": layers}
-    if engine == "sglang":
-        read = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
-        read = {"eagle_config": {"use_aux_hidden_state": True, **read}}
     content = {
         "architectures": [EAGLE3_ARCHITECTURE],
         **_llama_config(config, positions),
@@ -129,7 +124,7 @@ def serve_eagle3(
         "norm_before_fc": config.layer_norms == "joint",
         "norm_before_residual": config.norm_residual,
         "norm_output": config.norm_output,
-        **read,
+        **_layers_read(config.feature_layers, engine),
     }
     served = _served(content, tensors, dtype)
     if head.draft_ids is not None:
@@ -138,6 +133,15 @@ def serve_eagle3(
         drafted[head.draft_ids] = True
         served.tensors.update(d2t=head.draft_ids - places, t2d=drafted)
     return served
+
+
+def _layers_read(layers: tuple[int, ...], engine: str) -> dict:
+    """How an engine is told which layers of the target a head reads: vLLM counts them as we do,
+    SGLang from 0."""
+    if engine == "sglang":
+        from_zero = [layer - 1 for layer in layers]
+        return {"eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: from_zero}}
+    return {AUX_LAYERS: list(layers)}
 
 
 def serve_medusa(
