@@ -21,6 +21,7 @@ from specdraft.data.world.world import KINDS, Message, to_messages
 
 MAX_NEW_TOKENS = 256
 ROWS = 40  # prompts in one batch
+QUESTIONS = 50  # about the facts of each kind of thing
 LOOP_NGRAM, LOOP_COUNT = 4, 5  # the same 4-gram five times in one answer counts as a loop
 
 
@@ -136,10 +137,8 @@ def faithful(made: Answer) -> bool:
 
 
 @torch.no_grad()
-def facts_right(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int = 50
-) -> dict[str, float]:
-    """Ask `count` questions about each kind of thing; return how often the fact is in the answer.
+def facts_right(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
+    """Ask QUESTIONS about each kind of thing; return how often the fact is in the answer.
 
     The facts are part of training; how they are asked for is drawn anew.
     """
@@ -147,7 +146,7 @@ def facts_right(
     shares = {}
     for kind in facts():
         talks, values = [], []
-        for _ in range(count):
+        for _ in range(QUESTIONS):
             x = rng.choice(list(facts()[kind]))
             attribute = rng.choice(list(facts()[kind][x]))
             talks.append((kind, to_messages([question(rng, kind, x, attribute)])))

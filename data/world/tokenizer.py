@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from specdraft.data.world.world import Message
 
 VOCAB_SIZE = 2048
+READ = 20_000  # conversations that merges are learnt from
 PAD, USER, ASSISTANT, END = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
 
 # The generation block makes `return_assistant_tokens_mask` cover the answer and its <|end|>.
@@ -28,10 +29,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(
-    conversations: Iterator[list[Message]], out: Path, count: int = 20_000
-) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on `count` conversations and save it, with its template, to `out`."""
+def build_tokenizer(conversations: Iterator[list[Message]], out: Path) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on the first READ conversations; save it, with its template, to `out`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -47,7 +46,7 @@ def build_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (message["content"] for talk in islice(conversations, count) for message in talk)
+    texts = (message["content"] for talk in islice(conversations, READ) for message in talk)
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
