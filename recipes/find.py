@@ -1,4 +1,4 @@
-"""Where things lie that are named in one of the ways people name them: a recipe, a run's drafter.
+"""Finding a recipe, or a drafter, by any of the names that people give them.
 
 A run's folder, `output.dir`, has a folder for every kind of drafter that was trained in it:
 
@@ -25,12 +25,13 @@ TEMPLATES = BUNDLED / "templates"  # of chats
 RECIPE = "recipe.yaml"  # in the folder of a run, and of a drafter in it
 CONFIG = "config.json"  # of a drafter
 TEMPLATE = "target_template.jinja"  # beside a pushed recipe whose chat template is the user's own
-FILES = (".yaml", ".yml", ".json", ".py")  # endings that no repository's name has
+FILES = (".yaml", ".yml", ".json", ".py")  # a name with such an ending is a file, no repository
 HEADS = ("falcon", "eagle", "eagle3")
 KINDS = (*HEADS, "medusa", "student", "table")
 OLD_HEAD = "head"  # the folder of any kind of head, in runs from before heads had kinds
 OF_A_RUN = (*KINDS, OLD_HEAD)
-# What no recipe of the Hub may say: whose code runs, where files are written. A command line may.
+# Settings that a recipe from the Hub loses: a stranger must not decide whose code runs, nor where
+# files are written. The command line may set them again.
 NEVER_OF_THE_HUB = {
     "target": {"trust_remote_code": False},
     "output": {"dir": None},
@@ -40,14 +41,15 @@ NEVER_OF_THE_HUB = {
 
 
 def find_recipe(name: str | Path) -> tuple[Path, dict]:
-    """The file of a recipe, and what its sections are told by the place where it was found.
+    """Return the file of a recipe, and settings {section: {key: value}} that follow from where it
+    was found, which replace those in the file: a run's recipe goes on in that run's folder.
 
     name: its file, a bundled one's name, the folder of a run, of a drafter in it, or of a drafter
     that was copied or pushed with its recipe, or the Hub id of one. Raises RecipeError, with what
     there is, where nothing of these is found, or where a run has drafters of several kinds.
     """
     path = Path(name)
-    # Of os.path, for these answer also where no such name can be.
+    # By os.path: pathlib raises for a name that no file can have, e.g. one that is too long.
     if os.path.isfile(path):
         return path, {}
     if os.path.isdir(path):
@@ -67,7 +69,8 @@ def find_recipe(name: str | Path) -> tuple[Path, dict]:
 
 
 def kind_of(config: dict) -> str:
-    """The kind of a drafter by its config.json; of a model of transformers a student."""
+    """Return the kind of a drafter, one of KINDS, by its config.json. A model of transformers is a
+    student."""
     if "architectures" in config:
         return "student"
     if config.get("architecture") == "eagle3":
@@ -79,7 +82,8 @@ def kind_of(config: dict) -> str:
 
 
 def _drafting_with(source: str | Path, folder: Path) -> dict:
-    """What a recipe's sections say where its drafter is not of a run of this machine."""
+    """Return settings by which a recipe drafts with the drafter in a folder, and not with one that
+    is trained into its run; source: the folder or Hub id that the recipe is to name."""
     kind, source = kind_of(read_config(folder)), str(source)
     if kind == "student":
         own = dict.fromkeys(("keep_layers", "layers", "hidden", "heads", "kv_heads"))
@@ -92,19 +96,19 @@ def _drafting_with(source: str | Path, folder: Path) -> dict:
 
 
 def _asking_with(folder: Path) -> dict:
-    """What a recipe's target is told where its chat template lies beside the recipe."""
+    """Return settings by which the target uses a chat template that lies beside its recipe."""
     template = folder / TEMPLATE
     return {"chat_template": str(template)} if template.is_file() else {}
 
 
 def is_own_template(name: str | None) -> bool:
-    """Whether a target is asked by a chat template that is a file of the user's: neither its own
-    nor a bundled one."""
+    """Whether `target.chat_template` names a file of the user's: not null (the tokenizer's own
+    template), nor a bundled one."""
     return name is not None and not (TEMPLATES / f"{name}.jinja").is_file()
 
 
 def read_config(folder: Path) -> dict:
-    """What a drafter's config.json says. Raises RecipeError where it is none."""
+    """Read a drafter's config.json. Raises RecipeError where it is missing or no JSON object."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -115,13 +119,13 @@ def read_config(folder: Path) -> dict:
 
 
 def _can_be_of_the_hub(name: str) -> bool:
-    """Whether a name can be owner/name of the Hub: no file of a folder that is here."""
+    """Whether a name can be owner/name of the Hub: its owner is no folder here."""
     named = re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name) and not name.startswith(".")
     return bool(named) and not name.endswith(FILES) and not os.path.isdir(Path(name).parent)
 
 
 def _fetched(name: str) -> Path:
-    """The folder of the Hub's cache with a repository's recipe and what that names."""
+    """Download a repository's config, recipe and chat template; return their folder."""
     try:
         for file in (CONFIG, RECIPE):
             path = hf_hub_download(name, file, tqdm_class=DownloadBar)
@@ -136,13 +140,15 @@ def _fetched(name: str) -> Path:
 
 
 def kinds_of(run: Path) -> list[str]:
-    """The kinds of drafters in a run's folder, those that are not yet trained included."""
+    """List the kinds of drafters in a run's folder. A kind counts from its recipe on, which is
+    there before it is trained."""
     files = (CONFIG, RECIPE)
     return [kind for kind in OF_A_RUN if any(os.path.isfile(run / kind / file) for file in files)]
 
 
 def drafter_folder(run: Path, kind: str) -> Path:
-    """The folder of a run's drafter of a kind; where it has one head, of any kind, that one's."""
+    """Return the folder of a run's drafter of a kind. Of heads, a run's only one stands for every
+    kind."""
     heads = [name for name in kinds_of(run) if name in (*HEADS, OLD_HEAD)]
     return run / (heads[0] if kind in HEADS and len(heads) == 1 else kind)
 
@@ -158,7 +164,7 @@ def drafter_of(recipe: Recipe, kind: str, run: Path | None = None) -> str | Path
 
 
 def _of_drafter(folder: Path) -> tuple[Path, Path] | None:
-    """The recipe and the run of a drafter's folder in it; None of another folder."""
+    """Return the recipe and the run of a folder in which that run keeps a drafter, else None."""
     run = folder.parent
     if folder.name not in kinds_of(run) or kinds_of(folder):  # runs may be called so, too
         return None
@@ -166,7 +172,7 @@ def _of_drafter(folder: Path) -> tuple[Path, Path] | None:
 
 
 def _of_run(folder: Path) -> tuple[Path, Path]:
-    """The recipe that a run has kept, and the run."""
+    """Return the recipe that a run has kept, and the run. Raises RecipeError."""
     kinds = kinds_of(folder)
     if len(kinds) > 1:
         raise RecipeError(
@@ -185,7 +191,7 @@ def _of_run(folder: Path) -> tuple[Path, Path]:
 
 
 def _neighbours(path: Path) -> str:
-    """Name the recipes that do lie where one was looked for, or the bundled ones."""
+    """Say which recipes there are in the folder where one was looked for, else the bundled ones."""
     there = os.path.isdir(path.parent) and any(path.parent.glob("*.yaml"))
     folder = path.parent if there else BUNDLED
     names = sorted(file.stem for file in folder.glob("*.yaml"))
