@@ -51,7 +51,7 @@ class Fit(Section):
     trials: tuple[dict[str, int | float], ...]
 
     def conflicts(self) -> Iterator[str]:
-        """Trials that are such."""
+        """Yield a fit without trials, and trials that cannot be read."""
         if not self.trials:
             yield self.complaint("trials", "must have one at least")
         try:

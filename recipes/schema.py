@@ -94,7 +94,8 @@ def conflicts(parts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_stream(data: DataSection, maxgram: MaxgramSection) -> Iterator[str]:
-    """A stream is read once and kept nowhere: it has no last rows, and nobody answers it."""
+    """A stream is read once and kept nowhere: no last rows can be held out, none drawn, and the
+    target cannot rewrite answers."""
     for key, off, what in (
         ("holdout", 0, "cannot know the last rows; set it to 0"),
         ("shuffle_seed", None, "takes rows as they come; set it to null"),
@@ -105,7 +106,7 @@ def _of_stream(data: DataSection, maxgram: MaxgramSection) -> Iterator[str]:
 
 
 def _of_holdout(data: DataSection, eval: EvalSection) -> Iterator[str]:
-    """Prompts that the data can give."""
+    """Prompts from the holdout need rows that are held out, and of texts a prompt's length."""
     if eval.prompts != "holdout":
         return
     if data.holdout == 0:
@@ -122,7 +123,7 @@ def _of_length(train: TrainSection, student: StudentSection) -> Iterator[str]:
 
 
 def _of_depth(head: HeadSection, loss: LossSection, train: TrainSection) -> Iterator[str]:
-    """Weights by depth, and depths for them."""
+    """Weights by depth need predictions of more than one depth."""
     if loss.by_depth and head.block_size == train.rollout == 1:
         lacks = "every token is trained at depth 1; set train.rollout, e.g. 3"
         yield loss.complaint(("depth_decay", "pace_smoothing"), lacks)
@@ -135,7 +136,7 @@ def _of_on_policy(data: DataSection, distill: DistillSection) -> Iterator[str]:
 
 
 def _of_medusa(student: StudentSection, medusa: MedusaSection) -> Iterator[str]:
-    """One kind of drafter to a recipe."""
+    """A recipe trains one kind of drafter."""
     if medusa.given and student.given:
         yield medusa.complaint("heads", "the recipe has a student, too; set one to null")
 
@@ -148,7 +149,7 @@ def _of_layers(data: DataSection, student: StudentSection, medusa: MedusaSection
 
 
 def _of_fusion(data: DataSection, head: HeadSection) -> Iterator[str]:
-    """Layers that are fused, in the order in which engines give them."""
+    """EAGLE-3 fuses layers, in the ascending order in which engines hand them over."""
     layers = list(data.feature_layers)
     if head.fusion == "layers" and (not layers or layers != sorted(layers)):
         few = "head.fusion=layers reads some in ascending order, e.g. of 32: [2,16,29]"

@@ -62,7 +62,7 @@ class DataSection(Section):
     timeout: Positive = 600.0  # seconds for an answer of the server
 
     def conflicts(self) -> Iterator[str]:
-        """Sources there are, and answers that can be made."""
+        """Yield what is missing, out of range together, or set without what it needs."""
         if not self.sources:
             yield self.complaint("sources", "name at least one file, Hub id, or tiny")
         if len(set(self.feature_layers)) < len(self.feature_layers):

@@ -45,7 +45,7 @@ class HeadSection(Section):
         return "eagle" if self.block_size == 1 and self.fusion == "linear" else "falcon"
 
     def conflicts(self) -> Iterator[str]:
-        """Query heads share key/value heads evenly; a block of one slot has no other."""
+        """Yield keys that the block size, the fusion or the start layer rule out."""
         for key, alone in (("reads", "own"), ("coupling", "none")):
             if self.block_size == 1 and getattr(self, key) != alone:
                 needed = f"needs head.block_size above 1; a block of one slot has {alone}"
@@ -109,7 +109,7 @@ class StudentSection(Section):
         return not (self.model is None and self.keep_layers is None and self.layers is None)
 
     def conflicts(self) -> Iterator[str]:
-        """One origin, and only settings that this origin has."""
+        """Yield a second origin, and settings that the origin does not have."""
         origins = ("model", "keep_layers", "layers")
         given = [key for key in origins if getattr(self, key) is not None]
         if len(given) > 1:

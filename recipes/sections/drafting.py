@@ -48,7 +48,7 @@ class DraftingSection(Section):
     chains: Draft = 4  # spectr
 
     def conflicts(self) -> Iterator[str]:
-        """A tree that is one, and of a size that a target can read."""
+        """Yield a tree without branches, and drafts of more nodes than a target reads."""
         if not self.branching:
             yield self.complaint("branching", "give the children by depth, e.g. [2, 2, 1]")
         yield from check_nodes(
@@ -77,7 +77,7 @@ class MaxgramSection(Section):
     table: str | None = None  # folder to draft with; null: output.dir/table
 
     def conflicts(self) -> Iterator[str]:
-        """No more drafts than a target can read at once."""
+        """Yield drafts of more nodes than a target reads."""
         yield from check_nodes(self, "branches", self.n * self.branches, "lower it or maxgram.n")
 
 
@@ -99,7 +99,8 @@ class CascadeSection(Section):
         return 1 if self.students is None else len(self.students)
 
     def conflicts(self) -> Iterator[str]:
-        """A square, upper triangular K of the right size, with a student that has work to do."""
+        """Yield what keeps K from being square, upper triangular and of the right size, and a
+        cascade in which no student drafts."""
         k, side = self.k, self.size + 1
         below = [(i, j) for i in range(len(k)) for j in range(min(i, len(k[i]))) if k[i][j]]
         if not self.size:

@@ -67,7 +67,7 @@ class EvalSection(Section):
     prompt_tokens: Tokens | None = None  # holdout of format text: null: as data.prompt_tokens
 
     def conflicts(self) -> Iterator[str]:
-        """Methods, and a tree that exists and is one."""
+        """Yield a missing method, and what is wrong with the tree."""
         if not self.methods:
             yield self.complaint("methods", "name at least one")
         try:

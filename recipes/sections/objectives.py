@@ -44,7 +44,7 @@ class LossSection(Section):
         return self.depth_decay < 1 or self.pace_smoothing is not None
 
     def conflicts(self) -> Iterator[str]:
-        """Something is left to minimise, each part of it once."""
+        """Yield weights that leave nothing to minimise, or that weigh something twice."""
         if self.feature_weight == self.distill_weight == 0:
             both = ("feature_weight", "distill_weight")
             yield self.complaint(both, "nothing to train on; one must be above 0")
@@ -80,7 +80,7 @@ class DistillSection(Section):
         return max(weights) > 0
 
     def conflicts(self) -> Iterator[str]:
-        """Something is left to minimise, and a mixture that is one."""
+        """Yield weights that leave nothing to minimise, and a beta that mixes nothing."""
         if not 0 < self.beta < 1:
             yield self.complaint(
                 "beta",

@@ -27,7 +27,7 @@ class HubSection(Section):
     license: str | None = None  # of the weights, for the model card, e.g. apache-2.0
 
     def conflicts(self) -> Iterator[str]:
-        """A repository has an owner and a name."""
+        """Yield a repository id that the Hub does not take."""
         if self.repo_id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.repo_id):
             yield self.complaint("repo_id", "must be owner/name, e.g. you/falcon-tiny")
         elif self.repo_id is not None:

@@ -36,7 +36,7 @@ class OptimSection(Section):
     clip_norm: Positive = 1.0
 
     def conflicts(self) -> Iterator[str]:
-        """A beta of 1 would never forget the first gradient."""
+        """Yield a beta of 1, which would never forget the first gradient."""
         if max(self.betas) == 1:
             yield self.complaint("betas", "each must be below 1")
 
@@ -67,7 +67,7 @@ class TrainSection(Section):
     threads: Few | None = None  # of a CPU process; null: the cores, shared among the ranks
 
     def conflicts(self) -> Iterator[str]:
-        """One length of training, and forwards of equal size."""
+        """Yield two lengths of training, and a batch that cannot be cut into equal forwards."""
         if self.steps is not None and self.epochs is not None:
             yield self.complaint(("steps", "epochs"), "set exactly one, the other to null")
         if self.batch_size % self.accumulation:
