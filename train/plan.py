@@ -13,7 +13,8 @@ from specdraft.data.chat import split_holdout
 from specdraft.data.fingerprint import of_settings
 from specdraft.data.sources import is_here
 from specdraft.data.store.storage import Storage, feature_bytes
-from specdraft.data.store.tokens import TokenCache, token_settings
+from specdraft.data.store.token_builder import token_settings
+from specdraft.data.store.tokens import TokenCache
 from specdraft.models.eagle3 import Apart
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.sar.fusion import FUSIONS

@@ -23,7 +23,8 @@ from specdraft.data import fingerprint
 from specdraft.data.store.feature_builder import feature_settings
 from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.storage import MANIFEST
-from specdraft.data.store.tokens import TokenCache, token_settings
+from specdraft.data.store.token_builder import token_settings
+from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.checkup.finding import Finding, failed, judged, passed, skipped
 from specdraft.models.feature_layers import cache_command
 from specdraft.models.target import Target

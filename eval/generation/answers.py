@@ -13,7 +13,8 @@ from specdraft.data.server import Server
 from specdraft.data.store.feature_builder import Announce, build_features
 from specdraft.data.store.feature_cache import Features
 from specdraft.data.store.features import OnlineFeatures
-from specdraft.data.store.tokens import TokenCache, build_tokens
+from specdraft.data.store.token_builder import build_tokens
+from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.request import Request

@@ -15,7 +15,7 @@ from test_tokens import recipe as cached
 from torch import nn
 
 from specdraft.data.store.feature_builder import build_features
-from specdraft.data.store.tokens import build_tokens
+from specdraft.data.store.token_builder import build_tokens
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.student import make_student
 from specdraft.models.target import Target

@@ -24,7 +24,7 @@ from specdraft.data.store import storage
 from specdraft.data.store.feature_builder import build_features
 from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.storage import Storage
-from specdraft.data.store.tokens import build_tokens
+from specdraft.data.store.token_builder import build_tokens
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
 from specdraft.models.weights.identity import identity_of

@@ -20,7 +20,7 @@ from specdraft.data.lock import building_lock, output_lock
 from specdraft.data.ranks import ALONE
 from specdraft.data.store.feature_builder import build_features
 from specdraft.data.store.feature_cache import FeatureCache
-from specdraft.data.store.tokens import build_tokens
+from specdraft.data.store.token_builder import build_tokens
 from specdraft.recipes.errors import RecipeError
 
 

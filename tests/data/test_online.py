@@ -15,7 +15,7 @@ from test_tokens import chats, write
 
 from specdraft.data.store.feature_builder import build_features
 from specdraft.data.store.features import OnlineFeatures, sample_scales
-from specdraft.data.store.tokens import build_tokens
+from specdraft.data.store.token_builder import build_tokens
 from specdraft.eval.generation.answers import build_caches
 from specdraft.models.student import make_student
 from specdraft.models.target import Target

@@ -10,7 +10,8 @@ from test_tokens import chats, recipe, write
 from thread_ranks import on_ranks
 
 from specdraft.data.regenerate import Answer, Ask
-from specdraft.data.store.tokens import TokenCache, build_tokens
+from specdraft.data.store.token_builder import build_tokens
+from specdraft.data.store.tokens import TokenCache
 from specdraft.recipes.errors import DataError
 
 IDENTITY = {"name": "parrot", "weights": "0" * 64, "config": "0" * 64}

@@ -13,7 +13,7 @@ from specdraft.data.prompts import load_prompts
 from specdraft.data.regenerate import Ask
 from specdraft.data.store.feature_builder import build_features
 from specdraft.data.store.features import OnlineFeatures
-from specdraft.data.store.tokens import build_tokens
+from specdraft.data.store.token_builder import build_tokens
 from specdraft.eval.bench import measure
 from specdraft.eval.generation.answers import Answers, answer, within_context
 from specdraft.models.falcon import FalconHead

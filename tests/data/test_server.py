@@ -24,7 +24,8 @@ from specdraft.data import server as server_module
 from specdraft.data.fingerprint import of_settings
 from specdraft.data.regenerate import Ask
 from specdraft.data.server import Server, UnansweredError
-from specdraft.data.store.tokens import TokenCache, build_tokens, token_settings
+from specdraft.data.store.token_builder import build_tokens, token_settings
+from specdraft.data.store.tokens import TokenCache
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe

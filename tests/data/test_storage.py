@@ -26,7 +26,8 @@ from specdraft.data.store.feature_builder import build_features, feature_setting
 from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.read_ahead import first_bytes, read_ahead
 from specdraft.data.store.storage import LARGEST, TYPES, Storage, decode
-from specdraft.data.store.tokens import TokenCache, build_tokens
+from specdraft.data.store.token_builder import build_tokens
+from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.checkup.caches import check_rows
 from specdraft.models.target import Target
 from specdraft.recipes.errors import CacheError, RecipeError

@@ -13,8 +13,9 @@ import torch
 from commands import run, start
 
 from specdraft.data.sources import Source
-from specdraft.data.store import tokens as tokens_module
-from specdraft.data.store.tokens import TokenCache, build_tokens
+from specdraft.data.store import token_builder
+from specdraft.data.store.token_builder import build_tokens
+from specdraft.data.store.tokens import TokenCache
 from specdraft.data.template import Template
 from specdraft.models.target import Target
 from specdraft.models.target_files import bundled_target_dir
@@ -113,7 +114,7 @@ def test_no_bar_but_our_own_is_drawn(tmp_path, capfd):
 def test_a_second_build_only_opens_it(tmp_path, monkeypatch):
     settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(3)))
     first = build_tokens(settings, st.small_tokenizer())
-    monkeypatch.setattr(tokens_module, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(token_builder, "_build", lambda *_: pytest.fail("built again"))
     assert build_tokens(settings, st.small_tokenizer()).directory == first.directory
 
 
@@ -250,7 +251,7 @@ def test_a_template_that_refuses_many_chats_is_an_error_with_its_words(tmp_path)
 def test_a_build_that_was_cut_off_is_not_taken_for_a_cache(tmp_path, monkeypatch):
     settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(3)))
     with monkeypatch.context() as patch:
-        patch.setattr(tokens_module, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(token_builder, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             build_tokens(settings, st.small_tokenizer())
     assert len(build_tokens(settings, st.small_tokenizer())) == 3

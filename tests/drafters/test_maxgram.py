@@ -22,7 +22,8 @@ from small_tokenizer import CHATML_MARKED, small_tokenizer
 
 from specdraft.data import fingerprint
 from specdraft.data.ranks import Ranks
-from specdraft.data.store.tokens import TokenCache, build_tokens
+from specdraft.data.store.token_builder import build_tokens
+from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter, PromptLookup
 from specdraft.eval.drafters.suffix import FirstSuffixes, RecentSuffixes
 from specdraft.eval.engine.decoder import Decoder

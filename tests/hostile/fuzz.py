@@ -15,7 +15,8 @@ from verdict import refused_or_fine
 from specdraft.data.regenerate import Ask
 from specdraft.data.server import Server
 from specdraft.data.store.feature_cache import FeatureCache
-from specdraft.data.store.tokens import TokenCache, build_tokens
+from specdraft.data.store.token_builder import build_tokens
+from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.generation.chat import Chat
 from specdraft.eval.methods.registry import load_trained, problems
 from specdraft.models.target import Target

@@ -21,7 +21,7 @@ from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.storage import LARGEST, TYPES, Storage, feature_bytes
 from specdraft.data.store.storage import decode as read_back
-from specdraft.data.store.tokens import build_tokens
+from specdraft.data.store.token_builder import build_tokens
 from specdraft.eval.checkup.caches import check_caches
 from specdraft.eval.checkup.drafters import check_shape
 from specdraft.eval.costing.tree_growth import Text, rank_traces, shares_of

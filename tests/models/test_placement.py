@@ -16,7 +16,7 @@ from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdraft.data.store.features import OnlineFeatures
-from specdraft.data.store.tokens import build_tokens
+from specdraft.data.store.token_builder import build_tokens
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree

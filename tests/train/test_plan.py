@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from specdraft.data.store.storage import Storage
-from specdraft.data.store.tokens import build_tokens
+from specdraft.data.store.token_builder import build_tokens
 from specdraft.models.eagle3 import Eagle3Head
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconHead
