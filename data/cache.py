@@ -26,7 +26,8 @@ from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
 from specdraft.train.command import show_plan
 from specdraft.train.fit.accelerator import load_target
-from specdraft.train.plan import format_bytes, format_seconds, measured_flops
+from specdraft.train.plan import measured_flops
+from specdraft.train.plan_lines import format_bytes, format_seconds
 
 
 @entry

@@ -23,7 +23,8 @@ from specdraft.eval import custom_generate
 from specdraft.eval.methods.registry import METHODS
 from specdraft.eval.serve.routes import ROUTES
 from specdraft.recipes.load import load_recipe
-from specdraft.train.plan import known_sizes, make_plan, plan_lines
+from specdraft.train.plan import known_sizes, make_plan
+from specdraft.train.plan_lines import plan_lines
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"  # real data, where there is any

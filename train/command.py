@@ -22,7 +22,8 @@ from specdraft.recipes.yaml_file import dump_yaml
 from specdraft.train.fit.accelerator import check_launch, load_target, make_accelerator
 from specdraft.train.fit.checkpoint import check_run
 from specdraft.train.fit.set_aside import set_aside_others
-from specdraft.train.plan import known_sizes, make_plan, measured_flops, plan_lines
+from specdraft.train.plan import known_sizes, make_plan, measured_flops
+from specdraft.train.plan_lines import plan_lines
 
 LoadTarget = Callable[..., Target]  # `accelerator.load_target` of the recipe that is run
 # Runs every stage of a recipe; all ranks call it, and load the target when they need it.

@@ -36,7 +36,8 @@ from specdraft.train.bigrams import CachedTokens, Corpus, StreamedTexts, count, 
 from specdraft.train.command import print_plan
 from specdraft.train.finish import finish
 from specdraft.train.fit.accelerator import load_target, make_accelerator
-from specdraft.train.plan import format_bytes, known_sizes
+from specdraft.train.plan import known_sizes
+from specdraft.train.plan_lines import format_bytes
 
 
 @entry

@@ -27,7 +27,8 @@ from specdraft.train.fit.loop import fit
 from specdraft.train.heads import head_kind
 from specdraft.train.objectives.distillation import Distillation
 from specdraft.train.objectives.text import collate_text
-from specdraft.train.plan import make_plan, plan_lines
+from specdraft.train.plan import make_plan
+from specdraft.train.plan_lines import plan_lines
 
 KINDS = {
     "falcon": (head_kind("falcon"), {}),

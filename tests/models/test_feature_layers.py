@@ -41,7 +41,8 @@ from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
 from specdraft.train.heads import head_kind
 from specdraft.train.objectives.csgd import CoupledGlancing
-from specdraft.train.plan import make_plan, plan_lines
+from specdraft.train.plan import make_plan
+from specdraft.train.plan_lines import plan_lines
 
 LAYERS = (3, 1)
 

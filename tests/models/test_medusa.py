@@ -31,7 +31,8 @@ from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
 from specdraft.train.medusa import check, head_kind
 from specdraft.train.objectives.ahead import TokensAhead
-from specdraft.train.plan import make_plan, plan_lines
+from specdraft.train.plan import make_plan
+from specdraft.train.plan_lines import plan_lines
 
 RECIPE = ROOT / "recipes" / "tiny_medusa.yaml"
 DEPTH = max(map(len, PATHS))

@@ -33,7 +33,8 @@ from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.recipes.schema import TargetSection
 from specdraft.train.fit.accelerator import check_launch, load_target
-from specdraft.train.plan import make_plan, plan_lines
+from specdraft.train.plan import make_plan
+from specdraft.train.plan_lines import plan_lines
 
 LAYERS = {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(4)}
 MIDDLE = {"model.embed_tokens": "cpu", **LAYERS, "model.norm": "cpu", "model.rotary_emb": "cpu"}

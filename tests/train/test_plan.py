@@ -36,15 +36,8 @@ from specdraft.train.fit.loop import fit
 from specdraft.train.heads import head_kind
 from specdraft.train.objectives.csgd import CoupledGlancing
 from specdraft.train.objectives.training_time_test import TrainingTimeTest
-from specdraft.train.plan import (
-    format_bytes,
-    format_seconds,
-    head_memory,
-    known_sizes,
-    make_plan,
-    measured_flops,
-    plan_lines,
-)
+from specdraft.train.plan import head_memory, known_sizes, make_plan, measured_flops
+from specdraft.train.plan_lines import format_bytes, format_seconds, plan_lines
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
