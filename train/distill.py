@@ -29,7 +29,7 @@ from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import LoadTarget, run
 from specdraft.train.fit.batches import Rows
-from specdraft.train.fit.checkpoint import SHARDING
+from specdraft.train.fit.continued import SHARDING
 from specdraft.train.fit.loop import fit
 from specdraft.train.heads import check_methods, measuring, report
 from specdraft.train.objectives.distillation import Distillation

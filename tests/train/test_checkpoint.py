@@ -28,16 +28,14 @@ from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import CacheError, RecipeError
 from specdraft.recipes.interrupt import SIGNALS, StopRequest, Terminated
 from specdraft.train.fit.checkpoint import (
-    FREE,
     Checkpoints,
-    Launch,
     TrainState,
-    check_continued,
     check_run,
     expected_bytes,
     read_state,
     save_drafter,
 )
+from specdraft.train.fit.continued import FREE, Launch, check_continued
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.sections.training import OptimSection
 from specdraft.train.fit.accelerator import check_launch, processes_here
-from specdraft.train.fit.checkpoint import SHARDING
+from specdraft.train.fit.continued import SHARDING
 from specdraft.train.fit.muon import Float32Muon, orthogonal
 from specdraft.train.fit.optimizer import Together, make_optimizer
 from specdraft.train.plan import make_plan

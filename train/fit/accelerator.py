@@ -15,7 +15,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.batches import rows_per_forward
-from specdraft.train.fit.checkpoint import SHARDING
+from specdraft.train.fit.continued import SHARDING
 from specdraft.train.fit.trackers import BOARD, check_trackers
 
 

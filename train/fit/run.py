@@ -27,13 +27,8 @@ from specdraft.recipes.load import dump
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.accelerator import prepare
 from specdraft.train.fit.batches import Batch, Key, Loader, Rows, SamplingPlan
-from specdraft.train.fit.checkpoint import (
-    SHARDING,
-    Checkpoints,
-    TrainState,
-    expected_bytes,
-    save_drafter,
-)
+from specdraft.train.fit.checkpoint import Checkpoints, TrainState, expected_bytes, save_drafter
+from specdraft.train.fit.continued import SHARDING
 from specdraft.train.fit.journal import Journal, StepTimer
 from specdraft.train.fit.optimizer import make_optimizer
 from specdraft.train.fit.schedules import learning_rate, total_steps
