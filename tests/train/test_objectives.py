@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div
 
 from specdraft.recipes.schema import DistillSection
+from specdraft.train.objectives.chunked import Teacher
 from specdraft.train.objectives.divergences import Mixture, objective_sums
 
 COUNT, VOCAB = 7, 9
@@ -58,7 +59,7 @@ def test_value_and_gradients_equal_the_eager_twins_for_every_chunk_size(name, el
     mixture, (hidden, lm_head, tokens, *target) = MIXTURES[name], sample()
     ours = [t.clone().requires_grad_() for t in (hidden, lm_head)]
     theirs = [t.clone().requires_grad_() for t in (hidden, lm_head)]
-    sums = objective_sums(*ours, tokens, mixture, *target, elements=elements)
+    sums = objective_sums(*ours, tokens, mixture, Teacher(*target), elements=elements)
     expected, values = eager(*theirs, tokens, *target, mixture)
     (3.0 * sums.total).backward()
     (3.0 * expected).backward()
@@ -75,7 +76,9 @@ def test_closed_form_gradients_pass_gradcheck(name):
     hidden, lm_head, tokens, *target = sample(count=3)
 
     def total(h, w):
-        return objective_sums(h, w, tokens, MIXTURES[name], *target, elements=2 * VOCAB).total
+        return objective_sums(
+            h, w, tokens, MIXTURES[name], Teacher(*target), elements=2 * VOCAB
+        ).total
 
     assert torch.autograd.gradcheck(total, (hidden.requires_grad_(), lm_head.requires_grad_()))
 
@@ -84,7 +87,7 @@ def test_closed_form_gradients_pass_gradcheck(name):
 def test_a_student_that_is_the_target_has_no_divergence_and_no_slope(name):
     hidden, lm_head, tokens, *_ = sample()
     ours = [t.clone().requires_grad_() for t in (hidden, lm_head)]
-    sums = objective_sums(*ours, tokens, SINGLE[name], hidden, lm_head)
+    sums = objective_sums(*ours, tokens, SINGLE[name], Teacher(hidden, lm_head))
     sums.total.backward()
     assert sums.total.detach().abs() < 1e-12
     assert max(t.grad.abs().max() for t in ours) < 1e-12
@@ -95,8 +98,8 @@ def test_a_frozen_lm_head_gets_no_gradient_and_changes_nothing():
     hidden, lm_head, tokens, *target = sample()
     both = [t.clone().requires_grad_() for t in (hidden, lm_head)]
     alone = hidden.clone().requires_grad_()
-    objective_sums(*both, tokens, SINGLE["jsd"], *target).total.backward()
-    objective_sums(alone, lm_head, tokens, SINGLE["jsd"], *target).total.backward()
+    objective_sums(*both, tokens, SINGLE["jsd"], Teacher(*target)).total.backward()
+    objective_sums(alone, lm_head, tokens, SINGLE["jsd"], Teacher(*target)).total.backward()
     assert torch.equal(alone.grad, both[0].grad)
     assert lm_head.grad is None
 
@@ -104,14 +107,14 @@ def test_a_frozen_lm_head_gets_no_gradient_and_changes_nothing():
 def test_cross_entropy_needs_no_target():
     hidden, lm_head, tokens, *target = sample()
     alone = objective_sums(hidden, lm_head, tokens, SINGLE["cross_entropy"])
-    beside = objective_sums(hidden, lm_head, tokens, SINGLE["cross_entropy"], *target)
+    beside = objective_sums(hidden, lm_head, tokens, SINGLE["cross_entropy"], Teacher(*target))
     assert alone.total == beside.total
     assert alone.agreed == ((hidden @ lm_head.T).argmax(-1) == tokens).sum()
 
 
 def test_agreement_is_counted_against_the_targets_own_choice():
     hidden, lm_head, tokens, features, head = sample(count=40)
-    sums = objective_sums(hidden, lm_head, tokens, SINGLE["forward_kl"], features, head)
+    sums = objective_sums(hidden, lm_head, tokens, SINGLE["forward_kl"], Teacher(features, head))
     expected = (hidden @ lm_head.T).argmax(-1) == (features @ head.T).argmax(-1)
     assert 0 < int(sums.agreed) == int(expected.sum()) < 40
 
@@ -126,14 +129,14 @@ def test_nothing_of_positions_times_vocabulary_is_kept_for_the_backward_pass():
 
     given = hidden.requires_grad_(), lm_head.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        objective_sums(*given, tokens, MIXTURES["cold"], *target)
+        objective_sums(*given, tokens, MIXTURES["cold"], Teacher(*target))
     assert kept == [(1, COUNT, 6), (VOCAB, 6)]
 
 
 def test_no_position_gives_zero_loss_and_zero_gradients():
     hidden, lm_head, tokens, features, head = sample()
     ours = [hidden[:0].clone().requires_grad_(), lm_head.requires_grad_()]
-    sums = objective_sums(*ours, tokens[:0], MIXTURES["cold"], features[:0], head)
+    sums = objective_sums(*ours, tokens[:0], MIXTURES["cold"], Teacher(features[:0], head))
     sums.total.backward()
     assert sums.total == 0
     assert not lm_head.grad.any()
@@ -144,7 +147,9 @@ def test_bfloat16_products_give_a_float32_loss_close_to_the_eager_one():
     expected, _ = eager(*given, MIXTURES["warm"])
     ours = [t.clone().requires_grad_() for t in given[:2]]
     with torch.autocast("cpu", torch.bfloat16):
-        sums = objective_sums(*ours, given[2], MIXTURES["warm"], *(t.bfloat16() for t in given[3:]))
+        sums = objective_sums(
+            *ours, given[2], MIXTURES["warm"], Teacher(*(t.bfloat16() for t in given[3:]))
+        )
     sums.total.backward()
     assert sums.total.dtype == ours[0].grad.dtype == ours[1].grad.dtype == torch.float32
     torch.testing.assert_close(sums.total, expected, rtol=0.03, atol=0.03)
@@ -154,7 +159,7 @@ def test_bfloat16_products_give_a_float32_loss_close_to_the_eager_one():
 def test_extreme_logits_stay_finite(name):
     hidden, lm_head, tokens, features, head = sample(dtype=torch.float32)
     ours = (hidden * 1e3).requires_grad_()
-    sums = objective_sums(ours, lm_head, tokens, MIXTURES[name], features * 1e3, head)
+    sums = objective_sums(ours, lm_head, tokens, MIXTURES[name], Teacher(features * 1e3, head))
     sums.total.backward()
     assert torch.isfinite(sums.total)
     assert torch.isfinite(ours.grad).all()

@@ -15,6 +15,7 @@ from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.run import Sums
+from specdraft.train.objectives.chunked import Teacher
 from specdraft.train.objectives.divergences import Mixture, ObjectiveSums, objective_sums
 from specdraft.train.objectives.text import TextBatch, collate_text
 
@@ -71,11 +72,11 @@ class TokensAhead:
         self, batch: TextBatch, hidden: Tensor, lm_head: Tensor, rows: Tensor, before: Tensor
     ) -> ObjectiveSums:
         """The loss of one head; `before` is the position before the token that it drafts."""
-        target, finish = (), self.target.finish
+        teacher, finish = None, self.target.finish
         if "forward_kl" in self.mixture.weights():
-            target = (batch.features[rows, before], self.target.lm_head_weight, finish)
+            teacher = Teacher(batch.features[rows, before], self.target.lm_head_weight, finish)
         tokens = batch.tokens[rows, before + 1]
-        return objective_sums(hidden, lm_head, tokens, self.mixture, *target, finish=finish)
+        return objective_sums(hidden, lm_head, tokens, self.mixture, teacher, finish=finish)
 
     def report(self, sums: Sums) -> dict[str, float | list]:
         answered = sums["answered"].clamp(min=1)

@@ -12,7 +12,7 @@ Shapes: R passes, N positions, n of a chunk, H hidden (the target's may differ),
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,14 @@ class Formula(Protocol):
         where their argmax is right [n]. target: as `of_target` gave it, or None."""
 
 
+class Teacher(NamedTuple):
+    """What the target's logits of every position are made of."""
+
+    features: Tensor  # [N, H']
+    lm_head: Tensor  # [V, H']
+    finish: Finish = PLAIN  # what comes after it
+
+
 # Of the parts by name [R, N]: how much the loss of each position counts [R, N].
 Weigh = Callable[[dict[str, Tensor]], Tensor]
 
@@ -43,7 +51,7 @@ def chunked_loss(
     hidden: Tensor,  # [R, N, H]
     lm_head: Tensor,  # [V, H]
     tokens: Tensor,  # [N]
-    target: tuple[Tensor, Tensor, Finish] | None,  # features [N, H'], lm_head [V, H'], its finish
+    teacher: Teacher | None,  # None: the formula needs none
     formula: Formula,
     *,
     size: int,
@@ -61,7 +69,7 @@ def chunked_loss(
     whose slope would be summed before the weights are known. by_pass: the same of whole passes.
     """
     assert weigh is None or not lm_head.requires_grad
-    inputs, by_pass = (hidden, lm_head, tokens, target), by_pass or [1.0] * len(hidden)
+    inputs, by_pass = (hidden, lm_head, tokens, teacher), by_pass or [1.0] * len(hidden)
     options = (formula, max(1, size), dtype, weigh, by_pass, finish)
     total, parts, right = _ChunkedLoss.apply(*inputs, *options)
     return total, dict(zip(formula.weights(), parts.unbind(), strict=True)), right
@@ -69,7 +77,9 @@ def chunked_loss(
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, lm_head, tokens, target, formula, size, dtype, weigh, by_pass, finish):
+    def forward(
+        ctx, hidden, lm_head, tokens, teacher, formula, size, dtype, weigh, by_pass, finish
+    ):
         wide, weights = torch.promote_types(hidden.dtype, torch.float32), formula.weights()
         slopes = [
             torch.zeros_like(tensor, dtype=wide) if needed else None
@@ -81,10 +91,10 @@ class _ChunkedLoss(torch.autograd.Function):
             matrix = lm_head.to(dtype)
             for start in range(0, len(tokens), size):
                 chunk, known = slice(start, start + size), None
-                if target is not None:
-                    features, head, ending = target
-                    logits = (features[chunk].to(head.dtype) @ head.T).to(wide)
-                    known = formula.of_target(ending(logits))
+                if teacher is not None:
+                    features = teacher.features[chunk].to(teacher.lm_head.dtype)
+                    logits = (features @ teacher.lm_head.T).to(wide)
+                    known = formula.of_target(teacher.finish(logits))
                 for r, states in enumerate(hidden[:, chunk].to(dtype)):
                     logits = finish((states @ matrix.T).to(wide))
                     values, slope, right[r, chunk] = formula(logits, known, tokens[chunk])

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from specdraft.models.embeddings import TargetEmbeddings
-from specdraft.models.families.finish import Finish, finish_of
+from specdraft.models.families.finish import finish_of
 from specdraft.models.student import Student
 from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.run import Sums
+from specdraft.train.objectives.chunked import Teacher
 from specdraft.train.objectives.divergences import Mixture, objective_sums
 from specdraft.train.objectives.on_policy import OnPolicy
 from specdraft.train.objectives.text import TextBatch, collate_text
@@ -45,11 +46,11 @@ class Distillation:
     def loss(self, model: nn.Module, _: TextBatch, batch: TextBatch, counted: Tensor) -> tuple:
         positions = counted.nonzero(as_tuple=True)  # N positions
         tokens = batch.tokens[:, 1:][positions]
-        target = self._target(batch, positions) if self.compares else ()
+        teacher = self._teacher(batch, positions) if self.compares else None
 
         def loss(hidden: Tensor, lm_head: Tensor):
             return objective_sums(
-                hidden, lm_head, tokens, self.mixture, *target, finish=self.finish
+                hidden, lm_head, tokens, self.mixture, teacher, finish=self.finish
             )
 
         sums = model(batch.tokens[:, :-1], positions, loss, **batch.encoder_inputs)
@@ -63,13 +64,13 @@ class Distillation:
             "rows": written[1],
         }
 
-    def _target(self, batch: TextBatch, positions: tuple) -> tuple[Tensor, Tensor, Finish]:
-        """The target's features [N, H] at the positions, its lm_head [V, H] and finish."""
+    def _teacher(self, batch: TextBatch, positions: tuple) -> Teacher:
+        """The target, with its features [N, H] at the positions."""
         features = batch.features
         if features is None:
             # Padding of tokens is seen by no one.
             features = self.target.features(batch.tokens, **batch.encoder_inputs)
-        return features[positions], self.target.lm_head_weight, self.target.finish
+        return Teacher(features[positions], self.target.lm_head_weight, self.target.finish)
 
     def report(self, sums: Sums) -> dict[str, float | list]:
         counted = sums["counted"].clamp(min=1)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from specdraft.models.families.finish import PLAIN, Finish
 from specdraft.recipes.schema import DistillSection
-from specdraft.train.objectives.chunked import chunked_loss
+from specdraft.train.objectives.chunked import Teacher, chunked_loss
 
 
 @dataclass(frozen=True)
@@ -91,30 +91,25 @@ def objective_sums(
     lm_head: Tensor,  # [V, H], the student's
     tokens: Tensor,  # [N]
     mixture: Mixture,
-    target_features: Tensor | None = None,  # [N, H]
-    target_lm_head: Tensor | None = None,  # [V, H]
-    target_finish: Finish = PLAIN,  # what comes after it
+    teacher: Teacher | None = None,  # the target; None where cross-entropy alone counts
     *,
     finish: Finish = PLAIN,  # the student's
     elements: int | None = None,
 ) -> ObjectiveSums:
     """Return a mixture of objectives summed over positions, differentiable in the first two.
 
-    The target may be missing where cross-entropy alone counts. `elements` bounds chunk * V.
+    `elements` bounds chunk * V.
     """
     kind, dtype = hidden.device.type, lm_head.dtype
     if elements is None:  # a CPU's caches want small chunks, a GPU large ones
         elements = 1 << 19 if kind == "cpu" else 1 << 24
-    target = None
-    if target_features is not None:
-        target = target_features, target_lm_head, target_finish
     if torch.is_autocast_enabled(kind):  # the product with lm_head follows it
         dtype = torch.get_autocast_dtype(kind)
     total, parts, agreed = chunked_loss(
         hidden[None],
         lm_head,
         tokens,
-        target,
+        teacher,
         mixture,
         size=elements // len(lm_head),
         dtype=dtype,

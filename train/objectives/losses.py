@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
 from specdraft.models.families.finish import PLAIN, Finish
-from specdraft.train.objectives.chunked import Weigh, chunked_loss
+from specdraft.train.objectives.chunked import Teacher, Weigh, chunked_loss
 from specdraft.train.objectives.divergences import lk
 
 
@@ -66,7 +66,7 @@ def head_loss(
         predicted,
         lm_head,
         tokens,
-        (features, lm_head, finish),
+        Teacher(features, lm_head, finish),
         DistilledTokens(soft_weight, lk_weight, partial),
         size=chunk_size(lm_head, passes, elements),
         dtype=lm_head.dtype,  # the product as the target does it

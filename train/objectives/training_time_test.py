@@ -18,7 +18,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.schema import Recipe
 from specdraft.train.fit.batches import Key
 from specdraft.train.fit.run import Sums
-from specdraft.train.objectives.chunked import chunked_loss
+from specdraft.train.objectives.chunked import Teacher, chunked_loss
 from specdraft.train.objectives.head_batch import HeadBatch, collate
 from specdraft.train.objectives.losses import DistilledTokens, chunk_size
 
@@ -64,7 +64,7 @@ class TrainingTimeTest:
                 answers[:, rows, positions],
                 lm_head,
                 tokens,
-                (features, frozen, self.target.finish),
+                Teacher(features, frozen, self.target.finish),
                 self.formula,
                 size=chunk_size(frozen, len(answers)),
                 dtype=frozen.dtype,  # the product as the target does it
