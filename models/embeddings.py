@@ -4,8 +4,8 @@ On cached features nothing else of the target is needed, and these two matrices 
 weight files alone: a head for a 70B target trains on one small GPU.
 
 At 128k tokens lm_head costs more than a small head. A head with a draft vocabulary works with the
-rows of N tokens: what it says of the others is that they do not come. That changes which drafts are
-made, never what is decoded: q is zero there, and the acceptance rules see it as it is.
+rows of N tokens and never drafts the others. That changes which drafts are made, never what is
+decoded: their probability q is zero, and the acceptance rules are given that q.
 
 Shapes: H hidden, V vocabulary, N tokens drafted among.
 """
@@ -82,9 +82,9 @@ class TargetEmbeddings:
 
 
 class DraftVocabulary:
-    """What a head and its target say of tokens: logits [.., N], and places 0..N-1 for ids.
+    """The N tokens that a head drafts among: their logits, and ids for their places 0..N-1.
 
-    Without `ids` the N tokens are all of the target's, and a place is an id.
+    Without `ids` they are all of the target's V tokens, and a place is an id.
     """
 
     def __init__(self, ids: Tensor | None, target: Any, prepacked: PrepackedWeights | None = None):
@@ -98,12 +98,12 @@ class DraftVocabulary:
 
     @cached_property
     def lm_head(self) -> Tensor:
-        """Its rows, [N, H]."""
+        """The rows of the target's lm_head for these tokens, [N, H]."""
         weight = self._target.lm_head_weight
         return weight if self.ids is None else weight[self.ids]
 
     def logits(self, features: Tensor) -> Tensor:
-        """Features [.., H] to logits [.., N], of a target that is whole."""
+        """Features [.., H] to logits [.., N]; the target is a `Target`, not its embeddings."""
         features = features.to(self._target.dtype)
         if self.ids is None:
             return self._target.logits(features)
@@ -129,8 +129,8 @@ class DraftVocabulary:
 
 
 def embed_scale_of(embedding: nn.Module) -> float:
-    """What an input embedding, its weights or not, multiplies its vectors by: sqrt(H) in Gemma and
-    BART, whose drafters would else be trained on others than they read."""
+    """Return what an input embedding multiplies its vectors by: sqrt(H) in Gemma and BART, else 1.
+    Drafters read the products, so they have to be trained on them."""
     # Gemma has it as a buffer, too, which on the meta device is no number.
     names = ("scalar_embed_scale", "embed_scale")
     return float(next((getattr(embedding, n) for n in names if hasattr(embedding, n)), 1.0))
@@ -165,7 +165,7 @@ def model_without_weights(
 
 
 def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
-    """What a tensor in a file is called in the model.
+    """Return the function from a tensor's name in a weight file to its name in the model.
 
     As from_pretrained does it: files of a base model lack its prefix (GPT-2, OPT), and some
     families have changed names since (GPT-NeoX).

@@ -303,7 +303,8 @@ class FalconHead(SavedHead, Packable, tags=["falcon"]):
         layout: BlockLayout | None,
         chosen: Tensor | None,
     ) -> Tensor:
-        """The same where slots read, or hear, more than their own position: at unit scale."""
+        """Run one pass of a head whose slots read the newest input, or hear the token before their
+        own; return what they predict, at unit scale."""
         size = self.config.block_size
 
         def laid_out(x: Tensor) -> Tensor:  # [B, C, K, H]

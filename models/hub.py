@@ -106,7 +106,8 @@ def push(
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the root of an error: what the client wraps says less than the network."""
+    """Return the first line of an error's first cause: the Hub's client wraps the network's errors
+    in some that say less."""
     while error.__cause__ is not None:
         error = error.__cause__
     return in_a_line(error)

@@ -1,4 +1,5 @@
-"""Names in place of places: nobody else can use a path, and it tells whose machine it was."""
+"""Cutting paths to names in all that is pushed: nobody else can use a path, and it tells whose
+machine it was."""
 
 import json
 import os
@@ -24,7 +25,7 @@ def portable(value: Any) -> Any:
 
 
 def _is_path(text: str) -> bool:
-    """Whether a text is a place on this machine, and no name of the Hub."""
+    """Whether a text is a path of this machine, and not the name of a repository or a set."""
     if "\n" in text or len(text) > 4096 or not re.search(r"[/\\]", text):
         return False
     if "://" in text or text.startswith("//"):
@@ -42,5 +43,5 @@ def _name(path: str) -> str:
 
 
 def portable_json(path: Path) -> bytes:
-    """The JSON of a file, with names in place of places."""
+    """Return the JSON of a file, its paths cut to names."""
     return (json.dumps(portable(json.loads(path.read_text())), indent=2) + "\n").encode()

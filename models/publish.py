@@ -1,6 +1,6 @@
 """From a run's folder to the Hub: weights, config, recipe and model card of its drafter.
 
-What is pushed is a list of known files, and names stand in them for places (models/portable.py).
+What is pushed is a list of known files, whose paths are cut to names (models/portable.py).
 """
 
 import json
@@ -143,7 +143,8 @@ def measured(run: Path, folder: Path) -> list[dict]:
 
 
 def _own_tree(recipe: Recipe, card: Card) -> Path | None:
-    """The file of a tree that is no bundled one; None where there is none to know of."""
+    """Return the tree file that goes along with a drafter: the one beside its weights, or the
+    user's. None for a bundled tree, which goes by its name, and for drafters without trees."""
     if not card.drafts_trees or tree_name(recipe) != AUTO:
         return None
     folder = Path(drafter_of(recipe, card.kind))
@@ -167,7 +168,7 @@ def _is_known(name: str) -> bool:
 
 
 def _tree(file: Path) -> bytes:
-    """A tree of the user's own: what is read of its file, and nothing else in it."""
+    """Return a tree file with the keys that are read of it, and nothing else that is in it."""
     paths, fit = load_tree_paths(str(file)), read_mapping(file).get("fit")
     tree = {"block_size": tree_block_size(str(file)), "paths": list(map(list, paths)), "fit": fit}
     return dump_yaml({key: part for key, part in tree.items() if part}).encode()
@@ -188,7 +189,7 @@ def manifest(files: Mapping[str, Path | bytes], recipe: Recipe, card: Card) -> s
 
 
 def pushed_recipe(recipe: Recipe) -> dict:
-    """Return a recipe without the places of one machine, and without the server that answered."""
+    """Return a recipe without the paths of one machine, and without the server that answered."""
     sections = portable(recipe.to_dict())
     sections["eval"]["tree"] = tree_name(recipe)
     if is_own_template(recipe.target.chat_template):
@@ -199,9 +200,9 @@ def pushed_recipe(recipe: Recipe) -> dict:
 
 
 def with_names(recipe: Recipe, report: dict | None) -> Recipe:
-    """Return a recipe whose target and data go by their names, for a card.
+    """Return a recipe whose target and data are names instead of paths, for a card.
 
-    report: of its training, which was where the places are, and could tell them from names.
+    report: of its training, on the machine with these paths, which could tell them from names.
     """
     there = report["recipe"] if report else {}
     model = there.get("target", {}).get("model", recipe.target.model)
@@ -216,7 +217,8 @@ def with_names(recipe: Recipe, report: dict | None) -> Recipe:
 
 
 def kind_named(name: str, recipe: Recipe) -> str:
-    """Return the kind of drafter that is meant by a name by which its recipe was found."""
+    """Return the kind of drafter that is pushed by a name: of a drafter's folder its own, else that
+    of the one drafter in the recipe's run."""
     if not (Path(name) / CONFIG).is_file():
         return kind_there(Path(recipe.output.dir))
     return Path(name).name if Path(name).name in KINDS else kind_of(read_config(Path(name)))

@@ -55,7 +55,8 @@ class SavedConfig:
 class Saved(
     nn.Module, PyTorchModelHubMixin, library_name="specdraft", tags=["speculative-decoding"]
 ):
-    """What is made from its config alone and saved beside it, with checksums; loaded strictly."""
+    """A module that is made from its config alone: saved with config and checksums, and loaded
+    strictly."""
 
     @classmethod
     def from_pretrained(

@@ -1,6 +1,6 @@
-"""Which of the snapshots that the Hub's cache has of a repository a loaded model came from.
+"""Finding the files of a model that somebody else has loaded, among the Hub's cached snapshots.
 
-transformers forgets the revision that `from_pretrained` was given; the weights still tell.
+transformers forgets the revision that `from_pretrained` was given, so the weights are compared.
 """
 
 from pathlib import Path

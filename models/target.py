@@ -178,7 +178,7 @@ class Target:
     ) -> "Target":
         """Load the target that a recipe names, with the chat template it names.
 
-        device: null: the first GPU, or the CPU where there is none.
+        device: None: the first GPU, or the CPU where there is none.
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         source = (section.model, section.revision, section.dtype, device)
@@ -331,7 +331,7 @@ class Target:
             raise TargetError(f"{self.name}: {self.no_layers}")
 
     def identity(self) -> dict:
-        """Which weights these are (see `identity`)."""
+        """Which weights these are (see `identity_of`)."""
         if self._identity is None:  # a model handed in as an object has no files to hash
             self.identify(hash_weights(self.model), self.model.config)
         return self._identity

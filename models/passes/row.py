@@ -62,8 +62,9 @@ def shares(best: Tensor, count: int, sharpness: float) -> Tensor:
 
 
 def reads_alone(head: FalconHead | Eagle3Head, target: Target) -> bool:
-    """Whether there is such a function of a head: it carries no state, its keys and values are of
-    its inputs, and what it needs of the target lies where it runs."""
+    """Whether a head's pass over one row can be a `RowPass`: its fusion carries no state, it sees
+    all before it, its keys and values are made of its inputs, and the target's embedding and
+    lm_head, a plain matrix, lie where it runs."""
     return (
         isinstance(head, FalconHead)
         and isinstance(target, Target)  # or a model served elsewhere
@@ -147,7 +148,7 @@ class RowPass:
         return self.head.coupling.hears(hidden, before, F.embedding(place, self.heard))
 
     def make(self, caches: Sequence[Cache]) -> None:
-        """Compile now, and not in the first request; what is cached is overwritten."""
+        """Compile now, so that the first request does not wait; overwrites the caches."""
         device, layers = self.lm_head.device, len(self.head.config.feature_layers)
         tokens = torch.zeros(self.head.reading.reach + 1, dtype=torch.long, device=device)
         features = torch.zeros(len(tokens), (1 + layers) * self.head.config.hidden_size)
