@@ -97,7 +97,7 @@ def divided(overrides: Iterable[str], kinds: Iterable[str]) -> tuple[list[str], 
 
 
 def asked(recipe: Recipe, options: Namespace, common: list[str], of_kind: dict) -> dict:
-    """What a table says of how it was made: with overrides for all, and for one kind."""
+    """Return what a table says of how it was made: source, command, recipe, overrides, seeds."""
     source = f"tokens per step of chains by rows of training, {recipe.name}"
     if options.more_seeds:
         source += f", of the first {BACK_TEST} sizes with seeds {options.more_seeds} besides"

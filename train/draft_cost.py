@@ -1,4 +1,4 @@
-"""What a draft of a head reads from memory, which is what it costs where one row is decoded.
+"""The bytes that drafting with a head reads from memory: its cost where one row is decoded.
 
 A pass reads every weight of the head once, the coupling once per slot after the first; the lm_head
 is read at every depth, at once for uncoupled slots. At long drafts these bytes, and the number of

@@ -54,7 +54,8 @@ class Kind:
     check: Callable[[Recipe, Target], None] = lambda recipe, target: None
 
     def check_methods(self, recipe: Recipe) -> None:
-        """Raise RecipeError for a recipe of another kind, or that measures with what it is not."""
+        """Raise RecipeError for a recipe of another kind of head, or whose eval.methods draft with
+        another kind of drafter."""
         if recipe.head.model is not None:
             raise RecipeError(
                 f"head.model = {recipe.head.model}: it is trained already; measure it: python "
@@ -75,8 +76,8 @@ class Kind:
         _check_holdout(recipe)
 
     def judge(self, recipe: Recipe) -> str:
-        """The method whose tokens per step choose the head that is kept: its tree is fitted when
-        that is done, unless the recipe names one."""
+        """Return the method whose tokens per step choose the head that is kept: of chains where the
+        tree is fitted only afterwards, else of the recipe's tree."""
         return f"{self.name}_{'chain' if recipe.eval.tree == AUTO else 'tree'}"
 
 
@@ -88,8 +89,8 @@ def check_methods(recipe: Recipe, kind: str, only: str) -> None:
 
 
 def _check_holdout(recipe: Recipe) -> None:
-    """Raise RecipeError where all prompts that are held out are measured, and none is left to
-    choose a head and fit its tree on."""
+    """Raise RecipeError where every held-out prompt is measured: none is left to choose a head and
+    to fit its tree on."""
     held, limit = recipe.data.holdout, recipe.eval.limit
     if recipe.eval.prompts != HOLDOUT or recipe.eval.tree != AUTO or (limit and limit < held):
         return

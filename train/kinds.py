@@ -10,8 +10,8 @@ from specdraft.recipes.terminal import tell
 
 
 def with_kind(arguments: list[str]) -> list[str]:
-    """The arguments of `train` with what `--kind KIND` stands for behind the recipe. RecipeError
-    for a kind that there is not."""
+    """Return the arguments of `train` with the overrides that `--kind KIND` stands for, which are
+    put right behind the recipe. Raises RecipeError for an unknown kind."""
     parser = Parser(prog="specdraft train", add_help=False, allow_abbrev=False)
     parser.add_argument("--kind")
     parsed, rest = parser.parse_known_args(arguments)
@@ -25,7 +25,7 @@ def with_kind(arguments: list[str]) -> list[str]:
 
 
 def named(arguments: list[str]) -> list[str]:
-    """The recipe, and what it is overridden by: what is no option, nor the value of one."""
+    """Return the recipe and its overrides: the arguments that are no option, nor its value."""
     parser = Parser(prog="specdraft train", add_help=False)
     parser.add_argument("--processes")  # the one of the scripts' options that has a value
     _, rest = parser.parse_known_args(arguments)

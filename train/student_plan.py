@@ -43,8 +43,8 @@ class StudentPlan:
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of the weights that are not trained: of a pretrained one as small as the target's,
-        of a pruned one in float32."""
+        """Bytes of the weights that are not trained: of a pretrained student in the target's dtype,
+        else in float32."""
         section = self.recipe.student
         dtype = self.recipe.target.dtype if section.model is not None else "float32"
         own = 0 if section.training == "lora" else self.trained  # adapters are none of its own

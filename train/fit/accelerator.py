@@ -73,8 +73,10 @@ def prepare(
 
 
 def load_target(recipe: Recipe, accelerator: Accelerator, alone: bool = False) -> Target:
-    """Load the recipe's target for this process: only its files, where several processes would
-    each spread it over all devices. alone: the others do not ask for it.
+    """Load the recipe's target for this process. Where several processes would each spread it over
+    all devices, none loads its layers; alone: only this process loads it, so it may.
+
+    Raises TargetError.
     """
     section, device = recipe.target, accelerator.device
     if section.device_map is None:
@@ -92,8 +94,8 @@ def load_target(recipe: Recipe, accelerator: Accelerator, alone: bool = False) -
 
 
 def check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
-    """Raise RecipeError where training would need the target in several processes that cannot
-    each have it, whole matrices where no process has them, or a batch that they cannot share."""
+    """Raise RecipeError for what a launch cannot do: cut a batch evenly among its processes, give
+    Muon whole matrices where they are sharded, or spread the target once in every process."""
     train, kind = recipe.train, accelerator.distributed_type
     if recipe.student.training != "none":
         rows_per_forward(train.batch_size, train.accumulation, accelerator.num_processes)

@@ -1,4 +1,4 @@
-"""Room in a run's folder: what training left of one kind of drafter, while another is trained.
+"""Several kinds of drafters in one run's folder: the files of the others' trainings are set aside.
 
 Checkpoints, log and boards lie in `output.dir` itself, and are those of the kind that was trained
 there last; those of another wait in its own folder, and come back when it is trained on.

@@ -65,7 +65,7 @@ class Trackers:
                 _warn(tracker, "takes no more figures", error)
 
     def finish(self) -> None:
-        """Close all of them: the accelerator may run another training."""
+        """Close all of them, so that another training by the same accelerator starts with none."""
         while self.running:
             tracker = self.running.pop()
             try:
