@@ -10,7 +10,7 @@ from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.papers.table import Row, over_seeds, written
 from specdraft.eval.publishing.result import show
 from specdraft.recipes.terminal import Screen
-from specdraft.train.curves.saturation import fit_saturation
+from specdraft.train.curves.saturation import fit_saturation, tokens_by_rows
 from specdraft.train.curves.sizes import BACK_TEST, METHODS, Size
 
 
@@ -78,10 +78,8 @@ def _point(size: Size) -> dict:
 def _curve(points: Sequence[dict]) -> dict:
     """The fit, what ten times the largest size would bring, and how far the first sizes' fit missed
     the largest (None with no more of them)."""
-    by_rows: dict[int, list[float]] = {}
-    for point in points:
-        by_rows.setdefault(point["rows"], []).append(point["tokens_per_step"])
-    sizes, depth = [*by_rows], max(point["depth"] for point in points)
+    by_rows, depth = tokens_by_rows(points), max(point["depth"] for point in points)
+    sizes = [*by_rows]
     fitted, more = fit_saturation(by_rows, depth), 10 * sizes[-1]
     missed = None
     if len(sizes) > BACK_TEST:

@@ -13,7 +13,7 @@ Before, all floors are equally likely, and a slope as likely from one value to t
 half; noise is Gaussian, of the spread that the best fit leaves.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +63,14 @@ def error_of(taus: Sequence[float], depth: int) -> np.ndarray:
     """Return the chance of rejection that makes these tokens per step."""
     grid = np.linspace(1.0, 0.0, 4001)
     return np.interp(np.asarray(taus, float), tokens_per_step(grid, depth), grid)
+
+
+def tokens_by_rows(runs: Iterable[Mapping]) -> dict[int, list[float]]:
+    """Return tokens per step of trainings, by the rows that they were given."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        found.setdefault(run["rows"], []).append(run["tokens_per_step"])
+    return found
 
 
 def fit_saturation(by_rows: Mapping[int, Sequence[float]], depth: int) -> Saturation:
