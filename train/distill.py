@@ -28,10 +28,11 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.schema import Recipe
 from specdraft.train.command import LoadTarget, run
+from specdraft.train.finish import finish
 from specdraft.train.fit.batches import Rows
 from specdraft.train.fit.continued import SHARDING
 from specdraft.train.fit.loop import fit
-from specdraft.train.heads import check_methods, measuring, report
+from specdraft.train.heads import check_methods, measuring
 from specdraft.train.objectives.distillation import Distillation
 from specdraft.train.objectives.on_policy import check_prompts
 
@@ -81,7 +82,7 @@ def train(recipe: Recipe, accelerator: Accelerator, load_target: LoadTarget) -> 
         with keeping(lambda: f"{recipe.output.dir}/student is trained"):
             target = target or load_target(alone=True)
             kept = finished_student(recipe.student, Path(recipe.output.dir) / "student", target)
-            report(recipe, target, Trained(student=kept), prompts)
+            finish(recipe, "student", target, Trained(student=kept), prompts)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -1,22 +1,27 @@
-"""The end of every training: its report is written, shown, kept beside the drafter and pushed."""
+"""The end of every training: the drafter is measured, and the report is shown, kept and pushed."""
 
 from pathlib import Path
 
 from specdraft.data.atomic import write_atomic
-from specdraft.eval.measure.report import write_json, write_report
+from specdraft.data.prompts import Prompt
+from specdraft.eval.measure.report import evaluate, write_json, write_report
 from specdraft.eval.measure.table import print_report
-from specdraft.models.cards.lines import Card
+from specdraft.eval.methods.trained import CARDS, Trained
 from specdraft.models.portable import portable
 from specdraft.models.publish import REPORT, pages, publish
+from specdraft.models.target import Target
 from specdraft.recipes.find import drafter_folder
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import tell
 
 
-def finish(recipe: Recipe, card: Card, report: dict) -> None:
-    """Leave a training's report in `output.dir`, and beside its drafter the report and the card;
-    push the drafter where the recipe says, and tell what lies where."""
-    run = Path(recipe.output.dir)
+def finish(
+    recipe: Recipe, kind: str, target: Target, trained: Trained, prompts: list[Prompt]
+) -> None:
+    """Measure a drafter of a kind beside the baselines. Leave the report in `output.dir`, and with
+    the card beside the drafter; push it where the recipe says, and tell what lies where."""
+    card, run = CARDS[kind], Path(recipe.output.dir)
+    report = evaluate(recipe, target, trained, prompts, recipe.eval.methods)
     folder = drafter_folder(run, card.kind)
     write_report(report, run)
     print_report(report)

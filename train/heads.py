@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from specdraft.data.prompts import HOLDOUT, Prompt, load_prompts, validation_prompts
+from specdraft.data.prompts import HOLDOUT, load_prompts, validation_prompts
 from specdraft.data.store.feature_cache import FeatureCache, Features
 from specdraft.data.store.tokens import frequent_tokens
 from specdraft.eval.costing.fitting import fit_tree, is_fitted
@@ -18,9 +18,9 @@ from specdraft.eval.costing.race import fitting_prompts
 from specdraft.eval.costing.shares import TreeDrafter
 from specdraft.eval.costing.show import print_fit
 from specdraft.eval.generation.answers import build_caches
-from specdraft.eval.measure.report import evaluate, tokens_per_step
+from specdraft.eval.measure.report import tokens_per_step
 from specdraft.eval.methods.registry import needs
-from specdraft.eval.methods.trained import CARDS, KINDS, Trained
+from specdraft.eval.methods.trained import KINDS, Trained
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.embeddings import TargetEmbeddings, check_no_bias
 from specdraft.models.falcon import FalconConfig, FalconHead
@@ -196,7 +196,7 @@ def train_head(
             best = TreeDrafter.of_run(recipe, target)
             if recipe.eval.tree == AUTO and not is_fitted(recipe, target, best):
                 print_fit(*fit_tree(recipe, target, best))
-            report(recipe, target, best.trained, prompts)
+            finish(recipe, recipe.kind, target, best.trained, prompts)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -217,9 +217,3 @@ def measuring(
         return {"tokens_per_step": speed}
 
     return measure
-
-
-def report(recipe: Recipe, target: Target, trained: Trained, prompts: list[Prompt]) -> None:
-    """Measure the kept drafter beside the baselines, and push it where the recipe says."""
-    outcome = evaluate(recipe, target, trained, prompts, recipe.eval.methods)
-    finish(recipe, CARDS[recipe.kind], outcome)

@@ -20,9 +20,8 @@ from specdraft.data.lock import output_lock
 from specdraft.data.prompts import load_prompts
 from specdraft.data.ranks import Ranks
 from specdraft.eval.generation.answers import build_token_cache
-from specdraft.eval.measure.report import evaluate
 from specdraft.eval.methods.registry import problems
-from specdraft.eval.methods.trained import CARDS, Trained
+from specdraft.eval.methods.trained import Trained
 from specdraft.models.hub import check_login
 from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.shapes import target_shape
@@ -100,8 +99,7 @@ def report(recipe: Recipe, target: Target, table: MaxGramTable) -> None:
     rows.add_row("agreement", f"{table.agreement:.1%} of the bigrams are those of the table")
     Screen(soft_wrap=True).print(rows)
     prompts = load_prompts(recipe, target.tokenizer)
-    outcome = evaluate(recipe, target, Trained(table=table), prompts, recipe.eval.methods)
-    finish(recipe, CARDS["table"], outcome)
+    finish(recipe, "table", target, Trained(table=table), prompts)
 
 
 def show_plan(recipe: Recipe) -> None:
