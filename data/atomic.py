@@ -34,7 +34,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 @contextmanager
 def written_whole(path: Path, needed: int) -> Iterator[Path]:
-    """A name beside that of a file, to write it under: it gets its own when it is on the disk.
+    """Give a name to write a file under; it is renamed to `path` once it is on the disk.
 
     needed: bytes. Raises CacheError, which states the shortfall, when the disk is full.
     """
@@ -83,14 +83,14 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """What is free on the disk where a file or folder is to lie."""
+    """Return the bytes that are free on the disk where a file or folder is to lie."""
     there = path.absolute()
     existing = next(one for one in (there, *there.parents) if one.exists())
     return shutil.disk_usage(existing).free
 
 
 def of_bytes(count: int) -> str:
-    """A size as a disk's shortfall is told: in GiB, MiB or KiB."""
+    """Format a size in GiB, MiB or KiB."""
     units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
     name = next((name for name, unit in units.items() if count >= unit), "KiB")
     return f"{count / units[name]:.1f} {name}"
@@ -141,7 +141,7 @@ def first_damage(
 
 
 def cut_torn_line(path: Path) -> None:
-    """Drop what a process that was killed within a line has left at the end of its file."""
+    """Cut an unfinished last line off a file: its writer was killed."""
     if path.exists():
         with path.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)

@@ -250,7 +250,7 @@ def _string(value: Any, name: str) -> str:
 
 
 def _text(part: Any, name: str) -> str:
-    """The text of a part. Raises BrokenRowError for a picture, and what else is none."""
+    """Return the text of a message's part. Raises BrokenRowError for other parts, e.g. pictures."""
     if not isinstance(part, dict) or part.get("type") != "text":
         raise BrokenRowError(f"{name} has a part that is not text: {shortened(repr(part), 80)}")
     return _string(part.get("text"), name)

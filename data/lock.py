@@ -71,7 +71,7 @@ def building_lock(folder: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def _acquire(held: ExitStack, path: Path, folder: Path) -> str | None:
-    """Hold a lock until `held` is left, or say who holds it."""
+    """Take a lock, held until `held` is left. Return None, or who has it where it is taken."""
     with ExitStack() as attempt:
         locked = True
         try:

@@ -13,7 +13,7 @@ from specdraft.recipes.sections.evaluation import EvalSection
 
 @dataclass(frozen=True)
 class Protocol:
-    """A way of measuring. None: whatever the user likes."""
+    """How the figures of a paper or a benchmark are measured. None: that is left open."""
 
     name: str
     temperatures: tuple[float, ...]

@@ -234,7 +234,7 @@ class Rewriter:
 
 
 def _kept(line: bytes) -> tuple[Slot, Answer] | None:
-    """The answer in a line of answers-*.jsonl; None where there is none, or what is no token."""
+    """Read a line of answers-*.jsonl. None where it is damaged, or no answer of token ids."""
     try:
         row = json.loads(line)
         slot, answer = tuple(row.pop("slot")), Answer(**row)

@@ -82,7 +82,7 @@ class Row:
     problem: str | None = None
 
     def called(self, keys: Sequence[str]) -> str:
-        """What an object is called: by the first of some keys that it has, else by its line."""
+        """Return the id of an object: what it has under the first of these keys, else its line."""
         names = (self.value.get(key) for key in keys)  # None: a column that other rows have
         return str(next((name for name in names if name is not None), self.line))
 

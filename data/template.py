@@ -208,11 +208,11 @@ class Renderer:
         return self.tokenizer(check_characters(text), verbose=False)["input_ids"]
 
     def asked(self, conversation: Conversation) -> list[int]:
-        """Tokenise what an encoder is asked in a conversation of two. Raises as above."""
+        """Tokenise the last question of a conversation, as an encoder reads it. Raises as above."""
         return self.source_ids(conversation.messages[-2]["content"])
 
     def _pair(self, conversation: Conversation) -> Example:
-        """An encoder's source, and what its decoder learns to say."""
+        """Render a source and its target, for an encoder and its decoder."""
         said = check_characters(conversation.messages[-1]["content"])
         answer = self.tokenizer(text_target=said, verbose=False)["input_ids"]
         if answer[:1] == self.start[1:2]:  # the token that is forced anyhow
@@ -247,8 +247,8 @@ class Renderer:
 
 
 def renderer_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Renderer:
-    """What renders a recipe's texts. Raises DataError for a target that is of the other kind than
-    data.format says."""
+    """Return what renders a recipe's conversations. Raises DataError for data.format=seq2seq with a
+    target that is no encoder-decoder."""
     if recipe.data.format != "seq2seq":
         return Renderer(tokenizer, recipe.data)
     start = read_start_ids(recipe.target.model, recipe.target.revision)

@@ -248,8 +248,8 @@ def _shards_on_disk(directory: Path, settings: dict[str, Any], plan: Plan) -> di
 
 
 def _quantisation(dtype: str, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """In which numbers features are stored, and the error ||f - stored f|| / ||f|| of the last."""
-    # The shards of a cache that an earlier version began say nothing of their errors.
+    """Return the numbers that features are stored in, and the error ||f - stored f|| / ||f||."""
+    # Shards that an earlier version made say nothing of their errors.
     errors, squares = summed(part.get("error_moments", (0.0, 0.0)) for part in parts)
     return {
         "format": dtype,

@@ -79,7 +79,7 @@ class OnlineFeatures:
 
 
 def made_from(settings: dict) -> str:
-    """A hash of what features are of: rows of tokens, and the target."""
+    """Return a hash of what decides features: the rows of tokens, and the target."""
     return of_settings({name: settings[name] for name in ("tokens", "weights", "config")})
 
 

@@ -54,7 +54,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Storage:
-    """What of the features goes to the disk."""
+    """How features are stored: in which numbers, of which tokens, with which layers."""
 
     dtype: str
     context: int | None = None  # see `kept`
@@ -84,7 +84,7 @@ class Storage:
 
     @property
     def eps(self) -> float:
-        """The step from 1 to the next number: of int8, in units of the largest value."""
+        """The relative step between stored numbers; of int8, as a share of the largest."""
         dtype = TYPES[self.dtype]
         return torch.finfo(dtype).eps if dtype.is_floating_point else 1 / LARGEST[self.dtype]
 
@@ -159,9 +159,9 @@ def feature_bytes(tokens: int, kept: int, hidden_size: int, storage: Storage) ->
 
 
 def check_disk(directory: Path, count: int, needed: int, dtype: str) -> None:
-    """Refuse to start what the disk cannot hold. Raises CacheError that states the shortfall.
+    """Raise CacheError, which states the shortfall, where the disk cannot hold a cache.
 
-    dtype: of the features, which a smaller one may take the place of.
+    dtype: of the features; the error names smaller ones.
     """
     free, told = atomic.free_bytes(directory), atomic.of_bytes
     if needed > free:

@@ -163,7 +163,7 @@ def _learnable(
 
 
 def _hashed(rows: Iterable[Example], digest: "hashlib._Hash") -> Iterator[Example]:
-    """Note what rows say in a digest, and not where they came from."""
+    """Yield rows, and add their tokens and masks, but not their origins, to a digest."""
     for row in rows:
         digest.update(json.dumps([row.ids, row.mask, row.source]).encode())
         yield row
@@ -211,7 +211,7 @@ def _write_arrow(examples: Iterable[Example], partial: Path, sources: bool) -> l
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Hold back the bars of datasets: what is written here was counted by ours."""
+    """Hide the bars of datasets: ours has shown these rows already."""
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -235,7 +235,7 @@ def _stats(
 
 
 def _finish(partial: Path, directory: Path, meta: dict[str, Any], rejects: list[Reject]) -> None:
-    """Write the books, then rename the folder: from then on it is atomic."""
+    """Write rejects and meta.json, then rename the folder: only now is it a cache."""
     lines = (json.dumps(dataclasses.asdict(reject), ensure_ascii=False) for reject in rejects)
     text = "".join(f"{line}\n" for line in lines)
     # Half a surrogate pair, as a broken row may hold, is left as JSON writes it.

@@ -70,7 +70,7 @@ class TokenCache:
         return self.meta["stats"]
 
     def summary(self) -> str:
-        """What was read and what is left of it, in a few lines; lengths are in tokens."""
+        """Return a few lines about what was read and what is left of it; lengths are in tokens."""
         stats, ordered = self.stats, sorted(self.lengths)
         limit = self.meta["settings"]["max_length"]
         lost = {
@@ -103,7 +103,7 @@ class TokenCache:
 
     @cached_property
     def room(self) -> list[int]:
-        """Tokens that a forward has to have room for, for every row: of itself or of a source."""
+        """The tokens of every row that a forward needs room for: its own, or the longest source."""
         if not self.has_sources:
             return self.lengths
         longest = pc.max(pc.list_value_length(self.dataset.data.column("source_ids"))).as_py()
@@ -147,7 +147,7 @@ def frequent_tokens(
 
 
 def _anew(directory: Path) -> str:
-    """How to make a cache again; of one that holds answers of the target without losing them."""
+    """Say how to make a cache again, without losing the target's answers where it holds some."""
     if any(directory.glob("answers-*.jsonl")):
         return f"rename it to {directory.name}.partial, which keeps the answers, and run again"
     return f"delete {directory} and run again"
