@@ -85,7 +85,7 @@ def enlarged_head(head: FalconHead, target: Target) -> FalconHead:
 
 
 def _places(name: str, config: FalconConfig, growth: Growth) -> tuple[Places, ...]:
-    """Rows and columns of a parameter outside of the decoder layers."""
+    """Return the places of a parameter's rows and columns, outside of the decoder layers."""
     width, slots = growth.width, config.block_size
     low_rank = in_blocks(1, *(max(1, size.width // 4) for size in (growth.small, growth.large)))
     of_coupling = low_rank if config.coupling == "markov" else width()
@@ -116,7 +116,7 @@ def _parts(layer: DecoderLayer) -> Layer:
 def enlarged_medusa_config(
     config: MedusaConfig, shape: TargetShape, identity: dict
 ) -> MedusaConfig:
-    """The config of Medusa heads, at the sizes of a target of a shape."""
+    """Return the config of Medusa heads, at the sizes of a target of a shape."""
     sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}
     return replace(config, **sizes, target=identity)
 
@@ -152,6 +152,6 @@ def enlarged_table(table: MaxGramTable, vocab_size: int) -> MaxGramTable:
 
 
 def _finished(large: SavedHead, small: SavedHead) -> SavedHead:
-    """A head that drafts what a small one drafts, and the tree that was fitted to it."""
+    """Give a large head the hash of the small one, whose fitted tree serves both."""
     large.folder, large.enlarges = small.folder, small.hash()
     return large.eval()

@@ -38,13 +38,13 @@ class Sizes:
 
     @classmethod
     def of(cls, shape: TargetShape) -> "Sizes":
-        """Those of a target of a shape."""
+        """Return the sizes of a target of this shape."""
         dim = shape.hidden_size // shape.heads
         return cls(shape.hidden_size, shape.heads, shape.kv_heads, dim, shape.intermediate_size)
 
 
 class Places(NamedTuple):
-    """Of rows or columns: which ones of the small matrix go where in the large one, [n] each."""
+    """Which rows, or columns, of the small matrix go to which ones of the large, [n] each."""
 
     taken: Tensor
     put: Tensor
@@ -94,30 +94,30 @@ class Growth:
 
     @property
     def of_norms(self) -> float:
-        """What weights of norms are multiplied by; eps by its square."""
+        """The factor of a norm's weights; its eps takes the square."""
         return sqrt(self.small.width / self.large.width)
 
     @property
     def of_scores(self) -> float:
-        """What weights of queries are multiplied by."""
+        """The factor of the weights that make queries."""
         return sqrt(self.large.dim / self.small.dim)
 
     @property
     def _groups(self) -> int:
-        """Of large query heads, that the queries of one small kv head take."""
+        """Groups of the large model that the query heads of one small kv head fill."""
         return -(-(self.small.heads // self.small.kv_heads) // self._group)
 
     @property
     def _group(self) -> int:
-        """Large query heads that read one kv head."""
+        """Query heads in a group of the large model: those that share a kv head."""
         return self.large.heads // self.large.kv_heads
 
     def width(self, blocks: int = 1) -> Places:
-        """Of vectors of the model, several of them one behind the other."""
+        """Return the places of hidden vectors, `blocks` of them side by side."""
         return in_blocks(blocks, self.small.width, self.large.width)
 
     def queries(self) -> Places:
-        """Of all query heads."""
+        """Return the places of all query heads."""
         shared = self.small.heads // self.small.kv_heads
         heads = torch.arange(self.small.heads)
         # A small kv head's queries fill one large group after the other, from a new one on.
@@ -125,12 +125,12 @@ class Growth:
         return self._heads(heads, first + heads % shared)
 
     def keys(self) -> Places:
-        """Of all heads of keys, or of values."""
+        """Return the places of all key heads, which are those of value heads, too."""
         groups = torch.arange(self.small.kv_heads * self._groups)
         return self._heads(groups // self._groups, groups)
 
     def _heads(self, taken: Tensor, put: Tensor) -> Places:
-        """Of all dimensions of some heads."""
+        """Return the places of all dimensions of the heads `taken`, which are `put` there."""
         small, large = self.small.dim, self.large.dim
         every, half = torch.arange(small), small // 2
         inside = every // half * (large // 2) + every % half * (large // small)
@@ -139,7 +139,7 @@ class Growth:
         )
 
     def fill_layer(self, large: Layer, small: Layer) -> None:
-        """Make a large layer of a small one."""
+        """Write a small layer into a large one."""
         width, inner = self.width(), in_blocks(1, self.small.inner, self.large.inner)
         for norm, own in zip(large[:2], small[:2], strict=True):
             if own is not None:
@@ -154,7 +154,7 @@ class Growth:
 
 
 def in_blocks(blocks: int, small: int, large: int) -> Places:
-    """Of blocks of `large` numbers, of which the first ones are those of blocks of `small`."""
+    """Return the places of blocks side by side: a small block's numbers begin a large block."""
     number, inside = torch.arange(blocks)[:, None], torch.arange(small)
     return Places((number * small + inside).flatten(), (number * large + inside).flatten())
 
@@ -179,6 +179,6 @@ def fill(
 
 
 def repeat_row(large: Tensor, filled: int, row: int) -> None:
-    """Let all rows of [R, C] behind those that are filled be copies of one of these."""
+    """Make the rows of [R, C] behind the `filled` first ones copies of one of those."""
     with torch.no_grad():
         large[filled:] = large[row].clone()

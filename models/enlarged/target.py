@@ -88,7 +88,8 @@ def small_sizes(config: PretrainedConfig) -> Sizes:
 
 
 def spare_row(config: PretrainedConfig) -> int:
-    """The token whose logit those have that a small target lacks: its padding, else its first."""
+    """Return the token whose logit stands for all that the small target lacks: its padding, which
+    it never writes greedily, else its first."""
     return config.pad_token_id or 0
 
 
