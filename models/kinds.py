@@ -14,7 +14,8 @@ from specdraft.recipes.load import load_recipe
 
 
 def part_of(kind: str) -> str:
-    """The file that makes a kind of a recipe. Raises RecipeError for an unknown kind."""
+    """Return the file of the recipe part that makes a recipe train a kind of drafter. Raises
+    RecipeError for an unknown kind."""
     if kind not in KINDS:
         guess = nearest(kind[:100], KINDS)
         raise RecipeError(
@@ -24,10 +25,10 @@ def part_of(kind: str) -> str:
 
 
 def overrides_of(kind: str, recipe: str, given: Sequence[str]) -> list[str]:
-    """What makes a kind of a recipe, which is named as `find_recipe` takes it.
+    """Return the overrides by which a recipe, named as `find_recipe` takes it, trains a kind.
 
-    given: the user's overrides, of which those of the target count, and parts of a recipe, which
-    may name one: the layers that EAGLE-3 reads and a student keeps are of its depth.
+    given: the user's overrides. Those that may name another target count here: its depth says which
+    layers EAGLE-3 reads and a student keeps.
     """
     part = part_of(kind)
     if kind not in ("eagle3", "student"):

@@ -77,7 +77,7 @@ def has_alibi(model: nn.Module) -> bool:
 
 
 def replace_attention(view: nn.Module) -> None:
-    """Give a copy of a model the attention above."""
+    """Replace the attention of a copy of a model by its family's function above."""
     family = FAMILIES[view.config.model_type]
     bias = family.bias(view.base_model)
     slopes = (bias[..., 1] - bias[..., 0]).flatten()
@@ -93,5 +93,5 @@ def leaning_of(slopes: Tensor, capacity: int) -> Tensor:
 
 
 def attention_inputs(model: nn.Module, attention: Callable, **options) -> dict:
-    """What a forward of the model is given, so that its layers hand options to an attention."""
+    """Return arguments of a forward by which the model's layers hand options to an attention."""
     return {"past_key_values": CacheStandIn(attention, options)} if has_alibi(model) else options

@@ -20,26 +20,26 @@ def is_encoder_decoder(config: PretrainedConfig) -> bool:
 
 
 def base_of(model: PreTrainedModel) -> nn.Module:
-    """What makes features: a model without its lm_head, of an encoder-decoder the decoder."""
+    """Return what makes features: the model without its lm_head; an encoder-decoder's decoder."""
     return model.get_decoder() if is_encoder_decoder(model.config) else model.base_model
 
 
 def decoder_depth(config: PretrainedConfig) -> tuple[str, int]:
-    """The key of a text config that counts the layers of what writes, and their number; of an
-    encoder-decoder the decoder's, which may be more or fewer than the encoder's."""
+    """Return the key of a text config that counts the decoder's layers, and their number; an
+    encoder may have more or fewer."""
     keys = ("num_decoder_layers", "decoder_layers") if is_encoder_decoder(config) else ()
     key = next((key for key in keys if hasattr(config, key)), "num_hidden_layers")
     return key, getattr(config, key)
 
 
 def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    """The decoder layers of a model: its list of as many modules."""
+    """Return the decoder layers of a model: its first list of `count` modules."""
     lists = (part for part in base.modules() if isinstance(part, nn.ModuleList))
     return next(part for part in lists if len(part) == count)
 
 
 def start_ids(config: PretrainedConfig, generation: GenerationConfig) -> list[int]:
-    """Ids that every generation of an encoder-decoder begins with, as `generate` begins; else none.
+    """Return the ids that an encoder-decoder's every generation begins with; none of other models.
 
     The second, a language or BART's <s>, is the one that `generate` would force.
     """

@@ -33,7 +33,7 @@ class Finish(NamedTuple):
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def back(self, slope: Tensor, logits: Tensor) -> Tensor:
-        """A slope in the finished logits [..], carried to what lm_head said."""
+        """Carry a slope in the finished logits [..] back to lm_head's output."""
         if self.scale != 1.0:
             slope = slope * self.scale
         return slope if self.cap is None else slope * (1.0 - (logits / self.cap).square())

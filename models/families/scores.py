@@ -64,8 +64,8 @@ def attention(
 
 
 def folds(query: Tensor, keys: Tensor, scores: Scores) -> bool:
-    """Whether, of several rows with masks of their own, heads that share keys become queries of
-    one head.
+    """Whether heads that share keys are attended as more queries of a single head, where rows have
+    masks of their own.
 
     A CPU multiplies few queries of a head almost as fast as one: with 24 rows of 2 or 3 queries
     and three heads to a key this takes 0.55 of the time, of 8 queries 0.85, of more 1.0.
@@ -85,7 +85,7 @@ def fold_mask(mask: Tensor, heads: int, kv_heads: int) -> Tensor:
 def _folded(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
-    """What `attention` does where it `folds`; mask: of rows, folded or not."""
+    """Attend where `folds` holds; mask: of rows, by `fold_mask` or not yet."""
     heads, kv_heads = query.shape[1], keys.shape[1]
     shared = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     if mask.shape[2] != shared.shape[2]:
@@ -95,5 +95,5 @@ def _folded(
 
 
 def aligned(width: int) -> int:
-    """The least width, from this one on, of rows that all begin where CUDA's kernels want it."""
+    """Round a mask's width up, so that each of its rows begins where CUDA's kernels want it."""
     return -(-width // ALIGNED) * ALIGNED
