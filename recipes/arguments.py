@@ -13,10 +13,10 @@ from specdraft.recipes.terminal import visible
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, which would print what it refuses as it is."""
+    """argparse's parser, but that what it refuses is printed so that no terminal obeys it."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End, with a message on stderr that is shown and not obeyed."""
+        """End the process; the message goes to stderr."""
         super().exit(status, message and visible(message))
 
 

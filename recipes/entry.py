@@ -61,7 +61,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def _leave() -> None:
-    """End now, whatever other threads are at."""
+    """End now, without waiting for other threads."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # gone, or closed
             stream.flush()
@@ -69,7 +69,7 @@ def _leave() -> None:
 
 
 def _remedy(error: Exception) -> str:
-    """What to do about a place that this user may not write, or not read."""
+    """Say what to do about a file that this user may not write, or not read; else nothing."""
     if not isinstance(error, OSError) or error.errno not in _REFUSED:
         return ""
     return "; give yourself access, or another place (output.dir, data.cache_dir)"

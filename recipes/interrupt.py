@@ -69,7 +69,8 @@ class StopRequest:
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Have even the first signal raise within it, or one that has come: it is done again."""
+        """Context in which the first signal raises, too, for work that is done again by the next
+        run. Raises KeyboardInterrupt where one has come before."""
         if self.asked:
             raise KeyboardInterrupt
         self._cut = True
@@ -80,7 +81,7 @@ class StopRequest:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Have no signal raise within it."""
+        """Context in which no signal raises."""
         self._saving = True
         try:
             yield
@@ -142,7 +143,7 @@ def abandonable(call: Callable[..., Returned], *given: Any, **options: Any) -> R
 
 @contextmanager
 def keeping(kept: Callable[[], str]) -> Iterator[None]:
-    """Have an interruption say what is kept of the work inside: there is a point in going on."""
+    """Context whose interruption says what is kept of the work inside, so that going on pays."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -164,7 +165,7 @@ def resume_command() -> str:
 
 
 def stop_with_launcher() -> None:
-    """Have a launcher that is ended take this process along; it passes no signal on.
+    """End this process with its launcher, which passes no signal on when it is ended.
 
     Raises: Terminated where it was ended before it could.
     """
@@ -180,7 +181,7 @@ def stop_with_launcher() -> None:
 
 
 def _launchers() -> list[list[str]]:
-    """The command lines of the parents that end in ours, the nearest first: what launched us."""
+    """Return the command lines of our launchers, the nearest first: parents' that end in ours."""
     ours = [*dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:])]
     found = []
     with suppress(psutil.Error):

@@ -59,7 +59,7 @@ class Recipe:
 
     @property
     def kind(self) -> str:
-        """What the loop trains by this recipe: of recipes/find.py's kinds of drafters."""
+        """The kind of drafter that this recipe trains, one of recipes/find.py's KINDS."""
         if self.medusa.given:
             return "medusa"
         return "student" if self.student.given else self.head.kind

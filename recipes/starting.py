@@ -12,7 +12,7 @@ _previous: dict[int, object] = {}
 
 
 def imported() -> None:
-    """Give the signals back to those who had them."""
+    """Restore the signals' handlers: importing is over."""
     while _previous:
         signal.signal(*_previous.popitem())
 

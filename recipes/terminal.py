@@ -39,8 +39,8 @@ def tell(text: object) -> None:
 
 
 def _go_on_unseen(file: IO[str]) -> None:
-    """Let what follows go nowhere where nobody reads any more (`| head`): what else a command
-    makes, a report say, it makes all the same."""
+    """Send what follows nowhere, for nobody reads it any more (`| head`): a command still does the
+    rest of its work, e.g. writes its report."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file.fileno())
     os.close(nowhere)
@@ -53,7 +53,7 @@ def say(message: str) -> None:
 
 
 def say_at_once(line: str) -> None:
-    """Tell the user a line of ours from a signal's handler: a print may be under way below it."""
+    """Tell the user a line from a signal's handler, which may have interrupted a print."""
     with suppress(OSError, ValueError):  # stderr is gone, or no file
         os.write(sys.stderr.fileno(), f"\n{line}\n".encode())
 
@@ -65,7 +65,7 @@ class Screen(Console):
         super().__init__(**{"markup": False, "emoji": False, **options})
 
     def on_broken_pipe(self) -> None:
-        """Called by rich in place of an exit."""
+        """Go on; rich calls this where nobody reads any more, and would exit."""
         _go_on_unseen(self.file)
 
     def render(

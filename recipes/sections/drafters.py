@@ -39,7 +39,7 @@ class HeadSection(Section):
 
     @property
     def kind(self) -> str:
-        """What the shape makes it, as its methods and its folder are called."""
+        """The kind of head that has this shape: the name of its folder, and of its methods."""
         if self.fusion == "layers":
             return "eagle3"
         return "eagle" if self.block_size == 1 and self.fusion == "linear" else "falcon"

@@ -32,7 +32,7 @@ class TargetSection(Section):
     prepack_gib: Annotated[float, Interval(0, 10_000)] = 2.0
 
     def conflicts(self) -> Iterator[str]:
-        """Memory is limited where somebody chooses what goes where."""
+        """Yield limits of memory without a device map, which is what reads them."""
         if self.max_memory is not None and not isinstance(self.device_map, str):
             needed = "needs target.device_map=auto, balanced or sequential"
             yield self.complaint("max_memory", needed)
