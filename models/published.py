@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
@@ -57,7 +58,7 @@ def find_drafter(source: str | Path, revision: str | None = None) -> tuple[str, 
         return kind, drafter_folder(folder, kind)
     kind = kind_of(read_config(folder))
     files = any(folder.glob("*.safetensors"))
-    if kind == "student" and files and "fc.weight" in Weights(folder, {}).places:
+    if kind == "student" and files and "fc.weight" in Weights(folder, {}):
         kind = "eagle"  # in the layout of an engine, whose config is that of a model
     return kind, source if is_hub_id(source) else folder
 
@@ -129,7 +130,7 @@ def _published(folder: Path, config: dict[str, Any], target: Target) -> FalconHe
                 "another target"
             )
     # EAGLE's own authors call both kinds LlamaForCausalLM.
-    if name in EAGLE3_NAMES or "midlayer.hidden_norm.weight" in Weights(folder, {}).places:
+    if name in EAGLE3_NAMES or "midlayer.hidden_norm.weight" in Weights(folder, {}):
         return _eagle3(config, Weights(folder, {"layers.0.": "midlayer."}), target)
     return _eagle(config, Weights(folder, {}), target)
 
@@ -146,7 +147,7 @@ def _eagle(config: dict[str, Any], weights: "Weights", target: Target) -> Falcon
     ours = FalconConfig(
         **sizes,
         block_size=1,
-        fusion="biased" if "fc.bias" in weights.places else "linear",
+        fusion="biased" if "fc.bias" in weights else "linear",
         layers=config.get("num_hidden_layers", 1),
         input_norm=False,
         rope_theta=rope["rope_theta"],
@@ -162,7 +163,7 @@ def _eagle3(config: dict[str, Any], weights: "Weights", target: Target) -> Eagle
         raise HeadError(f"num_hidden_layers = {shown(config['num_hidden_layers'])}: read is 1")
     sizes, size, drafted = _sizes(config), config["vocab_size"], config.get("draft_vocab_size")
     ids = None
-    if "d2t" in weights.places:
+    if "d2t" in weights:
         ids = weights.draft_ids(size)
     elif drafted not in (None, size):
         raise HeadError(
@@ -229,30 +230,25 @@ def _layers(config: dict[str, Any], target: Target) -> tuple[int, ...]:
     return 2, count // 2, count - 3
 
 
-class Weights:
-    """The tensors of a folder's safetensors files, read one by one."""
+class Weights(dict[str, Tensor]):
+    """The tensors of a folder's safetensors files by name, mapped: none is read before its use."""
 
     def __init__(self, folder: Path, renamed: dict[str, str]):
         """renamed: beginnings of names in a file, beside `model.`, which is cut, by ours."""
-        self.places: dict[str, tuple[Path, str]] = {}
+        super().__init__()
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise HeadError("it has no *.safetensors; no other weights are read")
         for path in files:
-            for key in self._open(path, lambda file: [*file.keys()]):
+            try:
+                tensors = load_file(path)
+            except (SafetensorError, OSError) as error:
+                raise HeadError(f"{path.name}: {in_a_line(error)}") from error
+            for key, tensor in tensors.items():
                 name = key.removeprefix("model.")
                 for old, new in renamed.items():
                     name = new + name.removeprefix(old) if name.startswith(old) else name
-                self.places[name] = path, key
-
-    def __getitem__(self, name: str) -> Tensor:
-        path, key = self.places[name]
-        return self._open(path, lambda file: file.get_tensor(key))
-
-    def shape(self, name: str) -> list[int]:
-        """The shape of a tensor that is not read."""
-        path, key = self.places[name]
-        return self._open(path, lambda file: list(file.get_slice(key).get_shape()))
+                self[name] = tensor
 
     def fill(
         self,
@@ -265,7 +261,7 @@ class Weights:
         that nobody reads, or of another shape, before any of the head's is made."""
         with torch.device("meta"):
             wanted = {name: list(part.shape) for name, part in tensors(kind(config)).items()}
-        there = self.places.keys() - beside - {"embed_tokens.weight"}
+        there = self.keys() - beside - {"embed_tokens.weight"}
         if "lm_head.weight" not in wanted:
             there -= {"lm_head.weight"}
         for what, names in (("lacks", wanted.keys() - there), ("also has", there - wanted.keys())):
@@ -273,8 +269,8 @@ class Weights:
                 few = ", ".join(sorted(names)[:4]) + (" .." if len(names) > 4 else "")
                 raise HeadError(f"beside what the layout has it {what} {few}")
         for name, shape in wanted.items():
-            if self.shape(name) != shape:
-                raise HeadError(f"{name} is {self.shape(name)}, and must be {shape} by {CONFIG}")
+            if (found := list(self[name].shape)) != shape:
+                raise HeadError(f"{name} is {found}, and must be {shape} by {CONFIG}")
         head = kind(config)
         with torch.no_grad():
             for name, part in tensors(head).items():
@@ -289,7 +285,7 @@ class Weights:
         ids = shift.long() + torch.arange(len(shift))
         if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < size:
             raise HeadError(f"d2t must make {len(ids)} different ids below {size}")
-        if "t2d" in self.places:
+        if "t2d" in self:
             marked = self["t2d"].bool().nonzero().flatten()
             if not torch.equal(marked, ids.sort().values):
                 raise HeadError("d2t and t2d name different tokens")
@@ -298,16 +294,8 @@ class Weights:
     def check_shared(self, target: Target, names: set[str]) -> None:
         """Raise HeadError where a matrix of the target that lies beside the head is not its own."""
         own = {"embed_tokens.weight": "embedding_weight", "lm_head.weight": "lm_head_weight"}
-        for name in sorted(names & self.places.keys()):
+        for name in sorted(names & self.keys()):
             theirs, ours = self[name], getattr(target, own[name]).cpu()
             coarse = min(ours.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
             if not torch.equal(theirs.to(coarse), ours.to(coarse)):
                 raise HeadError(f"its {name} is not that of {target.name}, and must be")
-
-    @staticmethod
-    def _open(path: Path, read: Callable[[Any], Any]) -> Any:
-        try:
-            with safe_open(path, "pt") as file:
-                return read(file)
-        except (SafetensorError, OSError) as error:
-            raise HeadError(f"{path.name}: {in_a_line(error)}") from error
