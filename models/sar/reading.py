@@ -14,24 +14,10 @@ of its queries; else of the fused inputs y, so that what is cached depends on no
 Shapes: .. any, K block size, Q queries of a block (K or 1), H hidden.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 from specdraft.models.weights.prepacked import Packable
-
-
-class Reading(Protocol):
-    """What a head asks of it; made from H and K."""
-
-    reach: int  # Q: how many of a block's newest inputs become queries
-
-    def queries(self, fused: Tensor) -> Tensor:
-        """Fused inputs of a block [.., K, H], or the last Q of them, to queries [.., Q, H]."""
-
-    def slots(self, hidden: Tensor) -> Tensor:
-        """What the layers make of the queries [.., Q, H] to an output for each slot [.., K, H]."""
 
 
 class Own(nn.Module, Packable):
@@ -39,12 +25,14 @@ class Own(nn.Module, Packable):
 
     def __init__(self, width: int, block_size: int):
         super().__init__()
-        self.reach = block_size
+        self.reach = block_size  # Q: how many of a block's newest inputs become queries
 
     def queries(self, fused: Tensor) -> Tensor:
+        """Fused inputs of a block [.., K, H], or the last Q of them, to queries [.., Q, H]."""
         return fused
 
     def slots(self, hidden: Tensor) -> Tensor:
+        """What the layers make of the queries [.., Q, H] to an output for each slot [.., K, H]."""
         return hidden
 
 
@@ -80,4 +68,4 @@ class Newest(Own):
         return torch.cat((hidden, later), -2)
 
 
-READINGS: dict[str, type[Reading]] = {"own": Own, "both": Both, "newest": Newest}
+READINGS: dict[str, type[Own]] = {"own": Own, "both": Both, "newest": Newest}
