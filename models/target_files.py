@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils import logging
 
 from specdraft.models.families.encoder_decoder import start_ids
+from specdraft.models.hub import is_hub_id
 from specdraft.models.weights.files import weight_files
 from specdraft.models.weights.identity import FEATURE_SIZES
 from specdraft.recipes.download_bar import DownloadBar
@@ -53,7 +54,7 @@ def model_folder(name: str, revision: str | None = None) -> Path:
         if not (folder / "config.json").is_file():
             raise TargetError(f"target.model: no config.json in {folder}; give a model folder")
         return folder
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if not is_hub_id(name):
         raise TargetError(
             f"target.model: no folder at {name}; "
             f"give an existing folder, a Hub id (owner/name) or {BUNDLED!r}"
