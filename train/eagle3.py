@@ -9,12 +9,9 @@ alone, over its own outputs (`train.rollout` passes). eval/export.py writes it f
 
 from specdraft.recipes.entry import entry
 
-from functools import partial
-
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
-from specdraft.train.command import run
-from specdraft.train.heads import Kind, head_kind, train_head
+from specdraft.train.heads import Kind, run_head
 
 # What its training has not got, by the key that asks for it, and the value that does not.
 LEFT_OUT = {
@@ -28,8 +25,7 @@ LEFT_OUT = {
 @entry
 def main() -> None:
     """Parse, load the recipe, and go through the stages."""
-    kind = head_kind("eagle3")
-    run(__doc__, partial(train_head, kind), partial(check, kind))
+    run_head("eagle3", __doc__, check)
 
 
 def check(kind: Kind, recipe: Recipe) -> None:

@@ -8,17 +8,13 @@ Every stage continues where an earlier run stopped; the results lie in `output.d
 
 from specdraft.recipes.entry import entry
 
-from functools import partial
-
-from specdraft.train.command import run
-from specdraft.train.heads import head_kind, train_head
+from specdraft.train.heads import run_head
 
 
 @entry
 def main() -> None:
     """Parse, load the recipe, and go through the stages."""
-    kind = head_kind("falcon")
-    run(__doc__, partial(train_head, kind), kind.check_methods)
+    run_head("falcon", __doc__)
 
 
 if __name__ == "__main__":

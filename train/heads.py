@@ -5,6 +5,7 @@ Falcon, EAGLE and Medusa heads read features of the target and differ in a `Kind
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -32,7 +33,7 @@ from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO
-from specdraft.train.command import LoadTarget
+from specdraft.train.command import LoadTarget, run
 from specdraft.train.finish import finish
 from specdraft.train.fit.loop import fit
 from specdraft.train.fit.run import Evaluate, Objective
@@ -168,6 +169,17 @@ def _new_medusa_heads(recipe: Recipe, target: Target, data: Features) -> MedusaH
     """Make the recipe's heads: they start as the target's own lm_head."""
     config = medusa_config(recipe, TargetShape.of(target.config), identity=target.identity())
     return MedusaHeads.of(config, target.lm_head_weight)
+
+
+def run_head(
+    name: str, description: str, check: Callable[[Kind, Recipe], None] = Kind.check_methods
+) -> None:
+    """Parse the command line of a kind's script, and train and measure its head, or print the plan.
+
+    check: raises RecipeError for a recipe that this script cannot run.
+    """
+    kind = head_kind(name)
+    run(description, partial(train_head, kind), partial(check, kind))
 
 
 def train_head(

@@ -8,19 +8,15 @@ Every stage continues where an earlier run stopped; the heads lie in `output.dir
 
 from specdraft.recipes.entry import entry
 
-from functools import partial
-
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.schema import Recipe
-from specdraft.train.command import run
-from specdraft.train.heads import Kind, head_kind, train_head
+from specdraft.train.heads import Kind, run_head
 
 
 @entry
 def main() -> None:
     """Parse, load the recipe, and go through the stages."""
-    kind = head_kind("medusa")
-    run(__doc__, partial(train_head, kind), partial(check, kind))
+    run_head("medusa", __doc__, check)
 
 
 def check(kind: Kind, recipe: Recipe) -> None:

@@ -29,7 +29,8 @@ from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.train.fit.accelerator import make_accelerator
 from specdraft.train.fit.loop import fit
-from specdraft.train.medusa import check, head_kind
+from specdraft.train.heads import head_kind
+from specdraft.train.medusa import check
 from specdraft.train.objectives.ahead import TokensAhead
 from specdraft.train.plan import make_plan
 from specdraft.train.plan_lines import plan_lines
