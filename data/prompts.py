@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -125,15 +125,15 @@ def _all_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Pro
     else:
         rows = _of_set(name) if set_of(name) else _of_file(name)
     prompts = []
-    for place, identifier, category, messages, text, later in rows:
+    for row in rows:
         try:
-            if text is None:
-                prompt = _of_chat(renderer, identifier, category, messages)
-                prompts.append(replace(prompt, later=() if renderer.start else later))
+            if row.text is None:
+                prompt = _of_chat(renderer, row.id, row.category, row.messages)
+                prompts.append(replace(prompt, later=() if renderer.start else row.later))
             else:
-                prompts.append(_of_text(recipe, renderer, identifier, category, text))
+                prompts.append(_of_text(recipe, renderer, row))
         except UnrenderableError as error:
-            raise DataError(f"{place}: {error}") from error
+            raise DataError(f"{row.place}: {error}") from error
     if not prompts:
         raise DataError(f"eval.prompts: no prompts in {name}")
     return list(_with_own_ids(prompts))
@@ -169,24 +169,32 @@ def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return list(islice(filter(None, in_turn), limit))
 
 
-# place, id, category, messages, text, later turns
-_Question = tuple[str, str, str, Messages, str | None, tuple[str, ...]]
+class _Row(NamedTuple):
+    """A prompt as its source has it: a chat, or a text."""
+
+    place: str  # source:line
+    id: str
+    category: str
+    messages: Messages  # up to the open question
+    text: str | None = None
+    later: tuple[str, ...] = ()  # as of `Prompt`
 
 
-def _of_conversations(conversations: list[Conversation]) -> Iterator[_Question]:
+def _of_conversations(conversations: list[Conversation]) -> Iterator[_Row]:
     for number, conversation in enumerate(conversations):
         messages = _open_question(conversation.messages)
-        yield conversation.origin, f"holdout-{number}", HOLDOUT, messages, conversation.text, ()
+        named = (conversation.origin, f"holdout-{number}", HOLDOUT)
+        yield _Row(*named, messages, conversation.text)
 
 
-def _of_set(name: str) -> Iterator[_Question]:
+def _of_set(name: str) -> Iterator[_Row]:
     for asked in read_questions(name):
         first, *later = asked.turns
         messages = [{"role": "user", "content": first}]
-        yield asked.place, asked.id, asked.category, messages, None, tuple(later)
+        yield _Row(asked.place, asked.id, asked.category, messages, later=tuple(later))
 
 
-def _of_file(name: str) -> Iterator[_Question]:
+def _of_file(name: str) -> Iterator[_Row]:
     path = bundled_file("prompts.jsonl") if name == BUNDLED else Path(name).expanduser()
     if not path.exists():
         raise DataError(
@@ -198,11 +206,11 @@ def _of_file(name: str) -> Iterator[_Question]:
         if row.problem:
             raise DataError(f"{place}: {row.problem}")
         try:
-            messages, text, later = _question(row.value)
+            asked = _question(row.value)
         except BrokenRowError as error:
             raise DataError(f"{place}: no prompt: {error}") from error
         category = row.value.get("category") or path.stem
-        yield place, row.called(_IDS), str(category), messages, text, later
+        yield _Row(place, row.called(_IDS), str(category), *asked)
 
 
 def _question(value: Any) -> tuple[Messages, str | None, tuple[str, ...]]:
@@ -254,14 +262,12 @@ def _of_chat(renderer: Renderer, identifier: str, category: str, messages: Messa
     return Prompt(identifier, category, ids, question, messages)
 
 
-def _of_text(
-    recipe: Recipe, renderer: Renderer, identifier: str, category: str, text: str
-) -> Prompt:
+def _of_text(recipe: Recipe, renderer: Renderer, row: _Row) -> Prompt:
     count = recipe.eval.prompt_tokens or recipe.data.prompt_tokens
     if count is None:
         raise DataError(
             "eval.prompt_tokens = None: a text has no prompt of its own; say how many tokens are "
             "the prompt, e.g. 16"
         )
-    ids = renderer.text_ids(text)[:count]
-    return Prompt(identifier, category, ids, renderer.tokenizer.decode(ids, True))
+    ids = renderer.text_ids(row.text)[:count]
+    return Prompt(row.id, row.category, ids, renderer.tokenizer.decode(ids, True))
