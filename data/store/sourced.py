@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from specdraft.data.store.features import read_rows
 from specdraft.data.store.tokens import TokenCache
 
 
@@ -24,8 +25,7 @@ class Sourced:
 
     def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]:
         """Return several rows, read as the features are best read."""
-        together = getattr(self.features, "__getitems__", None)
-        found = together(rows) if together else [self.features[row] for row in rows]
+        found = read_rows(self.features, rows)
         return [self._joined(*pair) for pair in zip(rows, found, strict=True)]
 
     def _joined(self, index: int, row: dict[str, Tensor]) -> dict[str, Tensor]:

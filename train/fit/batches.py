@@ -16,6 +16,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from specdraft.data.store.features import read_rows
 from specdraft.recipes.errors import DataError, RecipeError
 
 Key = tuple[int, int, int]  # (seed, step, slot) of a row
@@ -166,9 +167,7 @@ class Loader:
 
     def _load(self, rows: list[int], step: int, slots: Sequence[int]) -> Batch:
         keys = [(self.plan.seed, step, slot) for slot in slots]
-        wanted = [rows[slot] for slot in slots]
-        together = getattr(self.data, "__getitems__", None)
-        batch = self.collate(together(wanted) if together else [self.data[n] for n in wanted], keys)
+        batch = self.collate(read_rows(self.data, [rows[slot] for slot in slots]), keys)
         return batch.pinned() if self.pin else batch
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
