@@ -13,24 +13,18 @@ from specdraft.recipes.find import BUNDLED, KINDS
 from specdraft.recipes.load import load_recipe
 
 
-def part_of(kind: str) -> str:
-    """Return the file of the recipe part that makes a recipe train a kind of drafter. Raises
-    RecipeError for an unknown kind."""
+def overrides_of(kind: str, recipe: str, given: Sequence[str]) -> list[str]:
+    """Return the overrides by which a recipe, named as `find_recipe` takes it, trains a kind.
+
+    given: the user's overrides. Those that may name another target count here: its depth says which
+    layers EAGLE-3 reads and a student keeps. Raises RecipeError for an unknown kind.
+    """
     if kind not in KINDS:
         guess = nearest(kind[:100], KINDS)
         raise RecipeError(
             f"--kind {kind:.100}: no such kind; nearest is {guess} (there are {', '.join(KINDS)})"
         )
-    return str(BUNDLED / "kinds" / f"{kind}.yaml")
-
-
-def overrides_of(kind: str, recipe: str, given: Sequence[str]) -> list[str]:
-    """Return the overrides by which a recipe, named as `find_recipe` takes it, trains a kind.
-
-    given: the user's overrides. Those that may name another target count here: its depth says which
-    layers EAGLE-3 reads and a student keeps.
-    """
-    part = part_of(kind)
+    part = str(BUNDLED / "kinds" / f"{kind}.yaml")
     if kind not in ("eagle3", "student"):
         return [part]
     of_target = [one for one in given if one.startswith("target") or one.endswith(".yaml")]
