@@ -32,6 +32,8 @@ def target(request) -> Target:
 class Rows(list):
     """Rows with sources of different lengths, and the target's features."""
 
+    key = None
+
     def __init__(self, target: Target, count: int = 8):
         generator = torch.Generator().manual_seed(3)
         for number in range(count):

@@ -34,6 +34,8 @@ MIXED = {"distill.on_policy": 0.5, "distill.max_new_tokens": 5, "distill.jsd": 0
 class ToyTexts:
     """Random rows: a prompt, then one or two answers; with the target's features if it is given."""
 
+    key = None
+
     def __init__(self, target=None, count=16):
         generator = torch.Generator().manual_seed(7)
         self.rows = []

@@ -41,6 +41,8 @@ HIDDEN, VOCAB, SCALE = 16, 23, 3.0
 class ToyRows:
     """Rows of random length whose feature depends on their last two tokens."""
 
+    key = None
+
     def __init__(self, count=24, longest=14, pace=0.0):
         generator = torch.Generator().manual_seed(7)
         table = torch.randn(VOCAB, VOCAB, HIDDEN, generator=generator) * SCALE

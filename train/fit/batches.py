@@ -24,11 +24,14 @@ WINDOW = 32  # batches whose rows are sorted by length
 
 
 class Rows(Protocol):
-    """What a drafter is trained on: features, a token cache, or a list of rows in a test.
+    """What a drafter is trained on: features, or a token cache.
 
     Rows that are better read together have `__getitems__(rows)`, like torch's own data sets; those
     that take long to come, `will_read(rows)`.
     """
+
+    lengths: Sequence[int]  # tokens of each
+    key: str | None  # a hash of what they hold; None: not known
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> dict[str, Tensor]: ...

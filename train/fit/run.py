@@ -97,7 +97,7 @@ class Run:
             accelerator,
             recipe.train.keep,
             needed,
-            getattr(data, "key", None),  # what others bring has none
+            data.key,
         )
         self._resume()
         if self.ranks.is_first:  # only now: another recipe's run keeps its own
@@ -110,7 +110,7 @@ class Run:
         train = self.recipe.train
         return Loader(
             data,
-            SamplingPlan(_lengths(data), train.batch_size, train.seed),
+            SamplingPlan(data.lengths, train.batch_size, train.seed),
             self.objective.collate,
             accumulation=train.accumulation,
             rank=self.ranks.rank,
@@ -278,9 +278,3 @@ class Run:
         """The sums of all ranks in a checkpoint, which the first one goes on with."""
         device, share = self.accelerator.device, int(self.ranks.is_first)
         return {name: torch.tensor(part, device=device) * share for name, part in sums.items()}
-
-
-def _lengths(data: Rows) -> list[int]:
-    if hasattr(data, "lengths"):
-        return data.lengths
-    return [len(data[n]["input_ids"]) for n in range(len(data))]
