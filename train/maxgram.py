@@ -19,6 +19,7 @@ from specdraft.data import fingerprint
 from specdraft.data.lock import output_lock
 from specdraft.data.prompts import load_prompts
 from specdraft.data.ranks import Ranks
+from specdraft.data.store.corpus import CachedTokens, Corpus, StreamedTexts
 from specdraft.eval.generation.answers import build_token_cache
 from specdraft.eval.methods.registry import problems
 from specdraft.eval.methods.trained import Trained
@@ -31,7 +32,7 @@ from specdraft.recipes.find import RECIPE
 from specdraft.recipes.load import dump, load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
-from specdraft.train.bigrams import CachedTokens, Corpus, StreamedTexts, count, save_table
+from specdraft.train.bigrams import count, save_table
 from specdraft.train.command import print_plan
 from specdraft.train.finish import finish
 from specdraft.train.fit.accelerator import load_target, make_accelerator

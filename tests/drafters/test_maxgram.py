@@ -22,6 +22,7 @@ from small_tokenizer import CHATML_MARKED, small_tokenizer
 
 from specdraft.data import fingerprint
 from specdraft.data.ranks import Ranks
+from specdraft.data.store.corpus import CachedTokens, Rows, StreamedTexts
 from specdraft.data.store.token_builder import build_tokens
 from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter, PromptLookup
@@ -31,14 +32,7 @@ from specdraft.eval.engine.request import Request
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable, load_table
 from specdraft.recipes.errors import CacheError, DataError, HeadError, RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
-from specdraft.train.bigrams import (
-    CachedTokens,
-    Rows,
-    StreamedTexts,
-    count,
-    count_rows,
-    save_table,
-)
+from specdraft.train.bigrams import count, count_rows, save_table
 
 # -- counting ------------------------------------------------------------------------------------
 
