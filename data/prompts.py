@@ -27,8 +27,9 @@ from transformers import PreTrainedTokenizerBase
 
 from specdraft.data.chat import BrokenRowError, Conversation, read_turns, split_holdout
 from specdraft.data.prompt_sets import SETS, read_questions, set_of
+from specdraft.data.renderer import Renderer, renderer_of
 from specdraft.data.sources import Source, bundled_file
-from specdraft.data.template import Messages, Renderer, UnrenderableError, renderer_of
+from specdraft.data.template import Messages, UnrenderableError
 from specdraft.models.target_files import bundled_target_dir, load_tokenizer
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe

@@ -25,7 +25,8 @@ from tqdm import tqdm
 from specdraft.data.atomic import cut_torn_line, stating_shortfall
 from specdraft.data.chat import USELESS_SHARE, Conversation
 from specdraft.data.ranks import ALONE, Ranks
-from specdraft.data.template import Example, Renderer, UnrenderableError
+from specdraft.data.renderer import Example, Renderer
+from specdraft.data.template import UnrenderableError
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.interrupt import keeping
 

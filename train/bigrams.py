@@ -26,8 +26,8 @@ from specdraft.data import fingerprint
 from specdraft.data.atomic import cleaned_up, sync_tree, write_atomic
 from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
+from specdraft.data.renderer import check_rendered
 from specdraft.data.store.corpus import Corpus, Rows
-from specdraft.data.template import check_rendered
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.interrupt import keeping

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from specdraft.data import chat, fingerprint
+from specdraft.data.renderer import check_rendered, renderer_of
 from specdraft.data.sources import Source, each_source
 from specdraft.data.store.tokens import TokenCache
-from specdraft.data.template import check_rendered, renderer_of
 from specdraft.recipes.schema import Recipe
 
 SHARD_TOKENS = 1 << 22  # about 150 MB while it is counted

@@ -27,10 +27,10 @@ from specdraft.data.chat import Reject, split_holdout
 from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
 from specdraft.data.regenerate import Generate, Rewriter
+from specdraft.data.renderer import Example, check_rendered, renderer_of
 from specdraft.data.sealed import write_sealed
 from specdraft.data.sources import Source, each_source
 from specdraft.data.store.tokens import REJECTS, TokenCache
-from specdraft.data.template import Example, check_rendered, renderer_of
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
 
