@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from specdraft.models.embeddings import TargetEmbeddings, model_without_weights
 from specdraft.models.families.finish import PLAIN
 from specdraft.models.feature_layers import Layers, check_layers
-from specdraft.models.target_files import folder_here, identity_of, load_tokenizer
+from specdraft.models.target_files import folder_here, load_tokenizer
+from specdraft.models.weights.identity import identity_of
 from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import TargetError
 
