@@ -135,12 +135,16 @@ class Section:
         """Yield what is wrong with values that are each allowed, but not together."""
         yield from ()
 
+    @property
+    def prefix(self) -> str:
+        """What a user writes before a key: `optim.`."""
+        return f"{type(self).__name__.removesuffix('Section').lower()}."
+
     def complaint(self, keys: str | Iterable[str], what: str) -> str:
         """Return what is wrong with the values of keys, named as a user writes them:
         `optim.betas = [0.9, 0.95]: ..`."""
         keys = [keys] if isinstance(keys, str) else keys
-        section = type(self).__name__.removesuffix("Section").lower()
-        settings = [f"{section}.{key} = {shown(getattr(self, key))}" for key in keys]
+        settings = [f"{self.prefix}{key} = {shown(getattr(self, key))}" for key in keys]
         return f"{' and '.join(settings)}: {what}"
 
 
