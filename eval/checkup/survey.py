@@ -181,15 +181,17 @@ def page(rows: list[dict], command: str) -> str:
     lines = [
         "# Families of targets",
         "",
-        f"Every causal LM and encoder-decoder of transformers {transformers.__version__}, tiny and",
-        "random:",
-        f"{counts['works']} of {len(rows)} decode token for token as their own models, "
-        f"{counts['refused']} are refused. Made by",
+        "Which families of causal LMs and encoder-decoders in transformers "
+        f"{transformers.__version__} can be targets,",
+        "each tried as a tiny model with random weights. "
+        f"{counts['works']} of {len(rows)} decode exactly their own model's",
+        f"tokens, and {counts['refused']} are refused, with the reason. This table is made by",
         "",
         f"```bash\n{command}\n```",
         "",
-        "bfloat16: of six outputs, with drafts and without. A near-tie: two logits within",
-        f"{ROUNDING_UNITS} roundings of the largest.",
+        "*special*: unusual layers or logits. *bfloat16*: how many of six outputs are",
+        "identical with and without drafts; the others differ at a near-tie, where two logits lie",
+        f"within {ROUNDING_UNITS} roundings of the largest.",
         "",
         "| family | special | result | bfloat16 | why |",
         "|---|---|---|---|---|",
