@@ -35,7 +35,7 @@ from specdraft.recipes.sections.evaluation import EvalSection
 
 DRAFTING = ("eval.compile", "eval.head_dtype")  # settings that no training depends on
 DRAFTS = ("chain", "dynamic")  # what a row's name ends with where it drafts none of a head's trees
-OVER = {"ours over it: tokens/step": "tokens_per_step", "ours over it: time": "speedup"}
+OVER = {"ours over it: tokens/step": "tokens_per_step", "ours over it: speed": "speedup"}
 
 
 @dataclass(frozen=True)
