@@ -4,7 +4,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from specdraft.eval.measure.table import other_target
+from specdraft.eval.measure.table import other_target, width_of
 from specdraft.eval.page.canvas import FAINT, GRID, INK, LETTER, WIDTH, Dot, Label, Line, Plot
 from specdraft.eval.page.cells import NOTHING, failure_reasons, figure, identical_outputs
 from specdraft.eval.page.colours import method_colours
@@ -15,6 +15,7 @@ HEADINGS = (
     *("tokens\n/step", "x\nplain", "tokens\n/s", "iden-\ntical"),
     *("train\nmin", "para-\nmeters", "MB", "drafts\n/s"),
 )
+NAME = 12  # columns of a drafter's name, at least
 
 
 def print_comparison(report: dict, console: Screen | None = None) -> None:
@@ -38,6 +39,10 @@ def print_comparison(report: dict, console: Screen | None = None) -> None:
             figure(one["bytes"] / 1e6 if one else None, 1),
             _short(one.get("drafted_per_second")),
         )
+    # Names fold, figures do not: on a narrow terminal lines wrap instead.
+    longest = max(len(run["method"]) for run in report["runs"])
+    least = width_of(table, console) - longest + min(longest, NAME)
+    console.width = max(console.width, least)
     console.print(table)
     for run in report["runs"]:
         if tree := run.get("tree"):

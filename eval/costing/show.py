@@ -8,6 +8,7 @@ from rich.table import Table
 
 from specdraft.eval.costing.ledger import at_of
 from specdraft.eval.costing.settings import PricedSetting
+from specdraft.eval.measure.table import print_whole
 from specdraft.eval.measure.tuning import overrides, recipe_part
 from specdraft.eval.pricing.cost import CostModel, Curve
 from specdraft.recipes.fitted_tree import Fit, Trial
@@ -23,11 +24,11 @@ def print_costs(points: Sequence[dict], costs: CostModel, console: Screen) -> No
     """
     verify = [point for point in points if point["what"] == "verify"]
     least = min(point["rows"] for point in verify)
-    console.print(_by_nodes(verify, least, costs))
+    print_whole(_by_nodes(verify, least, costs), console)
     if max(point["rows"] for point in verify) > least:
-        console.print(_by_rows(verify, costs))
+        print_whole(_by_rows(verify, costs), console)
     if costs.draft:
-        console.print(_of_drafts(points, costs))
+        print_whole(_of_drafts(points, costs), console)
     for name, curve in (("verify", costs.verify), ("draft", costs.draft), ("loop", costs.loop)):
         if curve:
             console.print(f"{name}: {error_of(curve)}")
@@ -116,7 +117,7 @@ def _print_tried(name: str, tried: Sequence[Trial | PricedSetting]) -> None:
     for number, one in enumerate(tried):
         figures = (f"{figure:.2f}" for figure in (one.tokens, one.expected, one.measured))
         table.add_row(str(one), *figures, style=None if number else "bold")
-    Screen(soft_wrap=True).print(table)
+    print_whole(table, Screen(soft_wrap=True))
 
 
 def _joined(numbers: Sequence[int]) -> str:

@@ -118,7 +118,7 @@ def print_curves(runs: Sequence[dict]) -> None:
             table.add_column(str(size), justify="right")
         for name, by_size in methods.items():
             table.add_row(name, *(figure(by_size.get(size, {}).get("speedup")) for size in sizes))
-        console.print(table)
+        print_whole(table, console)
 
 
 def _figure(run: dict, key: str, digits: int) -> str:

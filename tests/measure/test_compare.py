@@ -270,6 +270,18 @@ def test_it_fits_80_columns_and_is_written_whole(report, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["advice"] == report["advice"]
 
 
+def test_a_narrow_terminal_folds_a_long_name_and_cuts_no_figure(report):
+    *rows, last = report["runs"]
+    named = last | {"method": "a/run/of/2026/that/has/a/long/name"}
+    for width in (40, 80):
+        console = Console(width=width, record=True, file=io.StringIO())
+        print_comparison(report | {"runs": [*rows, named]}, console)
+        lines = [line.split() for line in console.export_text().splitlines()]
+        for run, name in [*((row, row["method"]) for row in rows), (named, "a/run/of/202")]:
+            line = next(line for line in lines if line and line[0].startswith(name))
+            assert line[1:3] == [f"{run[key]:.2f}" for key in ("tokens_per_step", "speedup")]
+
+
 def test_the_command_compares(runs, small, tmp_path):
     swept = shutil.copytree(runs[0], tmp_path / "lr=3e-4")  # a name, and no setting
     names = str(swept), runs[1]

@@ -1,5 +1,6 @@
 """Costs: curves that are what was measured, kept points, targets of a shape, and the entry."""
 
+import io
 import json
 import platform
 import re
@@ -22,6 +23,7 @@ from specdraft.eval.costing.drafts import DraftBench, shape_of
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, fitted, unrest
 from specdraft.eval.costing.measuring import subject
+from specdraft.eval.costing.show import print_costs
 from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
@@ -38,6 +40,7 @@ from specdraft.models.target import Target
 from specdraft.models.weights.prepacked import PrepackedWeights
 from specdraft.recipes.errors import DataError, RecipeError
 from specdraft.recipes.load import load_recipe
+from specdraft.recipes.terminal import Screen
 
 SUBJECT = {
     "environment": {"cpu": "x", "threads": 1, "commit": "a"},
@@ -75,6 +78,17 @@ def test_a_fit_recovers_the_surface_that_was_measured_and_what_lies_between():
     for place in [(1, 20, 100), (3, 10, 64), (5, 1, 200), (1, 200, 256)]:
         assert costs.verify_ms(*place) == pytest.approx(surface(*place), rel=1e-4)
     assert costs.loop_ms(4) == pytest.approx(0.24)
+
+
+def test_a_narrow_terminal_is_shown_all_columns_of_the_costs():
+    points = [{"what": "verify", **point} for point in verified()]
+    screen = Screen(width=30, record=True, file=io.StringIO())
+    print_costs(points, fitted(verified(), loop(), []), screen)
+    shown = screen.export_text()
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["rows", "node", "nodes", "nodes"] in lines
+    assert {str(rows) for rows in Grid.rows} <= {line[0] for line in lines if line}
+    assert "…" not in shown
 
 
 def test_no_weight_is_negative_whatever_was_measured():

@@ -23,8 +23,9 @@ from specdraft.eval.costing.fitting import is_fitted, write_tree
 from specdraft.eval.costing.rehearsal import rehearse
 from specdraft.eval.costing.replay import Load, Ranks
 from specdraft.eval.costing.search import Candidate, TreePrices, finalists
+from specdraft.eval.costing.settings import PricedSetting
 from specdraft.eval.costing.shares import TreeDrafter
-from specdraft.eval.costing.show import print_fit
+from specdraft.eval.costing.show import print_fit, print_settings
 from specdraft.eval.costing.tree_growth import (
     Text,
     medusa_rank_traces,
@@ -323,6 +324,15 @@ def test_a_fit_that_gains_no_time_says_so(capsys):
         shown = capsys.readouterr().out
         assert ("no draft tried gains time at 24 rows on a slow one" in shown) is said
         assert ("the best is 0.93 x plain decoding" in shown) is said
+
+
+def test_settings_with_long_names_are_shown_with_their_figures(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    setting = {"drafting.depth": 10, "drafting.out_degree": 3, "drafting.theta_prob": 0.1}
+    found = [PricedSetting({**setting, "drafting.tau": 3}, 2.25, 1.75, 1.5)]
+    print_settings(load_recipe("recipes/tiny_distill.yaml"), Path("fitted.yaml"), found)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if ".tau 3 " in line)
+    assert line.split()[-3:] == ["2.25", "1.75", "1.50"]
 
 
 def test_neither_a_price_nor_a_race_of_seconds_decides_alone():

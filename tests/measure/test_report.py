@@ -37,7 +37,7 @@ from specdraft.eval.measure.questions import make_requests
 from specdraft.eval.measure.report import evaluate, write_report
 from specdraft.eval.measure.rounds import take_turns
 from specdraft.eval.measure.show import ACCEPTED, Pieces, kinds, replay
-from specdraft.eval.measure.table import print_report
+from specdraft.eval.measure.table import print_curves, print_report
 from specdraft.eval.methods.registry import METHODS
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.page.cells import identical_outputs
@@ -393,6 +393,14 @@ def test_a_terminal_that_is_too_narrow_even_so_has_the_last_column(report, capsy
     for run in report["runs"]:
         (line,) = (line for line in shown.splitlines() if line.split()[:1] == [run["method"]])
         assert line.split()[-1] == identical_outputs(run)
+
+
+def test_speedups_by_batch_size_are_shown_whole_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    run = {"prompt_set": "a", "temperature": 0.0, "method": "plain", "speedup": 1.25}
+    print_curves([run | {"batch_size": size} for size in (1, 2, 4, 8, 16, 32)])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "plain " in line[:7])
+    assert line.split() == ["plain", *["1.25"] * 6]
 
 
 def test_an_unknown_method_is_answered_with_the_known_ones(tiny):
