@@ -235,10 +235,11 @@ class Speculative:
             index = update.index
             if update.completion and update.completion.error:
                 raise update.completion.error
-            if index not in ends:
-                self.last.tokens += len(update.tokens)
-                self.last.steps += len(update.steps)
-            for token in update.tokens if call.goes_on or index not in ends else ():
+            if index in ends and not call.goes_on:
+                continue
+            self.last.tokens += len(update.tokens)
+            self.last.steps += len(update.steps)
+            for token in update.tokens:
                 rows[index].append(token)
                 if streamer:
                     streamer.put(torch.tensor([token]))

@@ -253,6 +253,7 @@ def test_without_an_end_token_all_rows_go_on_until_a_criterion_has_stopped_the_l
     assert len({*first}) > 1
     for method in methods(model):
         assert torch.equal(model.generate(**inputs, **settings, custom_generate=method), expected)
+        assert method.last.tokens >= expected[:, inputs["input_ids"].shape[1] :].numel()
 
 
 def test_time_that_has_run_out_ends_a_row_after_one_token(model):
