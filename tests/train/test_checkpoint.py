@@ -343,6 +343,23 @@ def test_a_server_may_move_and_not_come_or_go(tmp_path):
         check(None, "http://b:8000/v1")
 
 
+def test_a_target_may_be_another_path_of_its_folder_and_not_another_folder(tmp_path, monkeypatch):
+    def check(there, here):
+        recipes = ({"target": {"model": model}} for model in (there, here))
+        check_continued(tmp_path, {"recipe": next(recipes)}, next(recipes))
+
+    for name in ("mine", "other", "tiny"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    check("mine", "mine/")
+    check("mine", str(tmp_path / "mine"))
+    for model in ("other", "owner/mine"):
+        with pytest.raises(RecipeError, match=f"target.model = mine, now it is {model}"):
+            check("mine", model)
+    with pytest.raises(RecipeError, match=r"target.model = tiny, now it is ./tiny"):
+        check("tiny", "./tiny")  # the bundled one, and a folder that is called so
+
+
 def test_a_run_from_before_a_setting_was_known_had_its_default():
     there, here = {"train": {"seed": 1}}, {"train": {"seed": 1, "threads": None, "rollout": 1}}
     assert differences(there, here, FREE) == {}

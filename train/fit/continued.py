@@ -1,5 +1,6 @@
 """Who may continue a checkpoint: the same recipe, data and launch, but for what alters no step."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from accelerate.utils import DistributedType
 
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import RecipeError
+from specdraft.recipes.sections.target import BUNDLED
 
 # What may change between a checkpoint and its continuation: nothing here alters a single step.
 # train.steps and train.epochs may, too: they move the end of the schedules, which is how a run is
@@ -78,6 +80,8 @@ def check_continued(
     content: its state.json; rows: None: not counted yet.
     """
     differing = differences(content["recipe"], recipe, FREE)
+    if "target.model" in differing and _are_one_folder(*differing["target.model"]):
+        del differing["target.model"]
     if None not in differing.get("data.server", [None]):
         del differing["data.server"]  # where it listens is no matter, whether there is one is
     if rows is not None and content["rows"] != rows:
@@ -92,3 +96,10 @@ def check_continued(
             f"{checkpoint} was made with {key} = {there}, now it is {here}{more}; "
             f"give another output.dir, or delete {checkpoint.parent} to start over"
         )
+
+
+def _are_one_folder(there: str, here: str) -> bool:
+    """Whether two spellings of `target.model` are paths of the same folder."""
+    paths = [os.path.expanduser(name) for name in (there, here)]
+    folders = BUNDLED not in (there, here) and all(map(os.path.isdir, paths))
+    return folders and os.path.samefile(*paths)
