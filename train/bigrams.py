@@ -6,7 +6,7 @@ goes on where it stopped, with any number of processes. The table is merged rang
 tokens, so that neither the vocabulary nor the corpus decides the memory. Of second tokens that are
 equally frequent the lowest id wins.
 
-Shapes: N tokens of a shard, R its rows (conversations), P different bigrams, V vocabulary.
+Shapes: P different bigrams, V vocabulary.
 """
 
 import shutil
