@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from specdraft.recipes.errors import DataError, in_a_line
 
 MARKS = "«", "»"  # around what is learnt, where it is shown
-LEGEND = f"learnt is what stands between {MARKS[0]} and {MARKS[1]}:"
+LEGEND = f"text between {MARKS[0]} and {MARKS[1]} is trained on:"
 Messages = list[dict[str, str]]
 Span = tuple[int, int]  # characters [start, end)
 

@@ -82,11 +82,12 @@ class TokenCache:
         }
         told = [f"{count:,} {what}" for what, count in lost.items() if count]
         lengths = " / ".join(f"{ordered[int(q * (len(ordered) - 1))]:,}" for q in (0, 0.5, 1))
-        learnt = f"{stats['supervised']:,} ({stats['supervised'] / stats['tokens']:.0%}) are learnt"
+        share = f"{stats['supervised'] / stats['tokens']:.0%}"
+        learnt = f"{stats['supervised']:,} ({share}) are trained on"
         lines = (
             f"data: {stats['rows']:,} rows, {stats['tokens']:,} tokens, of which {learnt}",
-            f"a row has {lengths} tokens (shortest / median / longest)",
-            f"of {stats['conversations']:,} conversations",
+            f"tokens per row: {lengths} (shortest / median / longest)",
+            f"from {stats['conversations']:,} conversations",
             *(told or ["none was cut, dropped or rejected"]),
         )
         return "\n      ".join(lines)

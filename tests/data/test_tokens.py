@@ -74,11 +74,11 @@ def test_what_became_of_the_rows_is_told_in_tokens(tmp_path):
     cache = build_tokens(recipe(tmp_path, source, max_length=128), st.small_tokenizer())
     supervised = sum(int(mask.sum()) for mask in cache.masks())
     first, second, of, *lost = map(str.strip, cache.summary().splitlines())
-    share = f"{supervised:,} ({supervised / sum(cache.lengths):.0%}) are learnt"
+    share = f"{supervised:,} ({supervised / sum(cache.lengths):.0%}) are trained on"
     assert first == f"data: 41 rows, {sum(cache.lengths):,} tokens, of which {share}"
-    assert second.endswith(" / 128 tokens (shortest / median / longest)")
+    assert second.endswith(" / 128 (shortest / median / longest)")
     rejects = cache.directory / "rejects.jsonl"
-    assert of == "of 41 conversations"
+    assert of == "from 41 conversations"
     assert lost == ["1 truncated at 128 tokens", f"1 rejected ({rejects})"]
     assert rejects.is_file()
 

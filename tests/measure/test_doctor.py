@@ -91,7 +91,7 @@ def test_a_healthy_run_passes_every_line_and_shows_its_loss_mask(doctor, healthy
     assert outcomes == dict.fromkeys([*CACHE, *HEAD, *METHODS], "pass")
     assert [*remedies] == [ENGINE]
     assert "eval/parity.py" in remedies[ENGINE]
-    assert "<|assistant|>«" in text.partition("learnt is what stands between « and »:\n")[2]
+    assert "<|assistant|>«" in text.partition("text between « and » is trained on:\n")[2]
     assert f"{len(outcomes)} pass, 0 fail, 1 skipped" in text
 
 
