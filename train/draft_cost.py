@@ -51,7 +51,7 @@ class DraftCost:
     def __str__(self) -> str:
         pass_, token = self.head + self.lm_head, (self.head + self.lm_head) / self.depths
         return (
-            f"{_mb(pass_)} MB per pass (head {_mb(self.head)}, lm_head "
+            f"{_mb(pass_)} MB (head {_mb(self.head)}, lm_head "
             f"{_mb(self.lm_head)}), {_mb(token)} MB per drafted token"
         )
 
@@ -72,8 +72,8 @@ def compared(
         same = ("hidden_size", "vocab_size", "heads", "kv_heads", "intermediate_size")
         base = FalconConfig(**{key: getattr(config, key) for key in same})
     heads = {
-        "draft": config,
-        "EAGLE-1's": replace(base, **eagle),
-        "Falcon's LSTM's": replace(base, **paper | {"block_size": max(2, config.block_size)}),
+        "draft pass": config,
+        "EAGLE-1 pass": replace(base, **eagle),
+        "LSTM pass": replace(base, **paper | {"block_size": max(2, config.block_size)}),
     }
     return {name: DraftCost.of(each, head_bytes, lm_head_bytes) for name, each in heads.items()}

@@ -39,7 +39,7 @@ def plan_lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tup
         *_less_disk(plan, recipe),
         ("steps", _steps_line(plan, recipe, ranks)),
         ("memory", f"about {format_bytes(plan.memory_per_gpu)} per process while training"),
-        ("checkpoints", f"{format_bytes(plan.checkpoint_bytes)} at {train.keep} kept"),
+        ("checkpoints", f"{format_bytes(plan.checkpoint_bytes)}: {train.keep} and 1 in progress"),
         output,
     ]
 
@@ -52,27 +52,27 @@ def _head_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
     else:
         kind += f", reads {head.reads}, coupling {head.coupling}" if head.block_size > 1 else ""
         if layers := recipe.data.feature_layers:
-            kind += f", layers {', '.join(map(str, layers))} of the target"
+            kind += f", layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))} of the target"
         if head.window is not None:
             kind += f", a window of {head.window}"
         if head.draft_vocab is not None:
-            kind += f", {head.draft_vocab} tokens drafted among"
+            kind += f", drafting among {head.draft_vocab} tokens"
         wanted = eagle3_config if head.fusion == "layers" else head_config
         target, drafted = recipe.target.dtype, recipe.eval.head_dtype
         drafted = target if drafted == AUTO else drafted
         costs = compared(wanted(recipe, plan.target), BYTES[drafted], BYTES[target])
     size = format_parameters(plan.drafter_parameters)
-    line = f"{kind}: {size} = {plan.head_layers:.2f} decoder layers of the target"
+    line = f"{kind}: {size} ({plan.head_layers:.2f} decoder layers of the target)"
     return [("head", line), *((name, f"reads {cost}") for name, cost in costs.items())]
 
 
 def _steps_line(plan: Plan, recipe: Recipe, ranks: int) -> str:
     train = recipe.train
-    steps = f"{plan.at_most}{plan.steps:,}" if plan.steps else "known with the rows"
+    steps = f"{plan.at_most}{plan.steps:,}" if plan.steps else "counted when the sources are read"
     if train.steps is not None:
         steps = f"{train.steps:,}"
-    rows = f"{train.batch_size} rows = {train.accumulation} x {ranks} x {plan.rows_per_forward}"
-    return f"{steps} x {rows} (accumulation x processes x rows per forward)"
+    parts = f"accumulation {train.accumulation} x processes {ranks} x rows per forward"
+    return f"{steps}, of {train.batch_size} rows each ({parts} {plan.rows_per_forward})"
 
 
 def _cache_line(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> str:
@@ -85,8 +85,8 @@ def _cache_line(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> str:
         return "none: unused"
     storage = Storage.of(recipe.data)
     cache = f"{storage.token_bytes(plan.target.hidden_size)} bytes per token"
-    if storage.layers:
-        cache += f", {len(storage.layers)} layers beside the feature"
+    if count := len(storage.layers):
+        cache += f", {count} layer{'s' * (count > 1)} beside the feature"
     if plan.tokens is None:
         return cache
     needed = 2.0 * plan.target.parameters * plan.tokens / ranks
