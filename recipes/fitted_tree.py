@@ -25,6 +25,11 @@ from specdraft.recipes.yaml_file import read_mapping
 FIT = "fit one: python eval/fit.py RECIPE"
 
 
+def size_of(nodes: int, depth: int) -> str:
+    """The size of a tree, in words."""
+    return f"{nodes} node{'s' * (nodes > 1)} to depth {depth}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trial(Section):
     """A tree that was decoded with: what it is, and how many times as fast as plain decoding."""
@@ -38,7 +43,7 @@ class Trial(Section):
 
     def __str__(self) -> str:
         passes = f"{self.passes} pass{'es' * (self.passes > 1)}"
-        return f"{self.nodes} nodes to depth {self.depth} in {passes}"
+        return f"{size_of(self.nodes, self.depth)} in {passes}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,7 @@ from specdraft.eval.methods.trained import KINDS, Sections, Trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import MOST_LINES, nearest, shown
+from specdraft.recipes.fitted_tree import size_of
 from specdraft.recipes.schema import EvalSection, Recipe
 from specdraft.recipes.static_trees import AUTO, TREE, load_tree_paths
 
@@ -225,7 +226,7 @@ def tree_of(name: str, recipe: Recipe, trained: Trained) -> str | None:
     paths = load_tree_paths(file)
     own = recipe.eval.tree == AUTO and Path(file).name == TREE
     which = "fitted" if own else Path(file).stem
-    return f"{which}, {len(paths)} nodes to depth {max(map(len, paths))}"
+    return f"{which}, {size_of(len(paths), max(map(len, paths)))}"
 
 
 def _tree_file_of(name: str, recipe: Recipe, trained: Trained) -> str | None:

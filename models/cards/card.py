@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from specdraft.models.cards.lines import ALONE, INSTALL, Card, serving, usage
 from specdraft.models.hub import is_hub_id
 from specdraft.recipes.find import HEADS
-from specdraft.recipes.fitted_tree import Fit
+from specdraft.recipes.fitted_tree import Fit, size_of
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
 from specdraft.recipes.terminal import visible
@@ -165,7 +165,7 @@ def results(reports: Sequence[dict], fit: Fit | None = None) -> str:
 def _earlier(report: dict, fit: Fit | None) -> str:
     """Name the fitted tree that a report was measured with, where another one lies there now."""
     now = fit and fit.tried()[0]
-    of_now = now and f"fitted, {now.nodes} nodes to depth {now.depth}"
+    of_now = now and f"fitted, {size_of(now.nodes, now.depth)}"
     trees = {run["method"]: run.get("tree") for run in report["runs"]}
     others = {name: tree for name, tree in trees.items() if now and tree and tree != of_now}
     return "".join(f"; `{name}` with another tree, {tree}" for name, tree in others.items())
