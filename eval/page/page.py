@@ -213,7 +213,7 @@ def training_plots(report: dict) -> list[Plot]:
     }
     wanted = [
         ("loss", "Training: loss", {"loss": over_steps("loss")}, None),
-        ("accuracy", "Training: share of tokens guessed", guessed, 1.0),
+        ("accuracy", "Training: accuracy by depth", guessed, 1.0),
         ("tokens", "Training: tokens per step", {"validation prompts": speeds}, None),
     ]
     return [
@@ -229,7 +229,7 @@ def cost_plot(fit: dict | None) -> Plot | None:
         return None
     kinds = ("measured", "curve")
     series = {kind: {one["nodes"]: one[kind] for one in fit["verify_ms"]} for kind in kinds}
-    title = "Milliseconds of verifying, by nodes"
+    title = "Milliseconds to verify, by nodes"
     return curves("costs", title, series, _in_turn(kinds), "nodes")
 
 
