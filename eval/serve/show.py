@@ -8,8 +8,8 @@ from specdraft.eval.measure.table import print_whole
 from specdraft.recipes.terminal import Screen
 
 REPAIRED = (
-    "this vLLM samples at no temperature in particular where it verifies drafts on a CPU without "
-    "Triton; it was mended for this comparison: serve greedily there, or with Triton"
+    "this vLLM's samples are noise where it verifies drafts on a CPU without Triton; that was "
+    "repaired for this comparison alone: serve greedily there, or with Triton"
 )
 
 
@@ -43,12 +43,12 @@ def outcome(run: dict, prompts: int) -> str:
     if "identical" not in run:
         errors = max((gap["errors"] for gap in run["gaps"]), default=0.0)
         return f"{line}, {errors:.1f} standard errors"
-    line += f"; {run['identical']} of {prompts} outputs are the engine's without speculation"
-    line += f", {run['near_ties']} more but for a near-tie" if run["near_ties"] else ""
-    line += f"; {run['identical_to_ours']} ours"
+    line += f"; {run['identical']} of {prompts} outputs equal the engine's without speculation"
+    line += f", {run['near_ties']} more up to a near-tie" if run["near_ties"] else ""
+    line += f"; {run['identical_to_ours']} equal ours"
     if step := run["first_step"]:
         line += (
-            f"; first apart at prompt {step['prompt']}, step {step['step']}, position "
+            f"; they first differ at prompt {step['prompt']}, step {step['step']}, position "
             f"{step['position']}: {step['engine']} tokens there, {step['ours']} here"
         )
     return line
