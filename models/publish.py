@@ -184,7 +184,7 @@ def manifest(files: Mapping[str, Path | bytes], recipe: Recipe, card: Card) -> s
     # The library's own page of a head makes room for ours.
     left = {path.name for path in folder.iterdir()} - files.keys()
     if left:
-        lines.append(f"left here, for no drafter has them: {', '.join(sorted(left))}")
+        lines.append(f"not pushed, for they are no part of a drafter: {', '.join(sorted(left))}")
     return "\n".join(lines)
 
 

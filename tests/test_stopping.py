@@ -98,7 +98,7 @@ def test_a_benchmark_that_is_stopped_goes_on_with_what_it_measured(tmp_path):
     assert before < 1 + 2 * 6
     done = run(*command)
     assert done.returncode == 0, done.stderr
-    assert f"has {before - 1} turns of this benchmark: going on there" in done.stdout
+    assert f"continuing from the {before - 1} turns of this benchmark" in done.stdout
     assert (tmp_path / "report.json").exists()
 
 

@@ -167,7 +167,7 @@ def check_rows(
     limit = max(torch.finfo(live[0].dtype).eps, cache.storage.eps) ** 0.5
     # Where features stand is the matter of the line `shift`: here, only what they are.
     gap = min(_gap(cached, live, places) for places in (0, 1, -1))
-    note = f"{len(rows)} rows made anew differ by {gap:.1e} of their size (allowed {limit:.1e})"
+    note = f"{len(rows)} rows computed again differ by a relative {gap:.1e} (allowed: {limit:.1e})"
     yield judged("features", gap <= limit, note, REBUILD)
     yield check_scale(cache, [features[:, 0] for features in cached])
     yield check_shift(recipe, target, rows)

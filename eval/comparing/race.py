@@ -76,7 +76,7 @@ def advice(rows: Sequence[dict], contestants: Sequence[dict]) -> str:
     if speed[best] <= 1:
         return (
             f"None of these is faster than plain decoding here ({best} comes nearest, at "
-            f"{speed[best]:.2f} x): decode plainly, or measure at other rows or on another machine."
+            f"{speed[best]:.2f} x): decode plainly, or measure with other rows, or elsewhere."
         )
     told = f"Take {best}: {speed[best]:.2f} x plain decoding{_trained(cost[best])}"
     near = [name for name in speed if name != best and speed[name] >= NEAR * speed[best]]

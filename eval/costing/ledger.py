@@ -68,9 +68,11 @@ class Ledger:
         if changed:
             kept = [point for point in kept if point["what"] != "draft"]
             if "drafter" not in changed:  # a new drafter is measured as a matter of course
-                self.note = f"{self.path} is of another {', '.join(changed)}: measuring again"
+                self.note = (
+                    f"{self.path} was made with another {', '.join(changed)}: measuring again"
+                )
         elif kept:
-            self.note = f"{self.path} has {len(kept)} points: going on there"
+            self.note = f"continuing from the {len(kept)} points in {self.path}"
         self.points = {key_of(point): point for point in kept}
 
     def tries(self, cell: Cell) -> list[float]:

@@ -110,7 +110,7 @@ def _measure(ledger: Ledger, left: Sequence[tuple[int, Cell]]) -> None:
         say(ledger.note)
     if not left:
         count = len(ledger.points)
-        say(f"all {count} points are there, nothing is measured; to do it again, delete it")
+        say(f"all {count} points are measured already; to measure again, delete {ledger.path}")
     try:
         ledger.write()
         for _, cell in tqdm(left, desc="measuring", unit="visit", leave=False):

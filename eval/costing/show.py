@@ -36,19 +36,19 @@ def print_costs(points: Sequence[dict], costs: CostModel, console: Screen) -> No
 
 def error_of(curve: Curve) -> str:
     """How far a curve is from what was measured, in words."""
-    held_out = f"by {curve.median_held_out:.1%} of a point it was not shown"
-    return f"{curve.points} points, the curve is {off_by(curve)}; {held_out}"
+    held_out = f"held-out points by {curve.median_held_out:.1%} (median)"
+    return f"{curve.points} points; the curve is {off_by(curve)}, {held_out}"
 
 
 def off_by(curve: Curve) -> str:
     """The errors of a curve at the points that it was fitted to."""
-    return f"off by {curve.median_error:.1%} (median) to {curve.worst_error:.1%}"
+    return f"off by {curve.median_error:.1%} (median), {curve.worst_error:.1%} (worst)"
 
 
 def _by_nodes(verify: Sequence[dict], rows: int, costs: CostModel) -> Table:
     lengths = sorted({point["cached"] for point in verify})
     headings = [f"{length}\ncached" for length in lengths]
-    table = _table(f"ms of verifying, rows of the batch: {rows}", "nodes", headings)
+    table = _table(f"ms to verify, measured (fitted): batch of {rows}", "nodes", headings)
     own = [point for point in verify if point["rows"] == rows]
     for nodes in sorted({point["nodes"] for point in own}):
         cells = (_verified(own, costs, rows, nodes, cached) for cached in lengths)
@@ -61,7 +61,7 @@ def _by_rows(verify: Sequence[dict], costs: CostModel) -> Table:
     rows = sorted({point["rows"] for point in verify})
     many = {point["nodes"] for point in verify if point["rows"] == rows[-1]}
     headings = [f"{nodes}\nnode{'s' * (nodes > 1)}" for nodes in sorted(many)]
-    table = _table(f"ms of verifying behind {cached} cached tokens", "rows", headings)
+    table = _table(f"ms to verify after {cached} cached tokens", "rows", headings)
     for count in rows:
         cells = (_verified(verify, costs, count, nodes, cached) for nodes in sorted(many))
         table.add_row(str(count), *cells)
@@ -75,7 +75,7 @@ def _verified(verify: Sequence[dict], costs: CostModel, rows: int, nodes: int, c
 
 
 def _of_drafts(points: Sequence[dict], costs: CostModel) -> Table:
-    table = _table("ms of drafting, one row", "paths of each pass; nodes of each level", ["draft"])
+    table = _table("ms to draft, one row", "paths of each pass; nodes of each level", ["draft"])
     own = [point for point in points if point["what"] == "draft" and point["rows"] == 1]
     for point in sorted(own, key=lambda p: (len(p["paths"]), len(p["levels"]), p["levels"])):
         name = f"{_joined(point['paths'])}; {_joined(point['levels'])}"
@@ -96,8 +96,8 @@ def _print_if_slower(tried: Sequence[Trial | PricedSetting], where: str) -> None
     """Say what to do where no draft gains time; the first need not be the fastest in the race."""
     if (best := max(one.measured for one in tried)) <= 1:
         Screen(soft_wrap=True).print(
-            f"no draft tried gains time at {where}: the best is {best:.2f} x plain decoding; "
-            "decode with method plain there, train longer, or let *_dynamic decide step by step"
+            f"no draft tried beats plain decoding with {where}: the best runs at {best:.2f} x; use "
+            "method plain there, train longer, or let *_dynamic size the draft of each step"
         )
 
 
@@ -146,5 +146,5 @@ def summary(costs: CostModel) -> Iterator[str]:
     several = ", ".join(
         f"{nodes} nodes {costs.verify_ms(1, nodes, 64) / one:.2f} x" for nodes in (4, 16, 64)
     )
-    yield f"a forward of one node behind 64 tokens takes {_digits(one)} ms; {several}"
-    yield f"the loop around a plain step takes {_digits(costs.loop_ms(1))} ms"
+    yield f"a forward of one node after 64 cached tokens takes {_digits(one)} ms; {several}"
+    yield f"the decoder itself adds {_digits(costs.loop_ms(1))} ms to a plain step"

@@ -37,10 +37,10 @@ class Logbook:
         changed = sorted(k for k in {*head, *depends_on} if head.get(k) != depends_on.get(k))
         self.note = ""  # what a user should know
         if head and changed:
-            self.note = f"{self.path} is of another {', '.join(changed)}: starting afresh"
+            self.note = f"{self.path} was made with another {', '.join(changed)}: starting afresh"
         elif self.rounds:
             known = len(self.rounds)
-            self.note = f"{self.path} has {known} turns of this benchmark: going on there"
+            self.note = f"continuing from the {known} turns of this benchmark in {self.path}"
         self.file = self.path.open("w" if changed else "a", encoding="utf-8")
         if changed:
             self.rounds = {}

@@ -206,7 +206,7 @@ def test_an_interrupted_measurement_goes_on_where_it_stopped(tmp_path):
     with pytest.raises(DataError, match="is not whole; the command that began it"):
         load_costs(path)
     ledger, second = measured(path)
-    assert "points: going on there" in ledger.note
+    assert "continuing from the " in ledger.note
     assert len(first) + len(second) == whole
     assert measured(path)[1] == []
 
@@ -633,7 +633,7 @@ def test_the_entry_measures_draws_and_goes_on(tmp_path):
     done = run_here(*TINY, f"output.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "costs of the target alone" in done.stderr
-    assert "ms of verifying" in done.stdout
+    assert "ms to verify" in done.stdout
     content = json.loads(out.read_text())
     assert {len(point["tries"]) for point in content["points"]} == {2}
     assert content["target"]["name"] == "tiny"
@@ -644,7 +644,7 @@ def test_the_entry_measures_draws_and_goes_on(tmp_path):
     with pytest.raises(DataError, match="is of tiny, not of random-0"):
         load_costs(out, random_target())
     done = run_here(*TINY, f"output.dir={tmp_path}")
-    assert "nothing is measured" in done.stderr
+    assert "points are measured already" in done.stderr
     assert json.loads(out.read_text()) == content
 
 

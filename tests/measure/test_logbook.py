@@ -86,7 +86,7 @@ def test_a_killed_benchmark_goes_on_where_it_stopped(tmp_path, whole):
         return done
 
     assert rows(tmp_path, noting) == whole
-    assert f"has {len(lines) - 1} turns of this benchmark: going on there" in shown[0]
+    assert f"continuing from the {len(lines) - 1} turns of this benchmark" in shown[0]
     plain = json.loads((tmp_path / "report.json").read_text())["runs"][0]
     assert plain["seconds"] > 4e5  # the median of two
 
@@ -104,7 +104,7 @@ def test_ctrl_c_keeps_what_was_measured_for_the_same_benchmark_alone(tmp_path):
     assert not (tmp_path / "report.json").exists()
     done = run_here(*command, "eval.limit=2")
     assert done.returncode == 0, done.stderr
-    assert f"{NAME} is of another prompts, recipe: starting afresh" in done.stdout
+    assert f"{NAME} was made with another prompts, recipe: starting afresh" in done.stdout
 
 
 OUTCOME = Outcome(
@@ -127,7 +127,7 @@ def test_rounds_are_remembered_as_they_were(tmp_path):
         assert book.note == ""
         assert book.remember(1, (0, 2), lambda: turn) == turn
     with Logbook(tmp_path, {"recipe": "a", "cpu": "x"}) as book:
-        assert "has 1 turns" in book.note
+        assert "from the 1 turns" in book.note
         assert book.remember(1, (0, 2), never) == turn
         assert book.remember(0, (0, 2), lambda: {"plain": FAILED}) == {"plain": FAILED}
         book.remove()
@@ -138,7 +138,7 @@ def test_figures_of_two_machines_are_not_put_together(tmp_path):
     with Logbook(tmp_path, {"recipe": "a", "cpu": "x", "torch": "2"}) as book:
         book.remember(0, (0, 0), lambda: {"plain": OUTCOME})
     with Logbook(tmp_path, {"recipe": "a", "cpu": "y", "torch": "2"}) as book:
-        assert book.note.endswith("is of another cpu: starting afresh")
+        assert book.note.endswith("was made with another cpu: starting afresh")
         assert book.remember(0, (0, 0), lambda: {"plain": FAILED}) == {"plain": FAILED}
     with Logbook(tmp_path, {"recipe": "a", "cpu": "y", "torch": "2"}) as book:
         assert book.remember(0, (0, 0), never) == {"plain": FAILED}

@@ -423,7 +423,7 @@ def test_what_would_be_pushed_is_shown_before_it_is(hub, runs, push):
         assert dry.returncode == 0, dry.stderr
         assert "to you/shown (private):\n" in dry.stdout
         assert "model.safetensors" in dry.stdout
-        assert "left here, for no drafter has them: notes.txt" in dry.stdout
+        assert "not pushed, for they are no part of a drafter: notes.txt" in dry.stdout
         assert len(hub.calls) == calls
         assert "you/shown" not in hub.commits
         done = push("falcon", "you/shown")
