@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "models" / "tiny")
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "tiny")
     parser.add_argument("--steps", type=whole(1, 10**9), default=TrainSettings.steps)
-    parser.add_argument("--minutes", type=float, help="end earlier, after this long")
+    parser.add_argument("--minutes", type=float, help="stop after so many minutes")
     parser.add_argument("--seed", type=whole(0, 2**31 - 1), default=TrainSettings.seed)
     parser.add_argument("--threads", type=whole(1, 1000), default=2)
     parser.add_argument(
@@ -105,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--conversations", type=whole(1, 10**7), default=CONVERSATIONS, help="default: %(default)s"
     )
-    parser.add_argument("--variant", type=settings_of, metavar="JSON", help="changed settings")
+    parser.add_argument("--variant", type=settings_of, metavar="JSON", help="settings to change")
     return parser.parse_args()
 
 

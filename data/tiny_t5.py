@@ -54,7 +54,7 @@ def main() -> None:
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/t5"))
     parser.add_argument("--steps", type=whole(1, 10**9), default=1200)
-    parser.add_argument("--minutes", type=float, help="end earlier, after this long")
+    parser.add_argument("--minutes", type=float, help="stop after so many minutes")
     parser.add_argument("--seed", type=whole(0, 2**31 - 1), default=TrainSettings.seed)
     parser.add_argument("--threads", type=whole(1, 1000), default=2)
     args = parser.parse_args()

@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", help="comma-separated; default: eval.batch_size")
     parser.add_argument("--temperatures", help="comma-separated; default: eval.temperature")
     parser.add_argument("--prompts", help="comma-separated; default: eval.prompts")
-    parser.add_argument("--shape", help="enlarged to llama7b, .., or to a config.json's sizes")
+    parser.add_argument("--shape", help="enlarge the models to llama7b, .., or a config.json")
     parser.add_argument(
         "--out", type=Path, help="where report.json goes; default: output.dir/bench/SETTINGS"
     )

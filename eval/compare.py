@@ -36,7 +36,7 @@ def main() -> None:
     """Parse, load target and drafters, decode in turns, show and write."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("drafters", nargs="+", metavar="RUN|HEAD|HUB_ID|section.key=value")
-    parser.add_argument("--shape", help="enlarged to llama7b, .., or to a config.json's sizes")
+    parser.add_argument("--shape", help="enlarge the models to llama7b, .., or a config.json")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/compare"), help="default: %(default)s"
     )

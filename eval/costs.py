@@ -44,13 +44,15 @@ from specdraft.recipes.terminal import Screen, say
 def main() -> None:
     """Parse, load or build the target and its drafter, measure, fit, show."""
     parser = recipe_parser(__doc__)
-    parser.add_argument("--nodes", default=_joined(NODES), help="of a row, the root included")
-    parser.add_argument("--rows", default=_joined(ROWS), help="verified in one forward")
-    parser.add_argument("--cached", default=_joined(CACHED), help="tokens of a row")
+    parser.add_argument("--nodes", default=_joined(NODES), help="nodes per row, with the root")
+    parser.add_argument("--rows", default=_joined(ROWS), help="rows per forward")
+    parser.add_argument("--cached", default=_joined(CACHED), help="cached tokens per row")
     parser.add_argument(
-        "--repeats", type=whole(1, 1000), default=Grid.repeats, help="turns over all of it"
+        "--repeats", type=whole(1, 1000), default=Grid.repeats, help="times everything is measured"
     )
-    parser.add_argument("--shape", help="random weights: llama7b, .., or a config.json")
+    parser.add_argument(
+        "--shape", help="measure llama7b, .., or a config.json, with random weights"
+    )
     parser.add_argument("--out", type=Path, help="default: output.dir/costs.json")
     options = parser.parse_intermixed_args()
     # Nothing is decoded: the recipe's tree need not fit its head.

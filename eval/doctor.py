@@ -1,4 +1,4 @@
-"""Examine a recipe's caches and drafter: one line per check, with what to do where it fails.
+"""Check a recipe's caches and drafter: one line per check, with what to do where it fails.
 
     python eval/doctor.py recipes/tiny.yaml [section.key=value ..] [--prompts 10] [--samples 4]
         [--preview 1]
@@ -28,13 +28,13 @@ def main() -> None:
     """Parse, load recipe and target, examine, print."""
     parser = recipe_parser(__doc__)
     parser.add_argument(
-        "--prompts", type=whole(1, 10**6), default=10, help="how many are decoded (default: 10)"
+        "--prompts", type=whole(1, 10**6), default=10, help="prompts to decode (default: 10)"
     )
     parser.add_argument(
-        "--samples", type=whole(1, 10**6), default=4, help="cached rows that are made anew"
+        "--samples", type=whole(1, 10**6), default=4, help="cached rows to compute again"
     )
     parser.add_argument(
-        "--preview", type=whole(0, 1000), default=1, help="rows shown with their loss mask"
+        "--preview", type=whole(0, 1000), default=1, help="rows to show with their loss mask"
     )
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides, check=problems)

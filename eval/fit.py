@@ -37,7 +37,7 @@ def main() -> None:
     able = ", ".join(row.name for row in METHODS.values() if row.is_fitted)
     parser.add_argument("--method", help=f"one of {able}; default: the recipe's")
     parser.add_argument(
-        "--finalists", type=whole(1, 1000), default=FINALISTS, help="that are decoded with"
+        "--finalists", type=whole(1, 1000), default=FINALISTS, help="how many are raced"
     )
     parser.add_argument("--out", type=Path, help="default: tree.yaml beside the weights, or "
                         "output.dir/fitted_METHOD.yaml")  # fmt: skip

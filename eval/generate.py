@@ -34,10 +34,10 @@ COMMANDS = "/new, /method [NAME], /quit"
 def main() -> None:
     """Parse, load recipe, target and drafter, and answer."""
     parser = recipe_parser(__doc__, epilog=describe())
-    what = "what the user says; again, for what they say then; default: a chat"
+    what = "what the user says (repeat it for further turns); default: a chat"
     parser.add_argument("--prompt", action="append", help=what)
-    parser.add_argument("--method", help="default: the last of eval.methods that is trained")
-    parser.add_argument("--context", type=whole(2, 10**7), help="tokens of a conversation at most")
+    parser.add_argument("--method", help="default: the last trained one of eval.methods")
+    parser.add_argument("--context", type=whole(2, 10**7), help="most tokens of a conversation")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides, check=problems)
     target = Target.of_recipe(recipe.target)

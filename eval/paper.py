@@ -1,4 +1,4 @@
-"""Make a table of a paper again: ours beside the paper's. Without TABLE: list them.
+"""Reproduce a table of a paper: our figures beside the paper's. Without TABLE: list them.
 
     python eval/paper.py [TABLE] [section.key=value ..] [table.key=value ..] [--recipe FILE.yaml]
         [--seeds 0,1,2] [--jobs 2] [--runs runs/paper] [--out FILE.json]
@@ -34,14 +34,14 @@ def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", metavar="TABLE [section.key=value ..]")
     parser.add_argument("--recipe", help="what is trained or measured; default: the table's")
-    parser.add_argument("--seeds", help="comma-separated; default: 0,1,2 where anything is drawn")
+    parser.add_argument("--seeds", help="comma-separated; default: 0,1,2 where anything is random")
     parser.add_argument(
         "--jobs", type=whole(1, 256), default=1, help="runs at a time, one thread each"
     )
     parser.add_argument("--runs", type=Path, default=Path("runs/paper"))
-    parser.add_argument("--out", type=Path, help="default: TABLE.json of --runs")
-    parser.add_argument("--write", action="store_true", help="the page of kept results")
-    parser.add_argument("--check", action="store_true", help="whether that page is up to date")
+    parser.add_argument("--out", type=Path, help="default: TABLE.json in --runs")
+    parser.add_argument("--write", action="store_true", help="render the page of kept results")
+    parser.add_argument("--check", action="store_true", help="check that this page is up to date")
     options = parser.parse_intermixed_args()
     if options.write:
         tell(f"wrote {write_page()}")

@@ -34,7 +34,7 @@ def main() -> None:
     """Parse, find the engine, compare method by method."""
     parser = recipe_parser(__doc__)
     parser.add_argument("--engine", choices=("vllm",), required=True)
-    parser.add_argument("--python", required=True, help="of the engine's environment")
+    parser.add_argument("--python", required=True, help="the engine's own interpreter")
     parser.add_argument("--methods", help="comma-separated; default: what the recipe trained")
     parser.add_argument("--out", type=Path, help="where parity.json goes; default: output.dir")
     options = parser.parse_intermixed_args()

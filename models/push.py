@@ -21,9 +21,9 @@ def main() -> None:
     """Parse, load the run's own recipe, push."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("run", help="a run's folder, e.g. runs/tiny, its recipe, or runs/mine/KIND")
-    parser.add_argument("repo_id", metavar="owner/name", help="made if needed")
+    parser.add_argument("repo_id", metavar="owner/name", help="created if missing")
     parser.add_argument("overrides", nargs="*", default=[], metavar="hub.key=value")
-    parser.add_argument("--dry-run", action="store_true", help="say what would go there and stop")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be pushed")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.run, [f"hub.repo_id={options.repo_id}", *options.overrides])
     card = CARDS[kind_named(options.run, recipe)]

@@ -33,10 +33,12 @@ def recipe_parser(description: str, example: str = "tiny", epilog: str | None = 
     )
     parser.add_argument(
         "recipe",
-        help=f"a YAML file, a bundled one's name, e.g. {example}, or the folder of a run or of a "
+        help=f"a YAML file, a bundled recipe's name, e.g. {example}, the folder of a run or of a "
         "drafter, or a drafter's Hub id",
     )
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="overrides a setting"
+    )
     return parser
 
 

@@ -77,8 +77,8 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=whole(1, 1000), default=5, help="turns; their medians are shown"
     )
-    parser.add_argument("--shape", help="enlarged to llama7b, .., or to a config.json's sizes")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="where figures go, too")
+    parser.add_argument("--shape", help="enlarge the models to llama7b, .., or a config.json")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the figures")
     options = parser.parse_intermixed_args()
     shape = find_shape(options.shape) if options.shape else None
     recipe = load_recipe(options.recipe, ["data.limit=400", *options.overrides], check=problems)

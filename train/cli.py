@@ -20,20 +20,20 @@ from specdraft.recipes.terminal import tell
 
 TRAINERS = "train.kinds"  # finds the scripts of `train`
 COMMANDS = {
-    "train": ("", "train what a recipe drafts with, or --kind KIND of it, and measure it"),
-    "cache": ("data.cache", "the data stage alone: tokens and features of the target"),
-    "bench": ("eval.bench", "measure methods beside each other"),
-    "curve": ("train.curve", "how much data gives what acceptance"),
-    "compare": ("eval.compare", "finished drafters of one target beside each other"),
-    "table": ("eval.table", "a report as one table to paste into a paper"),
+    "train": ("", "train a recipe's drafter, or another (--kind KIND), and measure it"),
+    "cache": ("data.cache", "only make the data: tokens, and the target's features"),
+    "bench": ("eval.bench", "measure methods side by side"),
+    "curve": ("train.curve", "measure how acceptance grows with the training data"),
+    "compare": ("eval.compare", "compare trained drafters of one target"),
+    "table": ("eval.table", "print a report as one table to paste into a paper"),
     "chat": ("eval.generate", "talk to the target; accepted guesses in green"),
-    "doctor": ("eval.doctor", "are caches, drafter and decoding sound?"),
-    "costs": ("eval.costs", "what a node, a pass and a row cost on this machine"),
-    "fit": ("eval.fit", "the draft that is the fastest for a drafter here"),
-    "export": ("eval.export", "write a head as a serving engine reads it"),
-    "parity": ("eval.parity", "does a serving engine draft as we do?"),
+    "doctor": ("eval.doctor", "check caches, drafter and decoding"),
+    "costs": ("eval.costs", "measure what a node, a pass and a row cost on this machine"),
+    "fit": ("eval.fit", "find a drafter's fastest tree or settings on this machine"),
+    "export": ("eval.export", "write a head in a serving engine's layout"),
+    "parity": ("eval.parity", "check that a serving engine drafts as we do"),
     "push": ("models.push", "push a drafter to the Hub, with a card"),
-    "paper": ("eval.paper", "the tables of the papers"),
+    "paper": ("eval.paper", "reproduce the papers' tables"),
 }
 
 
@@ -74,7 +74,7 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     rows = (f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items())
     head = "usage: specdraft COMMAND RECIPE [section.key=value ..]"
-    return "\n".join([head, "", *rows, "", "specdraft COMMAND --help says more."])
+    return "\n".join([head, "", *rows, "", "Options of a command: specdraft COMMAND --help"])
 
 
 if __name__ == "__main__":

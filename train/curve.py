@@ -1,4 +1,4 @@
-"""How much data gives what acceptance: train on growing subsets, and say what more would bring.
+"""Measure how acceptance grows with training data, and extrapolate to ten times the data.
 
     python train/curve.py recipes/tiny.yaml --kinds falcon,eagle,medusa,student
         --rows 100,300,1000,3000 [--steps equal,root,growing] [--seeds 0,1,2] [--more-seeds 3,4,5]
@@ -52,9 +52,9 @@ def main() -> None:
     parser = recipe_parser(__doc__)
     parser.add_argument("--kinds", default=DEFAULT, help="default: %(default)s")
     parser.add_argument("--rows", default="100,300,1000,3000,10000", help="default: %(default)s")
-    parser.add_argument("--steps", default="equal,growing", help="or root; default: %(default)s")
+    parser.add_argument("--steps", default="equal,growing", help="also: root; default: %(default)s")
     parser.add_argument("--seeds", default="0,1,2", help="default: %(default)s")
-    parser.add_argument("--more-seeds", help=f"of the first {BACK_TEST} sizes alone")
+    parser.add_argument("--more-seeds", help=f"extra seeds, for the first {BACK_TEST} sizes only")
     parser.add_argument("--jobs", type=whole(1, 1000), default=1, help="trainings at once")
     parser.add_argument("--out", type=Path, help="default: runs/curve_NAME")
     options = parser.parse_intermixed_args()
