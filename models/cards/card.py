@@ -50,9 +50,9 @@ def model_card(
         f"---\n{yaml.safe_dump(metadata(recipe, card, reports), sort_keys=False)}---",
         f"# {name}",
         f"{card.noun} that drafts for **{recipe.target.model}** in speculative "
-        "decoding: the target checks every drafted token, so its output stays what it would have "
-        "been alone. "
-        "Trained and measured with specdraft; `recipe.yaml` makes it again.",
+        "decoding: the target checks every drafted token, so its output is what it would be "
+        "without drafts. "
+        "Trained and measured with specdraft; `recipe.yaml` reproduces it.",
         facts(recipe, card, config, fit),
         "## Use",
         f"```bash\n{INSTALL}```",
@@ -116,7 +116,7 @@ def facts(recipe: Recipe, card: Card, config: dict, fit: Fit | None) -> str:
         **({"head": head_facts(config)} if card.kind in HEADS else {}),
         **({"tree": tree_facts(fit)} if fit else {}),
         "licence": recipe.hub.license
-        or "none was chosen (`hub.license`); that of the target may bind what is made from it",
+        or "none chosen (`hub.license`); the target's may apply to what is made from it",
     }  # fmt: skip
     cells = {name: " ".join(text.split()).replace("|", r"\|") for name, text in rows.items()}
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in cells.items())])
@@ -129,7 +129,8 @@ def head_facts(config: dict) -> str:
     if size > 1:
         parts += [f"slots read {config['reads']}, coupling {config['coupling']}"]
     if layers := config.get("feature_layers"):
-        parts += [f"reads layers {', '.join(map(str, layers))} of the target, too"]
+        plural = "s" * (len(layers) > 1)
+        parts += [f"also reads layer{plural} {', '.join(map(str, layers))} of the target"]
     if window := config.get("window"):
         parts += [f"sees {window} tokens"]
     if drafted := config.get("draft_vocab"):
@@ -181,7 +182,7 @@ def _by_setting(runs: Sequence[dict]) -> Iterable[list[dict]]:
 
 def _setting(run: dict, where: dict) -> str:
     """What a table was measured on."""
-    prompts = {"tiny_chat": "the bundled prompts", "holdout": "the data's held out rows"}
+    prompts = {"tiny_chat": "the bundled prompts", "holdout": "the data's held-out rows"}
     asked = prompts.get(run["prompt_set"], run["prompt_set"])
     return (
         f"{run['outputs']} answers to {asked}, up to {run['max_new_tokens']} new tokens, "

@@ -145,7 +145,7 @@ def test_a_card_says_what_the_drafter_is_and_how_good(hub, runs, kind):
         weights = json.loads(files["config.json"])["target"]["weights"]
         assert weights[:12] in card
         form = "3 tokens a pass; fusion linear; slots read both, coupling recurrent"
-        form += "; reads layers 3 of the target, too"
+        form += "; also reads layer 3 of the target"
         assert f"| head | {form} |" in card
 
 
@@ -154,7 +154,7 @@ def test_a_card_says_what_a_head_reads_and_drafts_among():
     more = {"feature_layers": [2, 16], "draft_vocab": 8000}
     assert head_facts(config) == "1 token a pass; fusion linear"
     assert head_facts(config | more).endswith(
-        "; reads layers 2, 16 of the target, too; drafts among 8,000 of 32,000 tokens"
+        "; also reads layers 2, 16 of the target; drafts among 8,000 of 32,000 tokens"
     )
 
 
@@ -444,7 +444,9 @@ def test_a_head_from_before_heads_had_kinds_is_called_what_its_config_makes_it(t
 
 def test_a_card_says_what_an_eagle_3_head_is():
     config = {"architecture": "eagle3", "feature_layers": [2, 6, 9], "vocab_size": 2048}
-    assert head_facts(config).startswith("1 token a pass; fusion of layers (EAGLE-3); reads lay")
+    assert head_facts(config).startswith(
+        "1 token a pass; fusion of layers (EAGLE-3); also reads lay"
+    )
 
 
 def test_the_pushed_recipe_is_the_one_that_ran_without_the_places_of_this_machine(hub, runs):
