@@ -117,10 +117,10 @@ def _published(folder: Path, config: dict[str, Any], target: Target) -> FalconHe
     name = shown(config["architectures"]).strip("[]'")
     if name not in EAGLE_NAMES + EAGLE3_NAMES:
         known = ", ".join(EAGLE_NAMES + EAGLE3_NAMES)
-        raise HeadError(f"its layout is {name}; read are {known}")
+        raise HeadError(f"its layout is {name}; known layouts: {known}")
     for key, plain in UNREAD.items():
         if config.get(key) not in (None, plain):
-            raise HeadError(f"{key} = {shown(config[key])}: read are heads with {shown(plain)}")
+            raise HeadError(f"{key} = {shown(config[key])}: only heads with {shown(plain)} load")
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     sizes |= {"target_hidden_size": target.hidden_size} if "target_hidden_size" in config else {}
     for key, size in sizes.items():
@@ -141,8 +141,8 @@ def _eagle(config: dict[str, Any], weights: "Weights", target: Target) -> Falcon
     apart = config.get("head_dim") or sizes["hidden_size"] // sizes["heads"]
     if rope["rope_type"] != "default" or apart * sizes["heads"] != sizes["hidden_size"]:
         raise HeadError(
-            f"its rotation is {rope['rope_type']} of heads of {apart}: of EAGLE-1 only default is "
-            "read, of heads that divide hidden_size"
+            f"rope_type = {rope['rope_type']}, head_dim = {apart}: an EAGLE-1 head loads with "
+            f"rope_type default and head_dim {sizes['hidden_size'] // sizes['heads']}"
         )
     ours = FalconConfig(
         **sizes,
@@ -160,7 +160,7 @@ def _eagle(config: dict[str, Any], weights: "Weights", target: Target) -> Falcon
 def _eagle3(config: dict[str, Any], weights: "Weights", target: Target) -> Eagle3Head:
     """An EAGLE-3 head."""
     if config.get("num_hidden_layers", 1) != 1:
-        raise HeadError(f"num_hidden_layers = {shown(config['num_hidden_layers'])}: read is 1")
+        raise HeadError(f"num_hidden_layers = {shown(config['num_hidden_layers'])}: only 1 loads")
     sizes, size, drafted = _sizes(config), config["vocab_size"], config.get("draft_vocab_size")
     ids = None
     if "d2t" in weights:
@@ -221,7 +221,7 @@ def _layers(config: dict[str, Any], target: Target) -> tuple[int, ...]:
     """
     own = config.get("eagle_config") or {}
     if own.get("use_aux_hidden_state") is False:
-        raise HeadError("use_aux_hidden_state = False: read are heads that read layers")
+        raise HeadError("use_aux_hidden_state = False: only heads that read layers load")
     if config.get(AUX_LAYERS):
         return tuple(config[AUX_LAYERS])
     if own.get(AUX_LAYERS):
@@ -267,7 +267,7 @@ class Weights(dict[str, Tensor]):
         for what, names in (("lacks", wanted.keys() - there), ("also has", there - wanted.keys())):
             if names:
                 few = ", ".join(sorted(names)[:4]) + (" .." if len(names) > 4 else "")
-                raise HeadError(f"beside what the layout has it {what} {few}")
+                raise HeadError(f"for its layout it {what} {few}")
         for name, shape in wanted.items():
             if (found := list(self[name].shape)) != shape:
                 raise HeadError(f"{name} is {found}, and must be {shape} by {CONFIG}")
@@ -298,4 +298,4 @@ class Weights(dict[str, Tensor]):
             theirs, ours = self[name], getattr(target, own[name]).cpu()
             coarse = min(ours.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
             if not torch.equal(theirs.to(coarse), ours.to(coarse)):
-                raise HeadError(f"its {name} is not that of {target.name}, and must be")
+                raise HeadError(f"its {name} must equal that of {target.name}, and does not")

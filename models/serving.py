@@ -195,8 +195,8 @@ def _check_eagle(config: FalconConfig) -> None:
         reason = f"it reads layers {list(config.feature_layers)} of the target, the layout's none: "
         reason += "train one with data.feature_layers=[]"
     elif config.window is not None:
-        reason = f"it sees {config.window} tokens, the layout's all: train one with "
-        reason += "head.window=null"
+        reason = f"it sees {config.window} tokens, a head of the layout all: train one "
+        reason += "with head.window=null"
     elif config.draft_vocab is not None:
         reason = f"it drafts among {config.draft_vocab} tokens, the layout's with all of lm_head: "
         reason += "train one with head.draft_vocab=null"

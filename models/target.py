@@ -125,8 +125,8 @@ class Target:
             target = cls(model, tokenizer, name, prepacked=prepacked)
         except KeyError as error:  # a weight that accelerate keeps under another name only
             raise TargetError(
-                f"{name}: target.device_map parts {error} from a matrix that it is one with; give "
-                "tied embeddings one place"
+                f"{name}: target.device_map separates {error} from the matrix that it is tied to; "
+                "put tied embeddings on one device"
             ) from error
         target._identity = identity_of(name, revision, folder)
         return target
@@ -163,8 +163,8 @@ class Target:
             view = copy.deepcopy(model, memo)
         except (TypeError, RuntimeError) as error:  # a lock, a tensor with a history, ..
             raise TargetError(
-                f"{name}: its structure cannot be copied ({in_a_line(error)}); take from its "
-                "modules what is no part of them"
+                f"{name}: its structure cannot be copied ({in_a_line(error)}); remove what is "
+                "no part of the model from its modules"
             ) from error
         target = cls(view, None, name)
         folder, revision = folder_of(model)

@@ -48,8 +48,8 @@ def check_start_layer(first: int, config: FalconConfig, target: Target) -> None:
     last = count - config.layers + 1
     if not 2 <= first <= last:
         raise RecipeError(
-            f"{key}: {target.name} has {count} decoder layers; name one from 2, which reads what "
-            f"another has written, to {last}, or null"
+            f"{key}: must be from 2 to {last}, or null, for {target.name} has {count} decoder "
+            "layers and the first reads embeddings"
         )
     target.check_runs()
     if is_kept_elsewhere(target.model):

@@ -86,8 +86,8 @@ def sizes_of(shape: Shape) -> TargetShape:
     sizes = TargetShape.of(config)
     if config.model_type != "llama" or config.head_dim * sizes.heads != sizes.hidden_size:
         raise RecipeError(
-            f"--shape {shape.name}: a {config.model_type}; what is enlarged becomes a Llama, whose "
-            "attention heads share out its width; give one's config.json"
+            f"--shape {shape.name}: a {config.model_type}; models are enlarged to a Llama with "
+            "head_dim = hidden_size / heads; give the config.json of one"
         )
     return sizes
 

@@ -82,8 +82,8 @@ def make_method(
     known = accepting(drafter.rules if drafter else RULES)
     if recipe.eval.temperature > 0 and rule not in known:
         raise RecipeError(
-            f"eval.acceptance = {rule}: not for what {name} drafts; allowed there: "
-            f"{', '.join(known)}; leave one of the two out"
+            f"eval.acceptance = {rule}: cannot verify the drafts of {name}; allowed: "
+            f"{', '.join(known)}; change it, or leave {name} out"
         )
     room = capacity + (drafter.max_nodes if drafter else 0)
     if way not in PADDINGS:

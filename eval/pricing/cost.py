@@ -158,7 +158,7 @@ class CostModel:
         Raises DataError where no drafter was measured.
         """
         if self.draft is None:
-            raise DataError("these costs are of no drafter; train one, then run eval/costs.py")
+            raise DataError("these costs have no drafter; train one, then run eval/costs.py")
         return self.draft.ms(draft_terms(rows, paths, levels, best_first))
 
     def loop_ms(self, rows: int, nodes: float = 1) -> float:

@@ -128,6 +128,6 @@ class StudentSection(Section):
         if self.training == "none" and self.given and self.model is None:
             yield self.complaint("training", "needs a pretrained student: student.model")
         if self.training == "lora" and self.layers is not None:
-            yield self.complaint("training", "adapts weights that exist; not with layers")
+            yield self.complaint("training", "adapts existing weights; set student.layers to null")
         if not self.lora_targets:
             yield self.complaint("lora_targets", "name at least one linear layer, e.g. q_proj")

@@ -50,10 +50,10 @@ class LossSection(Section):
             yield self.complaint(both, "nothing to train on; one must be above 0")
         if self.lk_weight > 0 and self.soft_weight == 0:
             both = ("lk_weight", "soft_weight")
-            yield self.complaint(both, "a share of nothing; set loss.soft_weight above 0")
+            yield self.complaint(both, "lk_weight is a share of soft_weight; set it above 0")
         if self.depth_decay < 1 and self.pace_smoothing is not None:
             both = ("depth_decay", "pace_smoothing")
-            yield self.complaint(both, "one weight by depth; set depth_decay=1.0 or the other null")
+            yield self.complaint(both, "both weigh by depth; set depth_decay=1.0 or the other null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class DistillSection(Section):
         if not 0 < self.beta < 1:
             yield self.complaint(
                 "beta",
-                "must be above 0 and below 1, where it is no mixture; "
+                "must be above 0 and below 1; for the divergences at its ends "
                 "use distill.forward_kl or distill.reverse_kl",
             )
         if not self.divergences and self.cross_entropy == 0:

@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_copied_is_refused_with_the_reason():
     model = random_target().model
     model.lock = threading.Lock()
     generated(model)
-    with pytest.raises(TargetError, match=r"structure cannot be copied \(.*lock.*\); take from"):
+    with pytest.raises(TargetError, match=r"structure cannot be copied \(.*lock.*\); remove what"):
         generated(model, custom_generate=Speculative())
 
 

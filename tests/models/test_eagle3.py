@@ -518,7 +518,7 @@ def test_embeddings_beside_a_head_may_be_in_another_half_precision(tmp_path):
     edit(tmp_path / "served", tensors=exact)
     assert load_head(tmp_path / "served", target).config.block_size == 1
     edit(tmp_path / "served", tensors={"embed_tokens.weight": 2 * exact["embed_tokens.weight"]})
-    with pytest.raises(HeadError, match=r"embed_tokens.weight is not that of"):
+    with pytest.raises(HeadError, match=r"embed_tokens.weight must equal that of"):
         load_head(tmp_path / "served", target)
 
 
@@ -579,11 +579,15 @@ def test_a_published_head_drafts_eagles_tree_until_one_is_fitted_to_it(target, t
         ({}, {"d2t": None}, "draft_vocab_size = 9 of 23 tokens, and no d2t says which"),
         ({}, {"d2t": torch.full((9,), -3)}, "d2t must make 9 different ids below 23"),
         ({}, {"t2d": torch.ones(23, dtype=torch.bool)}, "d2t and t2d name different tokens"),
-        ({"architectures": ["Qwen3Eagle"]}, {}, "its layout is Qwen3Eagle; read are LlamaForCaus"),
+        (
+            {"architectures": ["Qwen3Eagle"]},
+            {},
+            "its layout is Qwen3Eagle; known layouts: Llama",
+        ),
         ({"architectures": 3}, {}, "its layout is 3"),
-        ({"attention_bias": True}, {}, "attention_bias = True: read are heads with False"),
+        ({"attention_bias": True}, {}, "attention_bias = True: only heads with False load"),
         ({"hidden_act": "gelu"}, {}, "hidden_act = 'gelu'"),
-        ({"num_hidden_layers": 2}, {}, "num_hidden_layers = 2: read is 1"),
+        ({"num_hidden_layers": 2}, {}, "num_hidden_layers = 2: only 1 loads"),
         ({"num_attention_heads": None}, {}, "config.json has no num_attention_heads"),
         ({"num_attention_heads": "four"}, {}, "heads = 'four'|unsupported operand"),
         ({"intermediate_size": 10**6}, {}, r"mlp.\w+.weight is \[.*\], and must be"),
@@ -591,7 +595,7 @@ def test_a_published_head_drafts_eagles_tree_until_one_is_fitted_to_it(target, t
         ({}, {"fc.weight": None}, "lacks fc.weight"),
         ({}, {"midlayer.self_attn.q_norm.weight": torch.ones(6)}, "also has midlayer.self_attn.q"),
         ({}, {"fc.weight": torch.full((16, 48), torch.nan)}, "fc.weight has values that are no"),
-        ({}, {"embed_tokens.weight": torch.ones(23, 16)}, "embed_tokens.weight is not that of"),
+        ({}, {"embed_tokens.weight": torch.ones(23, 16)}, "embed_tokens.weight must equal that of"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state = False"),
         ({"rope_scaling": "linear"}, {}, "'str' object has no attribute"),
         ({"rope_theta": 10**400}, {}, "too large"),

@@ -366,7 +366,9 @@ def test_tied_ends_are_not_parted(folder):
     if not Target.load(str(folder)).config.tie_word_embeddings:
         assert placed(folder, parted).lm_head.weight.is_meta
         return
-    with pytest.raises(TargetError, match=r"parts 'lm_head\.weight' from a matrix that it is one"):
+    with pytest.raises(
+        TargetError, match=r"separates 'lm_head\.weight' from the matrix that it is tied"
+    ):
         placed(folder, parted)
 
 

@@ -182,10 +182,13 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
             "head.draft_vocab = 10 drafts among as many; raise it, or take another tree",
         ),
         (["loss.feature_weight=0", "loss.distill_weight=0"], "nothing to train on"),
-        (["loss.lk_weight=0.5", "loss.soft_weight=0.0"], "a share of nothing; set loss.soft"),
+        (
+            ["loss.lk_weight=0.5", "loss.soft_weight=0.0"],
+            "lk_weight is a share of soft_weight; set it",
+        ),
         (["loss.lk_weight=1.5"], "loss.lk_weight = 1.5: must be >= 0 and <= 1"),
         (["loss.depth_decay=0.0"], "loss.depth_decay = 0.0: must be > 0 and <= 1"),
-        (["loss.depth_decay=0.8", "loss.pace_smoothing=0.5"], "one weight by depth; set"),
+        (["loss.depth_decay=0.8", "loss.pace_smoothing=0.5"], "both weigh by depth; set"),
         (
             [
                 *["head.block_size=1", "head.reads=own", "head.coupling=none", "eval.tree=tiny_k1"],

@@ -331,7 +331,7 @@ def test_rows_without_a_prompt_are_refused_on_policy():
         ),
         (
             ["student.keep_layers=null", "student.layers=1", "student.training=lora"],
-            "student.training = 'lora': adapts weights that exist",
+            "student.training = 'lora': adapts existing weights",
         ),
         (["distill.beta=0"], "distill.beta = 0.0: must be above 0 and below 1"),
         (["distill.beta=1.5"], "distill.beta = 1.5: must be >= 0 and <= 1"),

@@ -113,5 +113,7 @@ def test_a_tracker_that_fails_on_the_way_is_left_out_and_the_run_goes_on(tmp_pat
 
 
 def test_a_tracker_that_does_not_start_is_told_with_its_reason(tmp_path):
-    with pytest.raises(RecipeError, match=r"one does not start .*no route to host.* leave it out"):
+    with pytest.raises(
+        RecipeError, match=r"tracker fails to start .*no route to host.* leave it out"
+    ):
         train(tmp_path, trackers=[Failing(0)])

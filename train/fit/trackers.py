@@ -51,8 +51,8 @@ class Trackers:
                     tracker.store_init_configuration(_flat(recipe))
         except Exception as error:
             raise RecipeError(
-                f"train.trackers = {list(recipe.train.trackers)}: one does not start "
-                f"({in_a_line(error, kind=True)}); see to its settings, or leave it out"
+                f"train.trackers = {list(recipe.train.trackers)}: a tracker fails to start "
+                f"({in_a_line(error, kind=True)}); check its settings, or leave it out"
             ) from error
 
     def log(self, values: dict[str, float], step: int) -> None:
