@@ -217,10 +217,10 @@ def load_costs(
         raise DataError(f"{path} holds no costs; delete it and measure them again") from error
     if target is not None:
         if target.identity()["weights"] != weights:
-            raise DataError(
-                f"{path} is of {name}, not of {target.name}; measure this one: "
-                "python eval/costs.py RECIPE"
-            )
+            whose = f"{name}, not of {target.name}"
+            if name == target.name:
+                whose = f"{name} with other weights"
+            raise DataError(f"{path} is of {whose}; measure this one: python eval/costs.py RECIPE")
         _compare(path, elsewhere, machine(target.device))
     if form is not None and there != _timed(json.loads(json.dumps(form))):
         return replace(costs, draft=None)

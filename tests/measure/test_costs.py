@@ -641,8 +641,11 @@ def test_the_entry_measures_draws_and_goes_on(tmp_path):
     costs = load_costs(out, Target.load("tiny"))
     assert isinstance(costs.verify, Curve)
     assert costs.verify_ms(2, 4, 16) >= costs.verify_ms(1, 1, 16) > 0
-    with pytest.raises(DataError, match="is of tiny, not of random-0"):
-        load_costs(out, random_target())
+    other = random_target()
+    for name, whose in (("random-0", "tiny, not of random-0"), ("tiny", "tiny with other weights")):
+        other.name = name
+        with pytest.raises(DataError, match=f"is of {whose}; measure this one"):
+            load_costs(out, other)
     done = run_here(*TINY, f"output.dir={tmp_path}")
     assert "points are measured already" in done.stderr
     assert json.loads(out.read_text()) == content

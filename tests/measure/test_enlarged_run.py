@@ -107,7 +107,7 @@ def test_an_eagle3_head_is_refused(tiny, tmp_path):
 
 
 def test_another_family_is_refused(tiny, tmp_path):
-    with pytest.raises(RecipeError, match="--shape other: a qwen3; what is enlarged becomes a L"):
+    with pytest.raises(RecipeError, match="--shape other: a qwen3; models are enlarged to a Llama"):
         enlarge(Shape("other", Qwen3Config()), recipe(tmp_path), tiny, Trained())
     other = random_target()
     other.config.model_type = "mistral"

@@ -287,10 +287,10 @@ MEASURED = [name for name in METHODS if not name.startswith(("eagle", "medusa"))
 
 
 @pytest.fixture(scope="module")
-def report(tiny):
+def report(tiny, tmp_path_factory):
     """Every method on real prompts, with an untrained head and a table that says one thing."""
     overrides = ["eval.limit=3", "eval.max_new_tokens=14", "train.threads=1"]
-    overrides += ["eval.tree=tiny_k2"]
+    overrides += ["eval.tree=tiny_k2", f"output.dir={tmp_path_factory.mktemp('run')}"]
     recipe = load_recipe("recipes/tiny.yaml", overrides)
     torch.manual_seed(0)
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}
