@@ -32,9 +32,9 @@ from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.pass_options import DEFAULT, PassOptions
 from specdraft.eval.drafters.static import Path as Ranks
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.way import PLAIN, Way
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import wait
@@ -84,9 +84,11 @@ def trained_drafter(recipe: Recipe, target: Target) -> Trained:
 class DraftBench:
     """What a run has trained, and the drafts with it that are timed."""
 
-    def __init__(self, target: Target, trained: Trained, grid: Grid, way: Way = PLAIN):
-        """way: of a head's passes."""
-        self.target, self.trained, self.grid, self.way = target, trained, grid, way
+    def __init__(
+        self, target: Target, trained: Trained, grid: Grid, options: PassOptions = DEFAULT
+    ):
+        """options: of a head's passes."""
+        self.target, self.trained, self.grid, self.options = target, trained, grid, options
         self.between: Between = always_nothing
         self.capacity = max(apart(min(grid.cached), 2)) + max(apart(FRESH, 2))
 
@@ -108,7 +110,7 @@ class DraftBench:
 
     def _cell(self, draft: Draft, rows: int, **more: bool) -> Cell:
         paths, levels, make = draft
-        if self.way.compiles:  # once, and not in every visit
+        if self.options.compiles:  # once, and not in every visit
             make = cache(make)
         at = {"rows": rows, "paths": paths, "levels": levels, **more}
         return Cell("draft", at, partial(self._open, make, rows, self.between))
@@ -125,7 +127,7 @@ class DraftBench:
         """Chains of a head or a student, chosen best first."""
         how = {"capacity": self.capacity, "paths": 1}
         if head := self.trained.head:
-            how |= {"nodes": 1, "way": self.way}
+            how |= {"nodes": 1, "options": self.options}
             make = partial(DynamicFalcon, head, self.target, FREE, **how)
             for passes in PASSES:
                 levels = [1] * passes * head.config.block_size
@@ -138,7 +140,7 @@ class DraftBench:
     def _of_head(self, head: FalconHead | Eagle3Head) -> Iterator[Draft]:
         config, seen = head.config, []
         most = config.draft_vocab or self.target.vocab_size
-        how = {"capacity": self.capacity, "way": self.way}
+        how = {"capacity": self.capacity, "options": self.options}
         widths = [width for width in self.grid.widths if width <= most]
         for paths in _trees(config.block_size, widths):
             tree = StaticTree(paths, config.block_size, config.coupling != "none")

@@ -12,7 +12,7 @@ from specdraft.eval.costing.drafts import DraftBench
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, unrest
 from specdraft.eval.costing.room import most_rows, row_bytes
-from specdraft.eval.drafters.way import Way
+from specdraft.eval.drafters.pass_options import PassOptions
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.methods.setup import drafter_form
 from specdraft.eval.methods.trained import Trained
@@ -40,9 +40,9 @@ def measure_costs(
     written. Raises DataError where it holds no costs.
     """
     out = out or costs_file(recipe, target)
-    way = Way.of(recipe.eval, target)
-    ledger = Ledger(out, recipe.name, subject(target, trained, way))
-    left = _left(ledger, target, trained, _with_room(grid, recipe, target), way)
+    options = PassOptions.of(recipe.eval, target)
+    ledger = Ledger(out, recipe.name, subject(target, trained, options))
+    left = _left(ledger, target, trained, _with_room(grid, recipe, target), options)
     if not left and quiet:
         return ledger
     _measure(ledger, left)
@@ -60,7 +60,7 @@ def cover_rows(recipe: Recipe, target: Target, trained: Trained, most: int) -> N
         measure_costs(recipe, target, trained, Grid.for_rows(most), quiet=True)
 
 
-def subject(target: Target, trained: Trained, way: Way) -> Mapping[str, Any]:
+def subject(target: Target, trained: Trained, options: PassOptions) -> Mapping[str, Any]:
     """What the figures depend on, as costs.json has it."""
     sizes = {
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -73,7 +73,7 @@ def subject(target: Target, trained: Trained, way: Way) -> Mapping[str, Any]:
         unusual["prepacked_bytes"] = target.prepacked.most
     if target.device.type == "cuda" and not target.cuda_graphs:
         unusual["cuda_graphs"] = False
-    form = drafter_form(trained, way)
+    form = drafter_form(trained, options)
     return {
         "environment": environment(target),
         "target": target.identity() | sizes | unusual,
@@ -93,12 +93,12 @@ def _with_room(grid: Grid, recipe: Recipe, target: Target) -> Grid:
 
 
 def _left(
-    ledger: Ledger, target: Target, trained: Trained, grid: Grid, way: Way
+    ledger: Ledger, target: Target, trained: Trained, grid: Grid, options: PassOptions
 ) -> list[tuple[int, Cell]]:
     """What the ledger has not got, in turns."""
     layers = trained.head.config.feature_layers if trained.head else ()
     forwards = TargetBench(target, grid, layers)
-    drafts = DraftBench(target, trained, grid, way)
+    drafts = DraftBench(target, trained, grid, options)
     forwards.between, drafts.between = cache(drafts.draft), cache(forwards.forward)
     cells = [*forwards.cells(), *drafts.cells()]
     return [(turn, c) for turn, c in turns(cells, grid.repeats) if len(ledger.tries(c)) <= turn]

@@ -19,7 +19,7 @@ from torch import Tensor
 from specdraft.eval.drafters.best_first import SHARPNESS, Rewarded, Weighed, usual_width
 from specdraft.eval.drafters.drawing import ranking
 from specdraft.eval.drafters.head import HeadDrafter, Hidden
-from specdraft.eval.drafters.way import PLAIN, Way
+from specdraft.eval.drafters.pass_options import DEFAULT, PassOptions
 from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import download, upload
@@ -116,14 +116,14 @@ class DynamicFalcon(Rewarded, HeadDrafter):
         paths: int = 2,
         nodes: int = 48,
         passes: int = 8,
-        way: Way = PLAIN,
+        options: PassOptions = DEFAULT,
     ):
         if width is None:
             width = usual_width(target)
         depth = passes * head.config.block_size
         siblings = min(siblings, head.config.draft_vocab or target.vocab_size)
         reads = depth, paths * depth
-        super().__init__(head, target, rows, capacity, *reads, siblings, way, SHARPNESS)
+        super().__init__(head, target, rows, capacity, *reads, siblings, options, SHARPNESS)
         self.width, self.paths, self.siblings = width, paths, siblings
         self.max_nodes = max(nodes, depth)
         self.worth = Worth(costs, self.k, self.max_nodes)

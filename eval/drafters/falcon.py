@@ -16,8 +16,8 @@ from torch import Tensor
 from specdraft.eval.drafters.best_first import SHARPNESS
 from specdraft.eval.drafters.drawing import REJECTION_RULES, draw, draws_of, wants_best
 from specdraft.eval.drafters.head import HeadDrafter
+from specdraft.eval.drafters.pass_options import DEFAULT, PassOptions
 from specdraft.eval.drafters.static import Pass, Round, StaticTree
-from specdraft.eval.drafters.way import PLAIN, Way
 from specdraft.eval.drafters.whole_draft import Planned, WholeDraft
 from specdraft.eval.engine.sampling import most_probable
 from specdraft.eval.engine.timing import Stopwatch
@@ -39,7 +39,7 @@ class FalconDrafter(HeadDrafter):
         tree: StaticTree,
         rows: int = 1,
         capacity: int = 2048,
-        way: Way = PLAIN,
+        options: PassOptions = DEFAULT,
     ):
         config = head.config
         tree.check_vocabulary(target, config.draft_vocab)
@@ -50,11 +50,11 @@ class FalconDrafter(HeadDrafter):
             tree = StaticTree(tree.paths, tree.block_size, coupled)
         scratch = sum(len(plan.blocks) for plan in tree.passes)
         widest, sharpness = 1 + max(path[-1] for path in tree.paths), None
-        if way.compiles:  # the graph of dynamic drafts, too
+        if options.compiles:  # the graph of dynamic drafts, too
             widest = min(max(FEWEST, widest), config.draft_vocab or target.vocab_size)
             sharpness = SHARPNESS
         reads = tree.topology.depth, scratch
-        super().__init__(head, target, rows, capacity, *reads, widest, way, sharpness)
+        super().__init__(head, target, rows, capacity, *reads, widest, options, sharpness)
         self.tree, self.max_nodes = tree, len(tree.paths)
         self.passes = [self._to_device(plan) for plan in tree.passes]
         self.choices = tree.choices.to(target.device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdraft.eval.drafters.way import Way
+from specdraft.eval.drafters.pass_options import PassOptions
 from specdraft.eval.engine.kv import KVPool
 from specdraft.eval.engine.plan import CAUSAL, LONG, Plan, Segment
 from specdraft.eval.engine.request import Request
@@ -73,7 +73,7 @@ class HeadDrafter:
         depth: int,
         scratch: int,
         siblings: int,
-        way: Way,
+        options: PassOptions,
         sharpness: float | None = None,
     ):
         head.check_target(target.identity())
@@ -81,7 +81,7 @@ class HeadDrafter:
         way_out = "train a head for this target"
         target.check_layers(self.feature_layers, key="the head's feature_layers", way_out=way_out)
         head = head.to(target.device).eval()
-        self.dtype = torch.float32 if head.fuse.start(1, target.device) else way.dtype
+        self.dtype = torch.float32 if head.fuse.start(1, target.device) else options.dtype
         self.head = frozen_view(head, target.prepacked.most, self.dtype)
         self.target, self.k, self.depth = target, config.block_size, depth
         self.reach = head.reading.reach
@@ -105,7 +105,7 @@ class HeadDrafter:
         everywhere = torch.arange(self.pool.capacity, device=target.device)[None]
         # cos and sin, [1, 1, capacity, D] each
         self.rope_tables = tuple(table.to(self.dtype) for table in self.head.rope(everywhere))
-        self.row_pass = self._make_row_pass(siblings, sharpness, way.compiles)
+        self.row_pass = self._make_row_pass(siblings, sharpness, options.compiles)
 
     # -- the Drafter protocol --------------------------------------------------------------------
 

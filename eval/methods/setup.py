@@ -10,8 +10,8 @@ from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.pass_options import DEFAULT, PassOptions
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.way import PLAIN, Way
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, costs_file, load_costs
 from specdraft.models.eagle3 import Eagle3Config
@@ -55,7 +55,7 @@ PUBLISHED = "eagle_k1_depth5"  # that EAGLE's authors publish with their heads
 DRAFTERS = ("head", "medusa", "student")  # in `Trained`, that eval/costs.py measures
 
 
-def drafter_form(trained: Trained, way: Way) -> dict[str, Any] | None:
+def drafter_form(trained: Trained, options: PassOptions) -> dict[str, Any] | None:
     """What the time of a draft depends on, as costs.json has it: the kind of a drafter, its sizes,
     and how it is run; None where nothing is trained."""
     for kind in DRAFTERS:
@@ -63,9 +63,9 @@ def drafter_form(trained: Trained, way: Way) -> dict[str, Any] | None:
         if part is not None:
             config = {} if kind == "student" else asdict(part.config) | {"target": {}}
             known = {"kind": kind, "config": config}
-            if way.dtype is not PLAIN.dtype:
-                known["dtype"] = str(way.dtype).removeprefix("torch.")
-            return known | ({"compiled": True} if way.compiles else {})
+            if options.dtype is not DEFAULT.dtype:
+                known["dtype"] = str(options.dtype).removeprefix("torch.")
+            return known | ({"compiled": True} if options.compiles else {})
     return None
 
 
@@ -84,7 +84,7 @@ def make_head(setup: Setup, tree: bool = False, only: str | None = None) -> Falc
     if tree:
         file = tree_file(setup.recipe, setup.trained)
         plan = StaticTree.of_file(file, config.block_size)
-    how = setup.rows, setup.capacity, Way.of(settings, setup.target)
+    how = setup.rows, setup.capacity, PassOptions.of(settings, setup.target)
     return FalconDrafter(setup.trained.head, setup.target, plan, *how)
 
 
@@ -102,8 +102,8 @@ def make_dynamic(setup: Setup, only: str | None = None) -> DynamicFalcon:
     """A head's drafts by what they are worth. RecipeError for the method `only` with another's."""
     head, sizes = setup.trained.head, (setup.rows, setup.capacity)
     _check_head(only, head.config)
-    way = Way.of(setup.recipe.eval, setup.target)
-    return DynamicFalcon(head, setup.target, measured_costs(setup, "head"), *sizes, way=way)
+    options = PassOptions.of(setup.recipe.eval, setup.target)
+    return DynamicFalcon(head, setup.target, measured_costs(setup, "head"), *sizes, options=options)
 
 
 def measured_costs(setup: Setup, kind: str) -> CostModel | None:
@@ -113,8 +113,8 @@ def measured_costs(setup: Setup, kind: str) -> CostModel | None:
     if not path.is_file():
         return None
     own = Trained(**{kind: getattr(setup.trained, kind)})
-    way = Way.of(setup.recipe.eval, setup.target)
-    return load_costs(path, setup.target, drafter_form(own, way))
+    options = PassOptions.of(setup.recipe.eval, setup.target)
+    return load_costs(path, setup.target, drafter_form(own, options))
 
 
 def make_medusa(setup: Setup, tree: bool = False) -> MedusaDrafter:

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from specdraft.data.atomic import write_atomic
+from specdraft.eval.page.cells import NOTHING
 from specdraft.recipes.terminal import Screen
 
 WIDTH = 200  # enough for many columns: a figure that is cut off is none
@@ -65,9 +66,9 @@ def grid_of(made: dict, columns: Sequence[str] = (), rows: Sequence[str] = ()) -
         line = [row["row"]]
         for column in columns:
             ours = row["ours"].get(column)
-            line.append(cell_text(ours) if ours else "-")
-            line += [f"{row['paper'].get(column, '-')}"] * (column in compared)
-        same = f"{row['identical']}/{row['outputs']}" if "outputs" in row else "-"
+            line.append(cell_text(ours) if ours else NOTHING)
+            line += [f"{row['paper'].get(column, NOTHING)}"] * (column in compared)
+        same = f"{row['identical']}/{row['outputs']}" if "outputs" in row else NOTHING
         grid.append([*line, *[same] * agree])
     return grid
 

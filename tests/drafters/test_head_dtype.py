@@ -11,8 +11,8 @@ from test_row_pass import HEADS, head_of
 
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.pass_options import PassOptions
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.way import Way
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.recipes.schema import EvalSection
@@ -30,8 +30,8 @@ def drafters(head, target, rows: int, dtype=HALF):
     k = head.config.block_size
     tree = StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)], k)
     for shape in (StaticTree.chain(5, k), tree):
-        yield FalconDrafter(head, target, shape, rows, 128, way=Way(dtype=dtype))
-    yield DynamicFalcon(head, target, FREE, rows, 128, way=Way(dtype=dtype))
+        yield FalconDrafter(head, target, shape, rows, 128, options=PassOptions(dtype=dtype))
+    yield DynamicFalcon(head, target, FREE, rows, 128, options=PassOptions(dtype=dtype))
 
 
 def asked(drawn: bool) -> list[Request]:
@@ -99,8 +99,10 @@ def test_a_state_that_adds_up_stays_in_float32(target):
 
 
 def test_it_is_the_targets_own_unless_a_recipe_says_another(target):
-    assert Way.of(EvalSection(), target) == Way(False, torch.float32)
-    assert Way.of(EvalSection(head_dtype="bfloat16", compile=True), target) == Way(True, HALF)
+    assert PassOptions.of(EvalSection(), target) == PassOptions(False, torch.float32)
+    assert PassOptions.of(EvalSection(head_dtype="bfloat16", compile=True), target) == PassOptions(
+        True, HALF
+    )
     coarse = random_target()
     coarse.model.to(HALF)
-    assert Way.of(EvalSection(), coarse) == Way(False, HALF)
+    assert PassOptions.of(EvalSection(), coarse) == PassOptions(False, HALF)

@@ -12,8 +12,8 @@ from random_models import random_eagle3, random_head, random_target
 
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.pass_options import PassOptions
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.way import Way
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.models.passes import row as row_pass
@@ -21,7 +21,7 @@ from specdraft.models.passes.row import WEIGHED, reads_alone, weighed
 from specdraft.models.weights import prepacked
 
 COUPLED = {"fusion": "linear", "coupling": "recurrent"}
-COMPILED = Way(compiles=True)
+COMPILED = PassOptions(compiles=True)
 HEADS = {
     "both": (3, {**COUPLED, "reads": "both"}),
     "newest": (2, {"fusion": "linear", "reads": "newest", "coupling": "markov"}),
@@ -193,7 +193,7 @@ def test_compiled_passes_draft_the_same(target, kind):
     else:
         make = partial(DynamicFalcon, head, target, None, 1, 128, width=1)
     with torch.inference_mode():
-        compiled, _ = drafts(drafter := make(way=COMPILED), target, False)
+        compiled, _ = drafts(drafter := make(options=COMPILED), target, False)
         expected, _ = drafts(make(), target, False)
     assert compiled == expected
     requests = [Request(prompt, 17) for prompt in prompts(3)]
@@ -208,7 +208,7 @@ def test_more_heads_are_compiled_than_one_function_may_have_graphs(target):
     with torch._dynamo.config.patch(recompile_limit=1):
         for name in ("eagle", "uncoupled"):
             tree = StaticTree.chain(4, HEADS[name][0])
-            drafter = FalconDrafter(head_of(target, name), target, tree, 1, 64, way=COMPILED)
+            drafter = FalconDrafter(head_of(target, name), target, tree, 1, 64, options=COMPILED)
             assert drafter.row_pass._graphs, f"{name} is not compiled"
 
 
@@ -220,7 +220,7 @@ def test_heads_of_any_size_are_compiled(target, monkeypatch):
     monkeypatch.setattr(prepacked, "_LARGE", 0)
     monkeypatch.setitem(prepacked.LAYOUTS, torch.float32, (prepacked.BLOCKS,))
     torch._dynamo.reset()
-    drafter = DynamicFalcon(head_of(target, "layers"), target, None, 1, 64, way=COMPILED)
+    drafter = DynamicFalcon(head_of(target, "layers"), target, None, 1, 64, options=COMPILED)
     assert drafts(drafter, target, False)[0]
     assert drafter.row_pass._graphs
 
@@ -235,5 +235,5 @@ def test_without_a_compiler_a_warning_says_so_and_drafts_stay_the_same(target, m
     make = partial(FalconDrafter, head, target, StaticTree.chain(4, 2), 1, 64)
     with torch.inference_mode():
         with pytest.warns(UserWarning, match=r"eval\.compile: drafts as before: .*compiler"):
-            found, _ = drafts(make(way=COMPILED), target, False)
+            found, _ = drafts(make(options=COMPILED), target, False)
         assert found == drafts(make(), target, False)[0]

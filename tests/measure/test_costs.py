@@ -27,8 +27,8 @@ from specdraft.eval.costing.show import print_costs
 from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
+from specdraft.eval.drafters.pass_options import PassOptions
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.way import Way
 from specdraft.eval.measure.report import verify_curve
 from specdraft.eval.methods.setup import Setup, measured_costs
 from specdraft.eval.methods.trained import Trained
@@ -236,11 +236,11 @@ def test_costs_of_something_else_are_named_and_measured_again(tmp_path, part, va
 
 def test_a_target_that_is_run_in_another_way_is_measured_again(tmp_path):
     target, path = random_target(vocab=40), tmp_path / "costs.json"
-    usual = subject(target, Trained(), Way())
+    usual = subject(target, Trained(), PassOptions())
     measured(path, usual)
-    assert measured(path, subject(random_target(vocab=40), Trained(), Way()))[1] == []
+    assert measured(path, subject(random_target(vocab=40), Trained(), PassOptions()))[1] == []
     target.prepacked = PrepackedWeights(0)
-    ledger, again = measured(path, subject(target, Trained(), Way()))
+    ledger, again = measured(path, subject(target, Trained(), PassOptions()))
     assert "another target: measuring again" in ledger.note
     assert again
 
@@ -343,16 +343,16 @@ def test_drafts_have_no_price_where_those_of_another_drafter_were_measured(tmp_p
     assert measured_costs(setup, "head") is None
     costs = fitted(verified(), loop(), [POINT])
     seen = {"feature_scale": 2.0, "window": 16}
-    for trained, way, priced in [
-        (Trained(head=head), Way(), True),
-        (Trained(head=other), Way(), True),  # as large
-        (Trained(head=random_head(target, 3, **seen)), Way(), True),  # of other data
-        (Trained(head=head), Way(compiles=True), False),
-        (Trained(head=random_head(target, 2)), Way(), False),
-        (Trained(medusa=heads), Way(), False),
-        (Trained(), Way(), False),
+    for trained, options, priced in [
+        (Trained(head=head), PassOptions(), True),
+        (Trained(head=other), PassOptions(), True),  # as large
+        (Trained(head=random_head(target, 3, **seen)), PassOptions(), True),  # of other data
+        (Trained(head=head), PassOptions(compiles=True), False),
+        (Trained(head=random_head(target, 2)), PassOptions(), False),
+        (Trained(medusa=heads), PassOptions(), False),
+        (Trained(), PassOptions(), False),
     ]:
-        content = {**subject(target, trained, way), "model": costs.to_dict()}
+        content = {**subject(target, trained, options), "model": costs.to_dict()}
         (tmp_path / "costs.json").write_text(json.dumps(content))
         found = measured_costs(setup, "head")
         assert found.verify == costs.verify
@@ -370,7 +370,7 @@ def test_drafts_have_no_price_where_those_of_another_drafter_were_measured(tmp_p
 )
 def test_costs_of_another_machine_are_said_to_be(tmp_path, recwarn, there, told):
     target = random_target(vocab=40)
-    content = {**subject(target, Trained(), Way()), "points": []}
+    content = {**subject(target, Trained(), PassOptions()), "points": []}
     content["model"] = fitted(verified(), loop(), []).to_dict()
     content["environment"] = {**machine(target.device), **there}
     (tmp_path / "costs.json").write_text(json.dumps(content))
@@ -507,7 +507,7 @@ def test_a_drafter_that_compiles_is_made_once_for_all_visits(compiles):
     """A graph for each visit of each head is more than torch.compile makes in one process."""
     target = random_target(vocab=40)
     head, made = random_head(target, 2), []
-    bench = DraftBench(target, Trained(head=head), SMALL, Way(compiles))
+    bench = DraftBench(target, Trained(head=head), SMALL, PassOptions(compiles))
 
     def make(rows):
         made.append(rows)

@@ -10,7 +10,7 @@ from specdraft.recipes.schema import EvalSection
 from specdraft.recipes.static_trees import AUTO
 
 
-class Way(NamedTuple):
+class PassOptions(NamedTuple):
     """How a head's passes are run.
 
     dtype: of its weights, of what it computes and of its cache; a head whose fusion carries a
@@ -22,9 +22,9 @@ class Way(NamedTuple):
 
     @classmethod
     def of(cls, settings: EvalSection, target: Target) -> Self:
-        """The way that a recipe asks for: by default as precise as the target."""
+        """Those that a recipe asks for; by default as precise as the target."""
         dtype = target.dtype if settings.head_dtype == AUTO else DTYPES[settings.head_dtype]
         return cls(settings.compile, dtype)
 
 
-PLAIN = Way()  # unless a recipe says more
+DEFAULT = PassOptions()  # unless a recipe says more
