@@ -535,6 +535,12 @@ def test_the_steps_of_the_loop_accept_tokens_of_their_trees(nodes, brought):
     assert {*counts} == {brought}
 
 
+def test_the_steps_of_the_loop_know_the_shapes_of_their_trees_as_those_of_decoding_do():
+    guesser = TargetBench(random_target(vocab=40), SMALL).guesser
+    for nodes in (1, 2, 4, 16):
+        assert guesser.tree(nodes).topology is guesser.tree(nodes, [3]).topology
+
+
 def test_several_rows_are_timed_behind_caches_of_different_lengths():
     bench = TargetBench(random_target(vocab=40), Grid((1, 4), (1, 3), (8,)))
     found = {}
