@@ -112,8 +112,9 @@ def test_a_tracker_that_fails_on_the_way_is_left_out_and_the_run_goes_on(tmp_pat
     assert sorted(board(tmp_path)["train/loss"]) == [3, 6]
 
 
-def test_a_tracker_that_does_not_start_is_told_with_its_reason(tmp_path):
+def test_a_tracker_that_does_not_start_is_told_with_its_reason_and_behind_no_bar(tmp_path, capsys):
     with pytest.raises(
         RecipeError, match=r"tracker fails to start .*no route to host.* leave it out"
     ):
         train(tmp_path, trackers=[Failing(0)])
+    assert "train 0/6" not in capsys.readouterr().err

@@ -38,6 +38,12 @@ class Journal:
     def __init__(self, out: Path, steps: int, start: int, trackers: Trackers, is_main: bool):
         self.is_main, self.trackers = is_main, trackers
         self.values, self.best = {}, ""  # of the status line
+        if is_main:
+            out.mkdir(parents=True, exist_ok=True)
+            forget_after(out / LOG, start)
+            self.file = (out / LOG).open("a", buffering=1)
+            trackers.start(start)
+        # Last: what fails above is told on a line of its own.
         self.bar = StatusBar(
             total=steps,
             initial=start,
@@ -48,12 +54,6 @@ class Journal:
             # A file or a pipe keeps every redrawing of the bar: seldom is enough there.
             mininterval=0.2 if sys.stderr.isatty() else 10.0,
         )
-        if not is_main:
-            return
-        out.mkdir(parents=True, exist_ok=True)
-        forget_after(out / LOG, start)
-        self.file = (out / LOG).open("a", buffering=1)
-        trackers.start(start)
 
     def __enter__(self) -> Self:
         return self
