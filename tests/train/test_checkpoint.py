@@ -208,6 +208,22 @@ def test_what_was_evaluated_behind_the_last_checkpoint_is_in_it(tmp_path):
     assert (tmp_path / "falcon" / "model.safetensors").read_bytes() == kept
 
 
+def test_an_evaluation_that_no_checkpoint_has_yet_is_logged_once(tmp_path, monkeypatch):
+    evaluate, save = speeds_of({4: 2.0, 6: 3.0}, []), Checkpoints.save
+
+    def crash_behind_the_last(checkpoints, state):
+        if state.evaluated == 6:
+            raise CrashError
+        save(checkpoints, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", crash_behind_the_last)
+        with pytest.raises(CrashError):
+            train(tmp_path, evaluate=evaluate, **{"train.eval_every": 4})
+    train(tmp_path, evaluate=evaluate, **{"train.eval_every": 4})
+    assert [record["step"] for record in log_lines(tmp_path, "eval")] == [4, 6]
+
+
 @pytest.mark.parametrize(
     ("changes", "best"),
     [({"eval.temperature": 1.0}, 2.0), ({"eval.tree": "tiny_k2"}, 2.0), ({"eval.repeats": 2}, 5.0)],

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from specdraft.data.atomic import stating_shortfall, write_atomic
 from specdraft.models.cards.log import LOG
+from specdraft.train.fit.checkpoint import TrainState
 from specdraft.train.fit.trackers import Trackers
 
 
@@ -35,18 +36,18 @@ class StatusBar(tqdm):
 class Journal:
     """Rank 0 writes and shows; on other ranks every method does nothing."""
 
-    def __init__(self, out: Path, steps: int, start: int, trackers: Trackers, is_main: bool):
+    def __init__(self, out: Path, steps: int, state: TrainState, trackers: Trackers, is_main: bool):
         self.is_main, self.trackers = is_main, trackers
         self.values, self.best = {}, ""  # of the status line
         if is_main:
             out.mkdir(parents=True, exist_ok=True)
-            forget_after(out / LOG, start)
+            forget_after(out / LOG, {"train": state.step, "eval": state.evaluated})
             self.file = (out / LOG).open("a", buffering=1)
-            trackers.start(start)
+            trackers.start(state.step)
         # Last: what fails above is told on a line of its own.
         self.bar = StatusBar(
             total=steps,
-            initial=start,
+            initial=state.step,
             disable=not is_main,
             unit="step",
             desc="train",
@@ -128,14 +129,18 @@ class StepTimer:
         return {"tokens_per_second": self.tokens / seconds, "data_wait": self.waited / seconds}
 
 
-def forget_after(log: Path, step: int) -> None:
-    """Drop the lines of `log` beyond `step`: a resumed run writes them again."""
+def forget_after(log: Path, last: dict[str, int]) -> None:
+    """Drop the lines of `log` beyond the last step of their kind: a resumed run writes them again.
+
+    last: {"train", "eval"}; a checkpoint may be older than the evaluation of its own step.
+    """
     if not log.is_file():
         return
     kept = []
     for line in log.read_bytes().splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] <= step:
+            record = json.loads(line)
+            if record["step"] <= last[record["kind"]]:
                 kept.append(line)
         except (ValueError, LookupError, TypeError):  # what a killed run was writing, or damaged
             continue

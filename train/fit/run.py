@@ -135,7 +135,7 @@ class Run:
     def journal(self) -> Journal:
         """Open the journal where this run stands."""
         trackers = Trackers(self.accelerator, self.recipe)
-        return Journal(self.out, self.steps, self.state.step, trackers, self.ranks.is_first)
+        return Journal(self.out, self.steps, self.state, trackers, self.ranks.is_first)
 
     def timed_steps(self, start: int, stop: int, timer: StepTimer) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step, timing the wait for them."""
