@@ -23,6 +23,7 @@ from huggingface_hub.utils import filter_repo_objects
 from specdraft.models.weights.checksums import SUMS
 from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import HubError, in_a_line
+from specdraft.recipes.find import TEMPLATE
 from specdraft.recipes.interrupt import abandonable
 from specdraft.recipes.schema import HubSection
 from specdraft.recipes.static_trees import TREE
@@ -78,8 +79,9 @@ def push(
 ) -> str:
     """Publish files as one commit, making repository and branch if needed; return its address.
 
-    Weights and checksums of an earlier push that are not replaced leave in the same commit: whoever
-    loads a repository must not meet two drafters. Raises HubError, and then nothing has changed.
+    What a drafter is loaded from leaves in the same commit where an earlier push left it and this
+    one does not replace it: whoever loads a repository must not meet two drafters, nor another
+    one's tree or chat template. Raises HubError, and then nothing has changed.
     """
     api = HfApi()
     try:
@@ -92,10 +94,10 @@ def push(
         if revision:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         there = api.list_repo_files(repo_id, revision=revision)
-        weights = filter_repo_objects(there, allow_patterns=[*WEIGHTS, SUMS])
+        loaded = filter_repo_objects(there, allow_patterns=[*WEIGHTS, SUMS, TREE, TEMPLATE])
         # Not upload_folder: it may take several commits, and show a repository half-way.
         operations = [CommitOperationAdd(name, content) for name, content in files.items()]
-        operations += [CommitOperationDelete(name) for name in weights if name not in files]
+        operations += [CommitOperationDelete(name) for name in loaded if name not in files]
         options = {"commit_message": message, "revision": revision}
         made = abandonable(api.create_commit, repo_id, operations, **options)
     except HubError:

@@ -639,14 +639,15 @@ def test_a_push_that_is_stopped_does_not_wait_for_what_it_uploads(
     assert len(hub.commits[name]["main"]) == 1
 
 
-def test_a_repeated_push_replaces_weights_and_leaves_other_files_alone(hub, runs, push):
+def test_a_repeated_push_replaces_what_is_loaded_and_leaves_other_files_alone(hub, runs, push):
     assert push("falcon", "you/again").returncode == 0
     files = hub.commits["you/again"]["main"][-1]
-    files |= {"model-00001-of-00002.safetensors": b"of an older push", "notes.md": b"by hand"}
+    older = {"model-00001-of-00002.safetensors", "tree.yaml", "target_template.jinja"}
+    files |= dict.fromkeys(older, b"of an older push") | {"notes.md": b"by hand"}
     done = push("table", "you/again")
     assert done.returncode == 0, done.stderr
     files = hub.commits["you/again"]["main"][-1]
-    assert "model-00001-of-00002.safetensors" not in files
+    assert not older & set(files)
     assert files["notes.md"] == b"by hand"
     table = (runs / "table" / "table" / "model.safetensors").read_bytes()
     assert files["model.safetensors"] == table
