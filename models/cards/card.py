@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from specdraft.models.cards.lines import ALONE, INSTALL, Card, serving, usage
 from specdraft.models.hub import is_hub_id
-from specdraft.recipes.find import HEADS
+from specdraft.recipes.find import HEADS, drafter_of
 from specdraft.recipes.fitted_tree import Fit, size_of
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
@@ -39,7 +39,7 @@ def model_card(
 ) -> str:
     """Return README.md for the repository `hub.repo_id`, or for the drafter's own folder."""
     name = recipe.hub.repo_id or f"{recipe.name}/{card.kind}"
-    repo = recipe.hub.repo_id or f"runs/{name}"
+    repo = recipe.hub.repo_id or str(drafter_of(recipe, card.kind))
     chat = any(report.get("chat") for report in reports[:1])
     alone = (  # what a repository itself brings to `generate`
         "Or, with nothing but specdraft installed (`trust_remote_code` runs "
@@ -53,7 +53,7 @@ def model_card(
         "decoding: the target checks every drafted token, so its output is what it would be "
         "without drafts. "
         "Trained and measured with specdraft; `recipe.yaml` reproduces it.",
-        facts(recipe, card, config, fit),
+        facts(recipe, card, config, repo, fit),
         "## Use",
         f"```bash\n{INSTALL}```",
         f"```python\n{usage(recipe, card, repo, chat)}```",
@@ -103,7 +103,7 @@ def eval_results(reports: Sequence[dict]) -> Iterator[EvalResult]:
                     )
 
 
-def facts(recipe: Recipe, card: Card, config: dict, fit: Fit | None) -> str:
+def facts(recipe: Recipe, card: Card, config: dict, repo: str, fit: Fit | None) -> str:
     """Return target, data and licence as a table."""
     target, data = recipe.target, recipe.data
     weights = config.get("target", {}).get("weights")
@@ -114,7 +114,7 @@ def facts(recipe: Recipe, card: Card, config: dict, fit: Fit | None) -> str:
         f"{data.max_length} tokens"
         + (f", {data.limit} conversations at most" if data.limit else ""),
         **({"head": head_facts(config)} if card.kind in HEADS else {}),
-        **({"tree": tree_facts(fit)} if fit else {}),
+        **({"tree": tree_facts(fit, repo)} if fit else {}),
         "licence": recipe.hub.license
         or "none chosen (`hub.license`); the target's may apply to what is made from it",
     }  # fmt: skip
@@ -138,12 +138,12 @@ def head_facts(config: dict) -> str:
     return "; ".join(parts)
 
 
-def tree_facts(fit: Fit) -> str:
+def tree_facts(fit: Fit, repo: str) -> str:
     """Return what the tree beside the weights is, and what it brought where it was fitted."""
     own, rows = fit.tried()[0], f"{fit.rows} row{'s' * (fit.rows > 1)}"
     return (
         f"{own}, fitted on {fit.place} for {rows}: {own.measured:.2f} x plain decoding there, "
-        f"{own.expected:.2f} x expected; for another machine: `python eval/fit.py recipe.yaml`"
+        f"{own.expected:.2f} x expected; for another machine: `specdraft fit {repo}`"
     )
 
 

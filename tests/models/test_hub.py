@@ -749,6 +749,21 @@ def test_a_card_tells_which_figures_are_of_a_tree_that_was_fitted_anew_since(run
     assert "another tree" not in results([report])
 
 
+@pytest.mark.parametrize("repo", [None, "you/t"])
+def test_a_cards_lines_name_the_place_of_the_drafter_that_it_is_about(runs, repo):
+    """By which it is fitted and loaded: the repository, or the folder that the card lies in."""
+    run = runs / "falcon"
+    named = [f"hub.repo_id={repo or 'null'}", f"output.dir={run}", "eval.tree=auto"]
+    recipe, place = load_recipe(run / "recipe.yaml", named), repo or run / "falcon"
+    config = json.loads((run / "falcon" / "config.json").read_text())
+    trial = {"nodes": 7, "depth": 6, "passes": 2, "tokens": 4.0, "expected": 2.0, "measured": 2.1}
+    fit = Fit(weights="w", machine={"cpu": "one"}, rows=1, trials=(trial,))
+    card = model_card(recipe, CARDS["falcon"], config, [], picture=False, fit=fit)
+    assert f"for another machine: `specdraft fit {place}`" in card
+    assert f'Speculative(falcon("{place}"))' in card
+    assert f'"head": "{place}"' in card
+
+
 def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):
     tree = tmp_path / "mine.yaml"
     tree.write_text("name: of my own\npaths: [[0], [1], [0, 0]]\n")
