@@ -94,9 +94,9 @@ def method(
 
 
 def is_named(part: Any) -> bool:
-    """Whether what is trained is given by its folder or Hub id, or by those of several."""
+    """Whether what is trained, or one of several, is given by its folder or Hub id."""
     parts = part if isinstance(part, list | tuple) else (part,)
-    return bool(parts) and all(isinstance(one, Source) for one in parts)
+    return any(isinstance(one, Source) for one in parts)
 
 
 def load(

@@ -68,7 +68,7 @@ class Kind:
 
     remedy: str  # what a method that has none of it needs, and what to do
     load: Callable[[Recipe, Target, Path], Any]  # of a run's folder
-    # By its own name, or theirs, of students of a cascade; revision.
+    # By its own name, or of students of a cascade by theirs where they are names; revision.
     fetch: Callable[[Any, str | None, Target], Any]
     # What is wrong with a recipe whose eval.methods have a method, by its name, that needs it.
     problems: Callable[[str, Sections], list[str]] = lambda method, sections: []
@@ -180,8 +180,8 @@ KINDS: dict[str, Kind] = {
             for name in recipe.cascade.students
         ),
         fetch=lambda names, revision, target: tuple(
-            load_student(name, revision, target, target.dtype)
-            for name in ([names] if isinstance(names, Source) else names)
+            load_student(one, revision, target, target.dtype) if isinstance(one, Source) else one
+            for one in ([names] if isinstance(names, Source) else names)
         ),
         problems=_without_cascade,
     ),

@@ -121,7 +121,8 @@ def test_students_of_a_cascade_may_be_models(run, tiny, model, tokenizer):
     plain = model.generate(**inputs, **options)
     one = {"table": run / "table"}
     two = one | {"settings": {"cascade": {"k": [[3, 2, 1], [0, 2, 1], [0, 0, 1]]}}}
-    for students, parts in ((tiny, one), ([tiny], one), ([tiny, tiny], two)):
+    mixed = [tiny, run / "student"]
+    for students, parts in ((tiny, one), ([tiny], one), ([tiny, tiny], two), (mixed, two)):
         fast = Speculative(method("cascade", cascade=students, **parts))
         assert torch.equal(model.generate(**inputs, **options, custom_generate=fast), plain)
         assert fast.last.tokens_per_step > 1.5
