@@ -69,6 +69,8 @@ def main() -> None:
     out = options.out or Path("runs") / f"curve_{recipe.name}"
     settings = (common, of_kind, out, regimes, more)
     sizes = list(plan_sizes(recipe, options.recipe, kinds, rows, seeds, *settings))
+    for job in {size.kind: size.job for _, size in sizes}.values():
+        load_recipe(job.recipe, job.settings, check=problems)  # now, and not behind other kinds
     with output_lock(out):
         run_all(list(dict.fromkeys(size.job for _, size in sizes)), options.jobs, "training")
         report = asked(recipe, options, common, of_kind) | make_curves(

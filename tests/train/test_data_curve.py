@@ -209,6 +209,7 @@ def test_a_curve_whose_caches_were_deleted_is_shown_without_their_tokens(tmp_pat
         (["train.steps=null", "train.epochs=2", "--rows", "1,2,3"], "give the steps that equal"),
         (["medusa:optim.lr=1", "--kinds", "eagle"], "no medusa is trained; add it to --kinds"),
         (["eagle:optim.lr=1", "optim.lr=no", "--rows", "1,2,3"], "optim.lr"),
+        (["--kinds", "falcon,eagle", "eagle:optim.lr=no", "--rows", "1,2,3"], "optim.lr"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments, message):
