@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
-from specdraft.models.cards.lines import ALONE, INSTALL, Card, serving, usage
+from specdraft.models.cards.lines import INSTALL, Card, alone, serving, usage
 from specdraft.models.hub import is_hub_id
 from specdraft.recipes.find import HEADS, drafter_of
 from specdraft.recipes.fitted_tree import Fit, size_of
@@ -41,10 +41,10 @@ def model_card(
     name = recipe.hub.repo_id or f"{recipe.name}/{card.kind}"
     repo = recipe.hub.repo_id or str(drafter_of(recipe, card.kind))
     chat = any(report.get("chat") for report in reports[:1])
-    alone = (  # what a repository itself brings to `generate`
+    by_itself = (  # what a repository brings to `generate`
         "Or, with nothing but specdraft installed (`trust_remote_code` runs "
         "`custom_generate/generate.py` of this repository):",
-        f"```python\n{ALONE.format(repo=repo)}```",
+        f"```python\n{alone(recipe)}```",
     )
     parts = [
         f"---\n{yaml.safe_dump(metadata(recipe, card, reports), sort_keys=False)}---",
@@ -57,7 +57,7 @@ def model_card(
         "## Use",
         f"```bash\n{INSTALL}```",
         f"```python\n{usage(recipe, card, repo, chat)}```",
-        *(alone if recipe.hub.repo_id else ()),
+        *(by_itself if recipe.hub.repo_id else ()),
         "In vLLM, which verifies chains:",
         f"```bash\n{serving(recipe, card, repo)}```",
         "## Results",

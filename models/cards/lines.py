@@ -50,7 +50,7 @@ inputs = tokenizer.apply_chat_template(chat, **shape)"""
 GENERATE = """\
 \"\"\"Decode with this repository's drafter: the tokens of `generate`, in fewer steps of the model.
 
-    model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True)
+    model.generate(**inputs, custom_generate="{repo}"{revision}, trust_remote_code=True)
 \"\"\"
 
 import inspect
@@ -72,7 +72,7 @@ def generate(model, revision=None, **arguments):
     return type(model).generate(model, **arguments, custom_generate=fast)
 """
 ALONE = """\
-output = model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True)
+output = model.generate(**inputs, custom_generate="{repo}"{revision}, trust_remote_code=True)
 """
 
 PROPOSER = "specdraft.eval.serve.for_vllm.Proposer"
@@ -87,7 +87,7 @@ EXPORTED = {"eagle3": "eagle3", "medusa": "medusa"}  # kind -> vLLM's own method
 def usage(recipe: Recipe, card: Card, repo: str, chat: bool) -> str:
     """Return the lines of Python that decode with the drafter; chat: by the target's template."""
     target = recipe.target
-    revision = f', revision="{recipe.hub.revision}"' if recipe.hub.revision else ""
+    revision = _revision(recipe)
     call = card.call.format(repo=repo) + _tree(recipe, card)
     bundled = target.model == BUNDLED
     imports = f"Speculative, {call.partition('(')[0]}"
@@ -109,6 +109,11 @@ def usage(recipe: Recipe, card: Card, repo: str, chat: bool) -> str:
         drafter=f"{call}{revision})",
         inputs=inputs,
     )
+
+
+def alone(recipe: Recipe) -> str:
+    """Return the line of Python that decodes with what the repository `hub.repo_id` brings."""
+    return ALONE.format(repo=recipe.hub.repo_id, revision=_revision(recipe))
 
 
 def serving(recipe: Recipe, card: Card, repo: str) -> str:
@@ -142,12 +147,18 @@ def generate_file(recipe: Recipe, card: Card) -> str:
     maker = card.call.partition("(")[0]
     call = card.call.replace('"{repo}"', "source") + _tree(recipe, card)
     drafter = f"{call}, revision=revision)"
-    return GENERATE.format(repo=recipe.hub.repo_id, maker=maker, drafter=drafter)
+    named = {"repo": recipe.hub.repo_id, "revision": _revision(recipe)}
+    return GENERATE.format(**named, maker=maker, drafter=drafter)
 
 
 def tree_name(recipe: Recipe) -> str:
     """Return a bundled tree's name, or AUTO: one that goes along with the head."""
     return recipe.eval.tree if recipe.eval.tree in known_trees() else AUTO
+
+
+def _revision(recipe: Recipe) -> str:
+    """The argument that names the branch that is pushed to; none of the main one."""
+    return f', revision="{recipe.hub.revision}"' if recipe.hub.revision else ""
 
 
 def _tree(recipe: Recipe, card: Card) -> str:

@@ -658,11 +658,11 @@ def test_a_revision_is_a_branch_of_its_own(hub, runs, push):
     assert done.returncode == 0, done.stderr
     branches = hub.commits["you/branched"]
     assert set(branches["main"][-1]) == {".gitattributes"}
-    assert "model.safetensors" in branches["v2"][-1]
-    assert (
-        '"you/branched", tree="tiny_coupled_k3", revision="v2"'
-        in branches["v2"][-1]["README.md"].decode()
-    )
+    files = branches["v2"][-1]
+    assert "model.safetensors" in files
+    assert b'"you/branched", tree="tiny_coupled_k3", revision="v2"' in files["README.md"]
+    for name in ("README.md", "custom_generate/generate.py"):
+        assert b'custom_generate="you/branched", revision="v2", trust' in files[name]
 
 
 def test_nothing_becomes_public_by_accident(hub, runs, push):
