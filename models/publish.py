@@ -11,7 +11,7 @@ from pathlib import Path
 
 from specdraft.models.cards.card import PICTURE, model_card
 from specdraft.models.cards.curve import curve
-from specdraft.models.cards.lines import Card, generate_file, tree_name
+from specdraft.models.cards.lines import Card, generate_file
 from specdraft.models.cards.log import log_in
 from specdraft.models.hub import PAGE, push
 from specdraft.models.portable import portable, portable_json
@@ -32,7 +32,14 @@ from specdraft.recipes.find import (
 )
 from specdraft.recipes.fitted_tree import FIT, read_fit
 from specdraft.recipes.schema import Recipe
-from specdraft.recipes.static_trees import AUTO, TREE, load_tree_paths, tree_block_size
+from specdraft.recipes.static_trees import (
+    AUTO,
+    TREE,
+    known_trees,
+    load_tree_paths,
+    tree_block_size,
+    tree_place,
+)
 from specdraft.recipes.terminal import say
 from specdraft.recipes.yaml_file import dump_yaml, read_mapping
 
@@ -143,14 +150,15 @@ def measured(run: Path, folder: Path) -> list[dict]:
 
 
 def _own_tree(recipe: Recipe, card: Card) -> Path | None:
-    """Return the tree file that goes along with a drafter: the one beside its weights, or the
-    user's. None for a bundled tree, which goes by its name, and for drafters without trees."""
-    if not card.drafts_trees or tree_name(recipe) != AUTO:
+    """Return the tree file that goes along with a drafter: the one beside its weights, or the one
+    that the recipe names. None for drafters without trees."""
+    if not card.drafts_trees:
         return None
-    folder = Path(drafter_of(recipe, card.kind))
-    own = folder / TREE if recipe.eval.tree == AUTO else Path(recipe.eval.tree)
+    if recipe.eval.tree != AUTO:
+        return tree_place(recipe.eval.tree)
+    own = Path(drafter_of(recipe, card.kind)) / TREE
     if not own.is_file():
-        raise HeadError(f"eval.tree = {AUTO}: no {TREE} in {folder}; {FIT}")
+        raise HeadError(f"eval.tree = {AUTO}: no {own.name} in {own.parent}; {FIT}")
     return own
 
 
@@ -191,7 +199,8 @@ def manifest(files: Mapping[str, Path | bytes], recipe: Recipe, card: Card) -> s
 def pushed_recipe(recipe: Recipe) -> dict:
     """Return a recipe without the paths of one machine, and without the server that answered."""
     sections = portable(recipe.to_dict())
-    sections["eval"]["tree"] = tree_name(recipe)
+    if recipe.eval.tree not in known_trees():
+        sections["eval"]["tree"] = AUTO  # that which goes along
     if is_own_template(recipe.target.chat_template):
         sections["target"]["chat_template"] = TEMPLATE
     del sections["output"], sections["hub"], sections["data"]["cache_dir"]

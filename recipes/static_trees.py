@@ -28,7 +28,7 @@ def load_tree_paths(name: str) -> list[tuple[int, ...]]:
     Returns: paths of ranks, parents before children.
     Raises: InvalidRecipeError if there is no such tree or if it is none.
     """
-    path = _locate(name)
+    path = tree_place(name)
     try:
         content = _content(path)
     except RecipeError as error:
@@ -53,7 +53,7 @@ def load_tree_paths(name: str) -> list[tuple[int, ...]]:
 
 def tree_block_size(name: str) -> int | None:
     """Return the block size of the heads that a tree, which is one, was made for; None: any."""
-    return _content(_locate(name)).get("block_size")
+    return _content(tree_place(name)).get("block_size")
 
 
 def tree_problems(paths: list[tuple[int, ...]]) -> list[str]:
@@ -92,7 +92,11 @@ def _bundled(path: Path) -> dict:
     return read_mapping(path)
 
 
-def _locate(name: str) -> Path:
+def tree_place(name: str) -> Path:
+    """Return the file of a bundled tree, or of one that is given by its path.
+
+    Raises InvalidRecipeError for a name that no bundled tree has.
+    """
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         return path

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from specdraft.data.prompts import HOLDOUT, load_prompts, validation_prompts
 from specdraft.data.store.feature_cache import FeatureCache, Features
 from specdraft.data.store.tokens import frequent_tokens
-from specdraft.eval.costing.fitting import fit_tree, is_fitted
+from specdraft.eval.costing.fitting import fit_tree, is_fitted, leave_tree
 from specdraft.eval.costing.race import fitting_prompts
 from specdraft.eval.costing.shares import TreeDrafter
 from specdraft.eval.costing.show import print_fit
@@ -206,7 +206,9 @@ def train_head(
         with keeping(lambda: f"{recipe.output.dir}/{recipe.kind} is trained"):
             target = target or load_target(alone=True)
             best = TreeDrafter.of_run(recipe, target)
-            if recipe.eval.tree == AUTO and not is_fitted(recipe, target, best):
+            if recipe.eval.tree != AUTO:
+                leave_tree(recipe, best)
+            elif not is_fitted(recipe, target, best):
                 print_fit(*fit_tree(recipe, target, best))
             finish(recipe, recipe.kind, target, best.trained, prompts)
     accelerator.wait_for_everyone()

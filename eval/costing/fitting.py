@@ -27,7 +27,7 @@ from specdraft.models.weights.identity import hash_weights
 from specdraft.recipes.fields import plain
 from specdraft.recipes.fitted_tree import Fit, Trial, read_fit
 from specdraft.recipes.schema import Recipe
-from specdraft.recipes.static_trees import TREE
+from specdraft.recipes.static_trees import TREE, load_tree_paths
 
 
 def fit_tree(
@@ -60,6 +60,16 @@ def fit_tree(
     source = f"fitted by eval/fit.py on recipe {recipe.name}"
     write_tree(out, drafter.block_size, source, ranked[0][0].paths, fit)
     return out, fit
+
+
+def leave_tree(recipe: Recipe, drafter: TreeDrafter) -> None:
+    """Write the tree that a recipe names beside the weights, for whoever loads them alone; one that
+    was fitted to them stays."""
+    file, weights = drafter.part.folder / TREE, hash_weights(drafter.part)
+    if file.is_file() and (fit := read_fit(file)) and fit.weights == weights:
+        return
+    source = f"eval.tree of recipe {recipe.name}: {recipe.eval.tree}"
+    write_tree(file, drafter.block_size, source, load_tree_paths(recipe.eval.tree))
 
 
 def is_fitted(recipe: Recipe, target: Target, drafter: TreeDrafter) -> bool:

@@ -49,7 +49,7 @@ from specdraft.eval.methods.trained import KINDS, Sections, Trained
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError
 from specdraft.recipes.fields import MOST_LINES, nearest, shown
-from specdraft.recipes.fitted_tree import size_of
+from specdraft.recipes.fitted_tree import read_fit, size_of
 from specdraft.recipes.schema import EvalSection, Recipe
 from specdraft.recipes.static_trees import AUTO, TREE, load_tree_paths
 
@@ -225,7 +225,7 @@ def tree_of(name: str, recipe: Recipe, trained: Trained) -> str | None:
         return None
     paths = load_tree_paths(file)
     own = recipe.eval.tree == AUTO and Path(file).name == TREE
-    which = "fitted" if own else Path(file).stem
+    which = "fitted" if own and read_fit(Path(file)) else Path(file).stem
     return f"{which}, {size_of(len(paths), max(map(len, paths)))}"
 
 

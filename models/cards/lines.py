@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from specdraft.recipes.find import TEMPLATE, is_own_template
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.sections.target import BUNDLED
-from specdraft.recipes.static_trees import AUTO, known_trees
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def usage(recipe: Recipe, card: Card, repo: str, chat: bool) -> str:
     """Return the lines of Python that decode with the drafter; chat: by the target's template."""
     target = recipe.target
     revision = _revision(recipe)
-    call = card.call.format(repo=repo) + _tree(recipe, card)
+    call = card.call.format(repo=repo)
     bundled = target.model == BUNDLED
     imports = f"Speculative, {call.partition('(')[0]}"
     if bundled:
@@ -145,23 +144,12 @@ def serving(recipe: Recipe, card: Card, repo: str) -> str:
 def generate_file(recipe: Recipe, card: Card) -> str:
     """Return custom_generate/generate.py for the repository `hub.repo_id`."""
     maker = card.call.partition("(")[0]
-    call = card.call.replace('"{repo}"', "source") + _tree(recipe, card)
+    call = card.call.replace('"{repo}"', "source")
     drafter = f"{call}, revision=revision)"
     named = {"repo": recipe.hub.repo_id, "revision": _revision(recipe)}
     return GENERATE.format(**named, maker=maker, drafter=drafter)
 
 
-def tree_name(recipe: Recipe) -> str:
-    """Return a bundled tree's name, or AUTO: one that goes along with the head."""
-    return recipe.eval.tree if recipe.eval.tree in known_trees() else AUTO
-
-
 def _revision(recipe: Recipe) -> str:
     """The argument that names the branch that is pushed to; none of the main one."""
     return f', revision="{recipe.hub.revision}"' if recipe.hub.revision else ""
-
-
-def _tree(recipe: Recipe, card: Card) -> str:
-    """The argument that names a bundled tree."""
-    named = card.drafts_trees and (tree := tree_name(recipe)) != AUTO
-    return f', tree="{tree}"' if named else ""

@@ -20,7 +20,7 @@ from shallow import shallow_target
 from specdraft.data.prompts import Prompt
 from specdraft.eval.costing import race
 from specdraft.eval.costing.drafts import shape_of
-from specdraft.eval.costing.fitting import is_fitted, write_tree
+from specdraft.eval.costing.fitting import is_fitted, leave_tree, write_tree
 from specdraft.eval.costing.rehearsal import rehearse
 from specdraft.eval.costing.replay import Load, Ranks
 from specdraft.eval.costing.search import Candidate, TreePrices, finalists
@@ -44,6 +44,7 @@ from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request
 from specdraft.eval.engine.timing import Timing
 from specdraft.eval.measure.outcome import Outcome
+from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, Curve, draft_terms, loop_terms, verify_terms
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
@@ -262,6 +263,19 @@ def test_auto_is_the_tree_that_was_fitted_to_these_weights(tmp_path):
         fitted_tree(tmp_path, "abd")
     file.write_text(tree_text(fit=None))  # one's own
     assert fitted_tree(tmp_path, "abd") == file
+
+
+def test_a_named_tree_is_left_beside_the_weights_unless_one_was_fitted_to_them(tmp_path):
+    random_head(random_target(vocab=40), 2).save_pretrained(tmp_path)
+    head = FalconHead.from_pretrained(tmp_path)
+    drafter = TreeDrafter("falcon_tree", Trained(head=head), 2, coupled=False, deepest=16)
+    recipe = load_recipe("recipes/tiny.yaml", ["eval.tree=tiny_k2"])
+    file, weights = tmp_path / "tree.yaml", hash_weights(head)
+    for fit, stays in ((None, False), (FIT, False), (replace(FIT, weights=weights), True)):
+        file.write_text(tree_text(fit))
+        leave_tree(recipe, drafter)
+        named = [(0,), (0, 0)] if stays else load_tree_paths("tiny_k2")
+        assert {*load_tree_paths(str(fitted_tree(tmp_path, weights)))} == {*named}
 
 
 @pytest.mark.parametrize(

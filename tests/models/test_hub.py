@@ -35,6 +35,7 @@ from specdraft.recipes import download_bar
 from specdraft.recipes.errors import HeadError, HubError
 from specdraft.recipes.fitted_tree import Fit
 from specdraft.recipes.load import from_dict, load_recipe
+from specdraft.recipes.static_trees import load_tree_paths
 
 # Three small runs are made once for all tests: keep them in one worker.
 
@@ -251,7 +252,7 @@ def test_only_the_files_of_a_drafter_are_pushed(head_run):
     assert set(pushed()) == before
     assert before == {
         "README.md", "SHA256SUMS", "config.json", "custom_generate/generate.py",
-        "custom_generate/requirements.txt", "model.safetensors", "recipe.yaml",
+        "custom_generate/requirements.txt", "model.safetensors", "recipe.yaml", "tree.yaml",
         *({PICTURE} & before),
     }  # fmt: skip
 
@@ -660,7 +661,7 @@ def test_a_revision_is_a_branch_of_its_own(hub, runs, push):
     assert set(branches["main"][-1]) == {".gitattributes"}
     files = branches["v2"][-1]
     assert "model.safetensors" in files
-    assert b'"you/branched", tree="tiny_coupled_k3", revision="v2"' in files["README.md"]
+    assert b'falcon("you/branched", revision="v2")' in files["README.md"]
     for name in ("README.md", "custom_generate/generate.py"):
         assert b'custom_generate="you/branched", revision="v2", trust' in files[name]
 
@@ -762,6 +763,18 @@ def test_a_cards_lines_name_the_place_of_the_drafter_that_it_is_about(runs, repo
     assert f"for another machine: `specdraft fit {place}`" in card
     assert f'Speculative(falcon("{place}"))' in card
     assert f'"head": "{place}"' in card
+
+
+def test_the_tree_that_a_recipe_names_lies_beside_the_head_here_and_on_the_hub(runs):
+    named, beside = "tiny_coupled_k3", runs / "falcon" / "falcon" / "tree.yaml"
+    assert {*load_tree_paths(str(beside))} == {*load_tree_paths(named)}
+    recipe = load_recipe(runs / "falcon" / "recipe.yaml", ["hub.repo_id=you/t"])
+    files = contents(recipe, CARDS["falcon"])
+    pushed = yaml.safe_load(files["tree.yaml"])
+    assert {*map(tuple, pushed["paths"])} == {*load_tree_paths(named)}
+    assert pushed["block_size"] == 3
+    assert 'falcon("you/t")' in files["README.md"].decode()
+    assert yaml.safe_load(files["recipe.yaml"])["eval"]["tree"] == named
 
 
 def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):
