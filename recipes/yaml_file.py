@@ -69,8 +69,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        kind = node.tag.rpartition(":")[2]
-        if kind in ("int", "float") and OLD_BASES.match(node.value):
+        kind, lone = node.tag.rpartition(":")[2], isinstance(node, yaml.ScalarNode)
+        if lone and kind in ("int", "float") and OLD_BASES.match(node.value):
             raise _problem(
                 node, f"{node.value:.60} is no decimal number; put it in quotes to make it text"
             )

@@ -50,6 +50,7 @@ HOSTILE = {
     "many keys": "{" + "".join(f"k{n}: 1, " for n in range(1_000)) + "}",
     "no key": "{[a]: 1}",
     "a tag": "!!bool maybe",
+    "a list that is a number": "!!int [1]",
     "code": "!!python/object/apply:os.system [true]",
     "bytes": "!!binary aGVsbG8=",
     "a set": "!!set {a, b}",
