@@ -142,4 +142,6 @@ def explain(error: yaml.YAMLError) -> str:
     """Say in one line what is wrong with a YAML text, and where."""
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}: " if mark else ""
-    return f"{where}{getattr(error, 'problem', None) or in_a_line(error)}"
+    # Some say only together what is wrong: "found duplicate anchor 'a'; ..", "second occurrence".
+    parts = [getattr(error, name, None) for name in ("context", "problem")]
+    return f"{where}{', '.join(filter(None, parts)) or in_a_line(error)}"

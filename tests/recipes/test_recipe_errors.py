@@ -386,7 +386,9 @@ def test_what_is_written_to_may_begin_at_home(monkeypatch, tmp_path: Path):
 
 def test_broken_yaml_is_told_with_its_line(tmp_path: Path):
     message = refused("name: x\ntrain: {steps: 1\ndata: 3\n", tmp_path)
-    assert message.startswith("line 3: ")
+    assert message.startswith("line 3: while parsing a flow mapping, expected")
+    message = refused("optim: {lr: &a 0.1}\nloss: {distill_weight: &a 1.0}\n", tmp_path)
+    assert message.startswith("line 2: found duplicate anchor 'a'")
     assert refused("- a\n", tmp_path).startswith("must be a mapping of keys to values, not ['a']")
     assert refused("", tmp_path).startswith("must be a mapping of keys to values, not None")
 
