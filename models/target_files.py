@@ -106,7 +106,8 @@ def load_causal_lm(folder: Path, **options: Any) -> PreTrainedModel:
     none that is not whole.
 
     Where a config asks for what the weights do not have, transformers draws it at random. Raises
-    TargetError for that, for layers that a config leaves out, and for weights that are no numbers.
+    TargetError for that, for layers that a config leaves out, for weights that are no numbers, and
+    for those that come in fewer bits than float32 where that is asked for.
     """
     try:
         with _quietly():
@@ -132,6 +133,11 @@ def load_causal_lm(folder: Path, **options: Any) -> PreTrainedModel:
         if names:
             few = ", ".join(sorted(names)[:3]) + (" .." if len(names) > 3 else "")
             raise TargetError(f"{_weights_of(folder)} {problem.format(few)}")
+    if options.get("dtype") == torch.float32 != model.dtype:  # of fp8, say, without its kernels
+        raise TargetError(
+            f"{_weights_of(folder)} is quantised and comes as {model.dtype}, not as float32; set "
+            "target.dtype=bfloat16, or take weights that are not quantised"
+        )
     if strange := [one for one in end_ids(model) if type(one) is not int]:
         raise TargetError(f"eos_token_id of its generation has {strange[0]!r:.60}; give token ids")
     return model

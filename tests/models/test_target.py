@@ -290,3 +290,15 @@ def test_an_lm_head_without_a_matrix_is_refused():
     model.set_output_embeddings(Int8())
     with pytest.raises(TargetError, match="its Int8 is no matrix of numbers; leave embedding"):
         Target.of_model(model)
+
+
+def test_weights_that_come_in_fewer_bits_than_float32_are_refused_where_that_is_asked_for(tmp_path):
+    """Where there are no kernels for fp8, transformers makes its layers bfloat16, or a mixture that
+    cannot run."""
+    folder = shutil.copytree(bundled_target_dir(), tmp_path / "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "dequantize": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TargetError, match=r"comes as torch.bfloat16, .* set target.dtype=bfloat16"):
+        Target.load(str(folder))
+    assert Target.load(str(folder), dtype="bfloat16").dtype == torch.bfloat16
