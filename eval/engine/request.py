@@ -72,7 +72,7 @@ def check_request(
             f"{name}: {len(prompt)} prompt + {length} new tokens exceed the {target.context} "
             f"positions of {target.name}; shorten the prompt, or lower max_new_tokens"
         )
-    if request.temperature < 0 or not 0 < request.top_p <= 1 or request.top_k < 0:
+    if not request.temperature >= 0 or not 0 < request.top_p <= 1 or request.top_k < 0:
         raise DataError(
             f"{name}: temperature {request.temperature}, top_k {request.top_k}, top_p "
             f"{request.top_p}; allowed: temperature >= 0, top_k >= 0, 0 < top_p <= 1"

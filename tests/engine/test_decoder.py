@@ -117,6 +117,7 @@ def test_the_callers_model_keeps_its_attention_and_its_outputs(target):
         (Request([1], 400), "exceed the capacity of 64"),
         (Request([1], 0), "give at least 1"),
         (Request([1], 4, temperature=-1.0), "temperature -1"),
+        (Request([1], 4, temperature=float("nan")), "temperature nan"),
         (Request([1], 4, top_p=0.0), "top_p 0"),
         (Request([1], 4, stop=("x",)), "need a tokenizer"),
     ],
