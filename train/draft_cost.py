@@ -69,8 +69,12 @@ def compared(
     eagle = paper | {"fusion": "linear", "block_size": 1, "input_norm": False}
     base = config
     if isinstance(config, Eagle3Config):
-        same = ("hidden_size", "vocab_size", "heads", "kv_heads", "intermediate_size")
-        base = FalconConfig(**{key: getattr(config, key) for key in same})
+        # Its attention heads need not divide the width, as those of the others must.
+        fits = config.hidden_size % (2 * config.heads) == 0
+        attention = (config.heads, config.kv_heads) if fits else (1, 1)
+        sizes = {"heads": attention[0], "kv_heads": attention[1]}
+        same = ("hidden_size", "vocab_size", "intermediate_size")
+        base = FalconConfig(**sizes, **{key: getattr(config, key) for key in same})
     heads = {
         "draft pass": config,
         "EAGLE-1 pass": replace(base, **eagle),

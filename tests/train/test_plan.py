@@ -79,6 +79,14 @@ def test_a_large_disk_is_told_with_what_would_take_less():
     assert less_disk("tiny", "data.limit=3000") is None
 
 
+def test_an_eagle3_head_whose_attention_heads_do_not_divide_the_width_has_a_plan():
+    recipe = load_recipe("recipes/tiny_eagle3.yaml", ["head.heads=7"])
+    found = compared(eagle3_config(recipe, target_shape(recipe)[0]), 4, 4)
+    usual = load_recipe("recipes/tiny_eagle3.yaml", ["head.heads=4", "head.kv_heads=4"])
+    plain = compared(eagle3_config(usual, target_shape(usual)[0]), 4, 4)
+    assert found["EAGLE-1 pass"] == plain["EAGLE-1 pass"]
+
+
 def test_a_dry_run_shows_the_plan_before_the_recipe():
     shown = run_here("train/falcon.py", "recipes/tiny.yaml", "--dry-run").stdout
     assert shown.startswith("target ")
