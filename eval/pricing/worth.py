@@ -15,9 +15,6 @@ slowest ends. A row that is ahead of the others saves its own share of the steps
 pass for it has to earn more tokens. (Of 24 rows of stories such passes took 5% of the time, and the
 slowest row ended no sooner.)
 
-Whether to draft at all is asked at costs a tenth higher than they were measured: that is how far
-prices are off, and who does not draft loses nothing.
-
 Nothing here is measured while decoding: what is drafted depends on costs that are given, on tokens
 and on the rows that run.
 
@@ -36,7 +33,6 @@ from specdraft.eval.pricing.cost import CostModel, Curve
 from specdraft.eval.pricing.evidence import Evidence
 
 KEEP = 0.98  # what a step counts for, of the one after it
-MARGIN = 1.1  # on what drafts cost
 CACHED = 64  # cached tokens: costs are those of their nearest multiple
 NEVER = 2.0  # no path is so probable
 ENDED = -1  # no row's place
@@ -125,7 +121,7 @@ class Worth:
         """Which rows are drafted for: all, or, where drafts of late were not worth it, none; then
         the step's drafting has ended."""
         first = self._pass_ms(self.rows, 0)
-        if not self.evidence.allows(MARGIN * self.rate * first / self.rows):
+        if not self.evidence.allows(self.rate * first / self.rows):
             self.tokens = self.plain = 1.0
             return []
         self._made, self._first, self._profit = self.rows, first, 0.0
@@ -186,7 +182,7 @@ class Worth:
         self.tokens *= KEEP
         self.plain = KEEP * self.plain + self.rows * (self._first + later) / plain
         if self._profit is not None:
-            self._profit = -MARGIN * rate * (later - plain)
+            self._profit = -rate * (later - plain)
         return Cut(least, most)
 
     def admit(self, row: int) -> None:

@@ -24,7 +24,7 @@ from specdraft.eval.engine.request import GUMBEL, Request
 from specdraft.eval.engine.tree import Tree
 from specdraft.eval.pricing.cost import CostModel
 from specdraft.eval.pricing.evidence import LEAST, MOST, Evidence
-from specdraft.eval.pricing.worth import CACHED, MARGIN, NEVER, USUAL, Worth, _ratios
+from specdraft.eval.pricing.worth import CACHED, NEVER, USUAL, Worth, _ratios
 from specdraft.models.passes.row import WEIGHED, weighed
 
 # Nodes and passes that cost next to nothing: everything is drafted. And such as cost a lot.
@@ -404,7 +404,7 @@ def test_drafts_have_to_beat_plain_decoding_even_after_steps_that_were_slower():
     plain = USUAL.verify_ms(1, 1, 128) + USUAL.loop_ms(1, 1)
     assert worth.rate == pytest.approx(1.0 / plain)
     pass_ms = USUAL.draft_ms([1], [1] * 3, 1)
-    for gained, starts in ((0.95 * MARGIN, []), (1.05 * MARGIN, [0])):
+    for gained, starts in ((0.95, []), (1.05, [0])):
         worth.evidence.left = 0
         worth.evidence.gains, worth.evidence.drafts = 1e9 * gained * pass_ms / plain, 1e9
         assert worth.starts() == starts
