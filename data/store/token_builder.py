@@ -117,6 +117,7 @@ def _build(
         ranks.wait()
     if ranks.is_first:
         conversations = corpus.conversations
+        partial.mkdir(parents=True, exist_ok=True)  # what fails here is told before a bar begins
         if rewriter:
             examples = rewriter.examples()
         else:
@@ -124,7 +125,6 @@ def _build(
         counts, digest = Counter(), hashlib.sha256()
         rows = _learnable(examples, recipe.data.max_length, settings["min_tokens"], counts)
         rows = _hashed(rows, digest)
-        partial.mkdir(parents=True, exist_ok=True)
         for left in partial.glob("*.arrow"):  # of a cache that is made again
             left.unlink()
         lengths = _write_arrow(rows, partial, bool(renderer.start))
