@@ -221,6 +221,7 @@ def test_a_fault_fails_exactly_its_own_line(doctor, ill, fault, lines, remedy, u
 
 
 def test_a_method_that_cannot_draft_is_told_with_its_own_remedy(doctor, ill):
+    (ill / "run" / "falcon" / "tree.yaml").unlink()
     _, outcomes, remedies, _ = doctor(ill, "eval.tree=auto")
     assert failing(outcomes) == ["falcon_tree = plain"]
     assert remedies["falcon_tree = plain"].startswith("fit one: python eval/fit.py RECIPE")

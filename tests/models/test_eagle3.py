@@ -561,12 +561,12 @@ def test_a_published_head_drafts_eagles_tree_until_one_is_fitted_to_it(target, t
     drafter = make_drafter("eagle3_tree", Setup(recipe, target, Trained(head), 2, 128))
     check_as_plain(target, drafter, 2)
     (folder / "tree.yaml").write_text("paths: [[0], [1], [0, 0]]")
-    assert tree_of("eagle3_tree", recipe, Trained(head)) == "fitted, 3 nodes to depth 2"
+    assert tree_of("eagle3_tree", recipe, Trained(head)) == "tree, 3 nodes to depth 2"
     heads = MedusaHeads.of(MedusaConfig(HIDDEN, VOCAB, heads=2), target.lm_head_weight)
     heads.save_pretrained(heads_at := tmp_path / "medusa")
     (heads_at / "tree.yaml").write_text("paths: [[0], [1]]")
     both = Trained(head, medusa=MedusaHeads.load_for(heads_at, target.identity()))
-    assert tree_of("medusa_tree", recipe, both) == "fitted, 2 nodes to depth 1"
+    assert tree_of("medusa_tree", recipe, both) == "tree, 2 nodes to depth 1"
     assert make_drafter("medusa_tree", Setup(recipe, target, both, 2, 128)).max_nodes == 2
 
 
