@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 from fuzz import KINDS, fuzz
-from kills import Session
+from kills import PATIENCE, Session
 from mangle import WAYS
 from place import Place
 from tampers import tamper
@@ -32,9 +32,10 @@ def test_what_was_tampered_with_is_not_taken_as_whole(place, tmp_path):
 
 
 def test_a_closed_terminal_hangs_up_who_has_nothing_to_say(tmp_path):
-    (script := tmp_path / "silent.py").write_text("import time\ntime.sleep(60)\n")
+    script, begun = tmp_path / "silent.py", tmp_path / "begun"
+    script.write_text(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(60)\n")
     session = Session("python", [str(script)], tmp_path)
-    assert session.lasts(1)
+    assert session.lasts(PATIENCE, begun.exists)
     session.end("closed")
     assert not session.lasts(10)
     assert session.code == -signal.SIGHUP
