@@ -1,7 +1,7 @@
 """The Hugging Face Hub: a drafter goes there in one commit, and comes back as a folder.
 
     push(files, "owner/name", private=True)     # every file, or none
-    fetch("owner/name")                         # the folder of a snapshot; a local folder as it is
+    fetch("owner/name@v2")                      # the folder of a snapshot; a local folder as it is
 
 Credentials are huggingface_hub's own affair (`hf auth login`, HF_TOKEN), and so is which Hub it is
 (HF_ENDPOINT). Nothing here asks the network about a folder that exists.
@@ -24,6 +24,7 @@ from specdraft.models.weights.checksums import SUMS
 from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import HubError, in_a_line
 from specdraft.recipes.find import TEMPLATE
+from specdraft.recipes.hub_name import split_revision
 from specdraft.recipes.interrupt import abandonable
 from specdraft.recipes.schema import HubSection
 from specdraft.recipes.static_trees import TREE
@@ -34,26 +35,30 @@ LATER = "python models/push.py RUN OWNER/NAME"
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Whether a name can only be a repository's: owner/name, and no folder lies there.
+    """Whether a name can only be a repository's: owner/name, with @revision or without, and no
+    folder lies there.
 
     A Path is always a folder.
     """
     if not isinstance(name, str) or name.startswith((".", "/", "~")):
         return False
-    return name.count("/") == 1 and not Path(name).exists()
+    return split_revision(name)[0].count("/") == 1 and not Path(name).exists()
 
 
 def fetch(name: str | Path, revision: str | None = None) -> Path:
     """Return the folder of a drafter: a local one as it is, or a snapshot of a Hub repository.
 
-    Raises HubError when the Hub does not give it.
+    Raises HubError when the Hub does not give it, or a name has another revision than `revision`.
     """
     if not is_hub_id(name):
         return Path(os.path.expanduser(name))  # which takes any name
+    repo_id, own = split_revision(name)
+    if own and revision not in (None, own):
+        raise HubError(f"{name} is not of revision {revision}; name one of the two")
     try:
         patterns = ["config.json", SUMS, TREE, *WEIGHTS]
         options = {"allow_patterns": patterns, "tqdm_class": DownloadBar}
-        return Path(abandonable(snapshot_download, name, revision=revision, **options))
+        return Path(abandonable(snapshot_download, repo_id, revision=own or revision, **options))
     except Exception as error:
         raise HubError(
             f"{name} is no local folder and the Hub did not give it ({_reason(error)}); "

@@ -26,6 +26,7 @@ from transformers import (
 
 from specdraft.models.embeddings import check_no_bias
 from specdraft.models.families.encoder_decoder import base_of, decoder_depth, decoder_layers
+from specdraft.models.hub import is_hub_id
 from specdraft.models.saved import share_weights
 from specdraft.models.shapes import (
     OTHER_STUDENTS,
@@ -45,6 +46,7 @@ from specdraft.models.target_files import (
 from specdraft.models.weights.checksums import check_sums, write_sums
 from specdraft.models.weights.placement import is_kept_elsewhere
 from specdraft.recipes.errors import RecipeError, TargetError, UntrainedError, in_a_line
+from specdraft.recipes.hub_name import split_revision
 from specdraft.recipes.schema import StudentSection
 
 SPECIAL = ("bos_token", "eos_token", "unk_token")
@@ -207,7 +209,8 @@ def load_student(
     share the target's tokens.
     """
     try:
-        folder = model_folder(str(name), revision)
+        repo_id, own = split_revision(name) if is_hub_id(name) else (str(name), None)
+        folder = model_folder(repo_id, own or revision)
         check_sums(folder)
         model = load_causal_lm(folder, dtype=dtype or "auto")
         tokenizer = load_tokenizer(folder)

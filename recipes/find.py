@@ -18,6 +18,7 @@ from huggingface_hub import hf_hub_download
 from specdraft.recipes.download_bar import DownloadBar
 from specdraft.recipes.errors import RecipeError, in_a_line
 from specdraft.recipes.fields import nearest, shortened
+from specdraft.recipes.hub_name import split_revision
 from specdraft.recipes.schema import Recipe
 
 BUNDLED = Path(__file__).parent
@@ -45,8 +46,9 @@ def find_recipe(name: str | Path) -> tuple[Path, dict]:
     was found, which replace those in the file: a run's recipe goes on in that run's folder.
 
     name: its file, a bundled one's name, the folder of a run, of a drafter in it, or of a drafter
-    that was copied or pushed with its recipe, or the Hub id of one. Raises RecipeError, with what
-    there is, where nothing of these is found, or where a run has drafters of several kinds.
+    that was copied or pushed with its recipe, or the Hub id of one, with @revision or without.
+    Raises RecipeError, with what there is, where nothing of these is found, or where a run has
+    drafters of several kinds.
     """
     path = Path(name)
     # By os.path: pathlib raises for a name that no file can have, e.g. one that is too long.
@@ -88,7 +90,8 @@ def _drafting_with(source: str | Path, folder: Path) -> dict:
     if kind == "student":
         own = dict.fromkeys(("keep_layers", "layers", "hidden", "heads", "kv_heads"))
         own |= {"intermediate": None, "embeddings": "copied", "training": "none"}
-        return {"student": own | {"model": source, "revision": None}}
+        model, revision = (source, None) if os.path.isdir(source) else split_revision(source)
+        return {"student": own | {"model": model, "revision": revision}}
     section, key = {"medusa": ("medusa", "model"), "table": ("maxgram", "table")}.get(
         kind, ("head", "model")
     )
@@ -120,17 +123,20 @@ def read_config(folder: Path) -> dict:
 
 def _can_be_of_the_hub(name: str) -> bool:
     """Whether a name can be owner/name of the Hub: its owner is no folder here."""
+    name, _ = split_revision(name)
     named = re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name) and not name.startswith(".")
     return bool(named) and not name.endswith(FILES) and not os.path.isdir(Path(name).parent)
 
 
 def _fetched(name: str) -> Path:
     """Download a repository's config, recipe and chat template; return their folder."""
+    repo_id, revision = split_revision(name)
+    options = {"revision": revision, "tqdm_class": DownloadBar}
     try:
         for file in (CONFIG, RECIPE):
-            path = hf_hub_download(name, file, tqdm_class=DownloadBar)
+            path = hf_hub_download(repo_id, file, **options)
         if TEMPLATE in Path(path).read_text(encoding="utf-8", errors="replace"):
-            hf_hub_download(name, file := TEMPLATE, tqdm_class=DownloadBar)
+            hf_hub_download(repo_id, file := TEMPLATE, **options)
     except Exception as error:
         raise RecipeError(
             f"{name} is no recipe or folder here, and the Hub did not give its {file} "

@@ -664,6 +664,25 @@ def test_a_revision_is_a_branch_of_its_own(hub, runs, push):
     assert b'falcon("you/branched", revision="v2")' in files["README.md"]
     for name in ("README.md", "custom_generate/generate.py"):
         assert b'custom_generate="you/branched", revision="v2", trust' in files[name]
+    assert b'"head": "you/branched@v2"' in files["README.md"]
+
+
+@pytest.mark.parametrize("kind", ["falcon", "student"])
+def test_a_name_may_say_its_revision(hub, nursery, push, tmp_path, kind):
+    name = f"you/{kind}_at"
+    assert push(kind, name, "hub.revision=v2").returncode == 0
+    few = ["eval.limit=1", "eval.max_new_tokens=4", f"output.dir={tmp_path / 'out'}"]
+    done = run(nursery, "eval/bench.py", f"{name}@v2", *few)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for other in (name, f"{name}@v3"):
+        gone = run(nursery, "eval/bench.py", other, *few)
+        assert gone.returncode == 2
+        assert f"{other} is no recipe or folder here, and the Hub did not give" in gone.stderr
+
+
+def test_two_revisions_of_one_name_are_refused():
+    with pytest.raises(HubError, match=r"you/x@v2 is not of revision v3; name one of the two"):
+        fetch("you/x@v2", "v3")
 
 
 def test_nothing_becomes_public_by_accident(hub, runs, push):
@@ -711,6 +730,7 @@ def test_a_folder_is_never_looked_for_on_the_hub(tmp_path, monkeypatch):
     for name in (Path("you/head"), "./you", "/you/head", "~/head", "runs/tiny/head", "head"):
         assert not is_hub_id(name)
     assert is_hub_id("you/head")
+    assert is_hub_id("you/head@refs/pr/1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match="you/head is no local folder and the Hub did not give it"):
         fetch("you/head")
