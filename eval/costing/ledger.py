@@ -1,10 +1,10 @@
 """costs.json while it is measured, and when it is whole.
 
 It says what its figures depend on: the machine, the target with its dtype, the drafter. Points are
-written down as they come, and the same command goes on behind them; those of another machine or
-target are dropped, those of another drafter where drafts are what was measured.
+written down as they come, and the same command goes on behind them; those of another version,
+machine or target are dropped, those of another drafter where drafts are what was measured.
 
-    {"schema": 1, "recipe": .., "environment": {..}, "target": {..}, "drafter": {..} or null,
+    {"schema": 2, "recipe": .., "environment": {..}, "target": {..}, "drafter": {..} or null,
      "points": [{"what": "verify", "rows": 1, "nodes": 4, "cached": 64, "ms": 0.9, "tries": [..]}],
      "model": null, or what eval/pricing/cost.py reads}
 """
@@ -21,10 +21,9 @@ from typing import Any
 from specdraft.data.atomic import write_atomic
 from specdraft.eval.costing.bench import Cell, Key
 from specdraft.eval.costing.curves import fit, knots
-from specdraft.eval.pricing.cost import CostModel, draft_terms, loop_terms, verify_terms
+from specdraft.eval.pricing.cost import SCHEMA, CostModel, draft_terms, loop_terms, verify_terms
 from specdraft.recipes.errors import DataError
 
-SCHEMA = 1
 BUSY = 0.08  # unrest of a machine that does something else, too
 PATIENCE = 1.0  # seconds of measuring that may be lost: to write takes longer than most points
 # Of the environment, what does not say which machine it is.
@@ -52,9 +51,9 @@ class Ledger:
     def _read(self) -> dict:
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            if content["schema"] != SCHEMA or not all(map(is_sound, content["points"])):
-                raise ValueError
             list(differing(content, self.subject))
+            if content["schema"] == SCHEMA and not all(map(is_sound, content["points"])):
+                raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise DataError(
                 f"{self.path} holds no costs; delete it and measure them again"
@@ -148,8 +147,11 @@ def is_sound(point: Mapping[str, Any]) -> bool:
 
 
 def differing(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:
-    """What differs between two subjects: parts of the machine, target or drafter."""
+    """What differs between costs that are there and a subject: who measured them, parts of the
+    machine, target or drafter."""
     ours, theirs = wanted["environment"], there["environment"]
+    if there["schema"] != SCHEMA:
+        yield "version of specdraft"
     for name in sorted(ours.keys() - set(ELSEWHERE)):
         if ours[name] != theirs.get(name):
             yield name

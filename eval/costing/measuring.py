@@ -7,6 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from specdraft.data.lock import building_lock
+from specdraft.data.ranks import ALONE
 from specdraft.eval.costing.bench import Cell, TargetBench, turns, visit
 from specdraft.eval.costing.drafts import DraftBench
 from specdraft.eval.costing.grid import Grid
@@ -40,14 +42,21 @@ def measure_costs(
     written. Raises DataError where it holds no costs.
     """
     out = out or costs_file(recipe, target)
-    options = PassOptions.of(recipe.eval, target)
-    ledger = Ledger(out, recipe.name, subject(target, trained, options))
-    left = _left(ledger, target, trained, _with_room(grid, recipe, target), options)
+    options, grid = PassOptions.of(recipe.eval, target), _with_room(grid, recipe, target)
+    of = subject(target, trained, options)
+
+    def look() -> tuple[Ledger, list[tuple[int, Cell]]]:
+        ledger = Ledger(out, recipe.name, of)
+        return ledger, _left(ledger, target, trained, grid, options)
+
+    ledger, left = look()
     if not left and quiet:
         return ledger
-    _measure(ledger, left)
-    ledger.fit()
-    ledger.write()
+    with building_lock(out, ALONE):
+        ledger, left = look()  # another command may have measured it meanwhile
+        _measure(ledger, left)
+        ledger.fit()
+        ledger.write()
     if (apart := unrest([*ledger.points.values()])) > BUSY:
         say(f"tries of a point lie {apart:.0%} apart: the machine did something else, too")
     return ledger

@@ -38,6 +38,7 @@ from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
 
 COSTS = "costs.json"  # in the folder of a run
+SCHEMA = 2  # in 1, a step's loop was priced with trees whose shapes it had yet to make
 # Of a drafter's config, what its drafts take as long with: whose it is, numbers that depend on what
 # it was trained on, and a window, which a recipe may say anew.
 UNTIMED = {"target", "embed_scale", "feature_scale", "norm_eps", "rope", "rope_theta", "window"}
@@ -196,7 +197,7 @@ def load_costs(
     path: Path, target: Target | None = None, form: Mapping[str, Any] | None = None
 ) -> CostModel:
     """Read what eval/costs.py has written, for a target, if one is given; a warning says where it
-    was measured on another machine than this target's.
+    was measured by another version, or on another machine than this target's.
 
     form: of the drafter that drafts; what was measured of drafts of another form is left out.
     Raises DataError where there is none, half of it, or another target's.
@@ -210,11 +211,18 @@ def load_costs(
         costs = CostModel.from_dict(model)
         if not costs.is_sound:
             raise ValueError
+        measured_now = content["schema"] == SCHEMA
         name, weights = (content["target"][key] for key in ("name", "weights"))
         there, elsewhere = _timed(content["drafter"] or {}), content["environment"]
         elsewhere = {part: elsewhere.get(part) for part in PROCESSORS}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} holds no costs; delete it and measure them again") from error
+    if not measured_now:
+        warnings.warn(
+            f"{path} was measured by another version of specdraft, whose prices differ; measure "
+            "again: python eval/costs.py RECIPE",
+            stacklevel=2,
+        )
     if target is not None:
         if target.identity()["weights"] != weights:
             whose = f"{name}, not of {target.name}"

@@ -4,6 +4,7 @@ import io
 import json
 import platform
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -22,7 +23,7 @@ from specdraft.eval.costing.curves import fit, knots, nonnegative
 from specdraft.eval.costing.drafts import DraftBench, shape_of
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.costing.ledger import BUSY, Ledger, fitted, unrest
-from specdraft.eval.costing.measuring import subject
+from specdraft.eval.costing.measuring import measure_costs, subject
 from specdraft.eval.costing.show import print_costs
 from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.dynamic import DynamicFalcon
@@ -32,7 +33,7 @@ from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.measure.report import verify_curve
 from specdraft.eval.methods.setup import Setup, measured_costs
 from specdraft.eval.methods.trained import Trained
-from specdraft.eval.pricing.cost import CostModel, Curve, load_costs, verify_terms
+from specdraft.eval.pricing.cost import SCHEMA, CostModel, Curve, load_costs, verify_terms
 from specdraft.eval.pricing.machine import machine, processor
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.student import pruned
@@ -211,6 +212,22 @@ def test_an_interrupted_measurement_goes_on_where_it_stopped(tmp_path):
     assert measured(path)[1] == []
 
 
+def test_of_two_commands_at_once_one_measures_and_the_other_takes_its_costs(tmp_path, monkeypatch):
+    recipe, target, visits = load_recipe("tiny"), random_target(vocab=40), []
+    monkeypatch.setattr(
+        "specdraft.eval.costing.measuring.visit", lambda cell: visits.append(cell) or visit(cell)
+    )
+
+    def measure(_: int) -> int:
+        return len(measure_costs(recipe, target, Trained(), SMALL, tmp_path / "costs.json").points)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(measure, range(2))
+    assert first == second
+    assert len(visits) == SMALL.repeats * first
+    assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
+
+
 def test_the_turns_are_of_everything_in_an_order_of_their_own():
     made = list(turns(cells([]), 3))
     orders = [[cell.key for turn, cell in made if turn == number] for number in range(3)]
@@ -231,6 +248,20 @@ def test_costs_of_something_else_are_named_and_measured_again(tmp_path, part, va
     _, first = measured(path)
     ledger, again = measured(path, SUBJECT | {part: value})
     assert said in ledger.note
+    assert again == first
+
+
+def test_costs_of_another_version_are_named_and_measured_again(tmp_path):
+    path = tmp_path / "costs.json"
+    ledger, first = measured(path)
+    ledger.fit()
+    ledger.write()
+    load_costs(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 1}))
+    with pytest.warns(UserWarning, match="measured by another version of specdraft"):
+        load_costs(path)
+    ledger, again = measured(path)
+    assert "another version of specdraft: measuring again" in ledger.note
     assert again == first
 
 
@@ -273,7 +304,7 @@ def test_with_another_head_only_drafts_are_measured_again(tmp_path):
     assert ledger.of("draft") == []
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1, "points": [{}]}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2, "points": [{}]}'])
 def test_a_file_that_holds_no_costs_is_refused(tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(DataError, match="holds no costs"):
@@ -296,7 +327,7 @@ POINT = {"what": "draft", "rows": 1, "paths": [1], "levels": [1], "ms": 2.0, "tr
 def test_a_point_that_is_none_is_refused_before_anything_is_measured(tmp_path, change):
     file = tmp_path / "costs.json"
     for point in (POINT, POINT | change):
-        file.write_text(json.dumps({"schema": 1, **SUBJECT, "points": [POINT, point]}))
+        file.write_text(json.dumps({"schema": SCHEMA, **SUBJECT, "points": [POINT, point]}))
         if point is POINT:
             assert len(Ledger(file, "tiny", SUBJECT).points) == 1
     with pytest.raises(DataError, match="holds no costs; delete it"):
@@ -312,7 +343,12 @@ def test_a_point_that_is_none_is_refused_before_anything_is_measured(tmp_path, c
     ],
 )  # fmt: skip
 def test_prices_that_are_none_are_refused(tmp_path, part, value):
-    content = {**SUBJECT, "model": fitted(verified(), loop(), []).to_dict(), "points": []}
+    content = {
+        "schema": SCHEMA,
+        **SUBJECT,
+        "model": fitted(verified(), loop(), []).to_dict(),
+        "points": [],
+    }
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(content))
     load_costs(file)
@@ -326,7 +362,7 @@ def test_prices_that_are_none_are_refused(tmp_path, part, value):
 @pytest.mark.parametrize("points", [[], None, [None], [{"what": "verify"}], "whole"])
 def test_a_report_is_written_whatever_the_points_have_become(tmp_path, points):
     whole = [{"what": "verify", "tries": [1.0], **point} for point in verified()]
-    content = {**SUBJECT, "model": fitted(verified(), loop(), []).to_dict()}
+    content = {"schema": SCHEMA, **SUBJECT, "model": fitted(verified(), loop(), []).to_dict()}
     content["points"] = whole if points == "whole" else points
     (tmp_path / "costs.json").write_text(json.dumps(content))
     shown = verify_curve(tmp_path / "costs.json")
@@ -352,7 +388,7 @@ def test_drafts_have_no_price_where_those_of_another_drafter_were_measured(tmp_p
         (Trained(medusa=heads), PassOptions(), False),
         (Trained(), PassOptions(), False),
     ]:
-        content = {**subject(target, trained, options), "model": costs.to_dict()}
+        content = {"schema": SCHEMA, **subject(target, trained, options), "model": costs.to_dict()}
         (tmp_path / "costs.json").write_text(json.dumps(content))
         found = measured_costs(setup, "head")
         assert found.verify == costs.verify
@@ -370,7 +406,7 @@ def test_drafts_have_no_price_where_those_of_another_drafter_were_measured(tmp_p
 )
 def test_costs_of_another_machine_are_said_to_be(tmp_path, recwarn, there, told):
     target = random_target(vocab=40)
-    content = {**subject(target, Trained(), PassOptions()), "points": []}
+    content = {"schema": SCHEMA, **subject(target, Trained(), PassOptions()), "points": []}
     content["model"] = fitted(verified(), loop(), []).to_dict()
     content["environment"] = {**machine(target.device), **there}
     (tmp_path / "costs.json").write_text(json.dumps(content))
