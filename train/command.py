@@ -17,11 +17,12 @@ from specdraft.models.target import Target
 from specdraft.recipes.arguments import recipe_parser, whole
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
-from specdraft.recipes.terminal import Screen
+from specdraft.recipes.terminal import Screen, say
 from specdraft.recipes.yaml_file import dump_yaml
 from specdraft.train.fit.accelerator import check_launch, load_target, make_accelerator
 from specdraft.train.fit.checkpoint import check_run
 from specdraft.train.fit.set_aside import set_aside_others
+from specdraft.train.objectives.unread import unread_settings
 from specdraft.train.plan import known_sizes, make_plan, measured_flops
 from specdraft.train.plan_lines import plan_lines
 
@@ -57,6 +58,8 @@ def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda
     with output_lock(out, ranks), stating_shortfall(out):
         if ranks.is_first:
             set_aside_others(out, recipe.kind)
+            if unread := unread_settings(recipe):
+                say(unread)
         ranks.wait()
         check_run(out, recipe.to_dict())
         train(recipe, accelerator, partial(load_target, recipe, accelerator))

@@ -9,6 +9,7 @@ from specdraft.models.shapes import BYTES, eagle3_config, head_config
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO
 from specdraft.train.draft_cost import compared
+from specdraft.train.objectives.unread import unread_settings
 from specdraft.train.plan import Plan
 
 LARGE_CACHE = 50e9  # bytes, from which on ways to store less are named
@@ -26,6 +27,8 @@ def plan_lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tup
         placement = f"target.device_map = {spread}: {held} over the devices of one process"
         lines.append(("placement", placement))
     lines += plan.student.lines() if plan.student else _head_lines(plan, recipe)
+    if unread := unread_settings(recipe):
+        lines.append(("not read", unread))
     output = ("output", str(recipe.output.dir))
     if not plan.drafter_parameters:
         return [*lines, output]

@@ -9,6 +9,7 @@ from specdraft.models.shapes import target_shape
 from specdraft.recipes.find import BUNDLED, KINDS
 from specdraft.recipes.load import load_recipe
 from specdraft.train.kinds import named, trainers, with_kind
+from specdraft.train.objectives.unread import OTHERS
 
 SCRIPTS = dict(
     zip(KINDS, ("falcon", "eagle", "eagle3", "medusa", "distill", "maxgram"), strict=True)
@@ -94,6 +95,24 @@ def test_a_holdout_that_is_all_measured_is_told_before_anything_is_made(changes,
     assert done.returncode == 2
     assert "all that is held out is measured" in done.stderr
     assert told in done.stderr
+
+
+SMALL = ["data.limit=4", "train.steps=2", "train.batch_size=2", "train.threads=1", "eval.limit=1"]
+SMALL += ["train.eval_every=null", "eval.validation=1", "eval.max_new_tokens=4", "optim.lr=0.1"]
+CHANGED = ["train.rollout=3", "train.alignments=all", "loss.lk_weight=0.5", "loss.depth_decay=0.5"]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_told_to_be_unread_changes_no_weight(tmp_path, kind):
+    recipe, script = f"tiny_{SCRIPTS[kind]}", f"train/{SCRIPTS[kind]}.py"
+    weights = []
+    for number, changes in enumerate([[], CHANGED]):
+        places = [f"output.dir={tmp_path / str(number)}", f"data.cache_dir={tmp_path / 'cache'}"]
+        done = run_here(script, recipe, *SMALL, *places, *changes)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert (f"do not read {', '.join(CHANGED)}" in done.stderr) == bool(changes)
+        weights += [(tmp_path / str(number) / kind / "model.safetensors").read_bytes()]
+    assert weights[0] == weights[1]
 
 
 def test_an_unknown_kind_is_told_the_nearest():
