@@ -15,6 +15,7 @@ from specdraft.data.sources import is_here
 from specdraft.data.store.storage import Storage, feature_bytes
 from specdraft.data.store.token_builder import token_settings
 from specdraft.data.store.tokens import TokenCache
+from specdraft.data.template import Template
 from specdraft.models.eagle3 import Apart
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.sar.fusion import FUSIONS
@@ -113,9 +114,10 @@ def make_plan(
 def known_sizes(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
     """Return rows, tokens and stored features of a recipe, as far as is known without a download.
 
-    All from a finished token cache; of sources on this machine a bound of the rows.
+    All from a finished token cache; of sources on this machine a bound of the rows. Raises
+    DataError for chats that a target here has no template for.
     """
-    name, data = recipe.target.model, recipe.data
+    name, data, tokenizer = recipe.target.model, recipe.data, None
     if not all(map(is_here, data.sources)):
         return None, None, None
     if name == BUNDLED or Path(name).is_dir():
@@ -130,7 +132,11 @@ def known_sizes(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
         if directory.is_dir():
             cache = TokenCache.open(directory)
             return len(cache), cache.stats["tokens"], sum(Storage.of(data).counts(cache))
-    return len(split_holdout(data)[0].conversations) * _samples(recipe), None, None
+    conversations = split_holdout(data)[0].conversations
+    chats = data.format != "seq2seq" and any(one.text is None for one in conversations)
+    if tokenizer and chats:
+        Template(tokenizer)
+    return len(conversations) * _samples(recipe), None, None
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, width: int = 1024) -> float:

@@ -1,5 +1,7 @@
 """Plans are made offline, and the 7B head runs as it is: nothing depends on the tiny sizes."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ from specdraft.models.sar.blocks import block_index
 from specdraft.models.shapes import KNOWN, TargetShape, eagle3_config, head_config, target_shape
 from specdraft.models.student import make_student
 from specdraft.models.target import Target
+from specdraft.models.target_files import bundled_target_dir
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import load_recipe
 from specdraft.train.draft_cost import compared
@@ -91,6 +94,21 @@ def test_a_dry_run_shows_the_plan_before_the_recipe():
     shown = run_here("train/falcon.py", "recipes/tiny.yaml", "--dry-run").stdout
     assert shown.startswith("target ")
     assert 0 < shown.index("memory   ") < shown.index("\nname: tiny\n")
+
+
+def test_a_dry_run_tells_that_a_base_model_has_no_chat_template(tmp_path):
+    base = shutil.copytree(bundled_target_dir(), tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    chats, texts = tmp_path / "chats.jsonl", tmp_path / "texts.jsonl"
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+    chats.write_text(json.dumps({"messages": said}) + "\n")
+    texts.write_text(json.dumps({"text": "Once upon a time there was a fox."}) + "\n")
+    given = ["recipes/tiny.yaml", "--dry-run", f"target.model={base}"]
+    refused = run_here("train/falcon.py", *given, f"data.sources=[{chats}]")
+    assert refused.returncode == 2
+    assert "has no chat template; put a chat_template.jinja into" in refused.stderr
+    planned = run_here("train/falcon.py", *given, f"data.sources=[{texts}]", "data.format=text")
+    assert planned.returncode == 0, planned.stderr
 
 
 def test_a_plan_says_what_a_draft_reads():
