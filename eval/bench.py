@@ -48,6 +48,7 @@ from specdraft.eval.methods.registry import (
     load_trained,
     problems,
 )
+from specdraft.eval.methods.setup import own_methods
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.publish import BENCH
 from specdraft.models.target import Target
@@ -131,6 +132,10 @@ def measure(recipes: list[Recipe], out: Path, shape: Shape | None = None) -> dic
     sets = {recipe.eval.prompts: recipe for recipe in recipes}
     prompts = {name: load_prompts(recipe, target.tokenizer) for name, recipe in sets.items()}
     trained = load_trained(first, target)
+    if first.head.model is not None and trained.head is not None:
+        methods = own_methods(first.eval.methods, trained.head.config)
+        recipes = [recipe.with_eval(methods=methods) for recipe in recipes]
+        first = recipes[0]
     if shape:
         target, trained = enlarge(shape, first, target, trained)
     if any(find(name).is_priced for name in first.eval.methods):

@@ -3,6 +3,8 @@
 A row of eval/methods/registry.py says in a line how its drafter is made; what takes more is here.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -74,6 +76,14 @@ def tree_method(config: FalconConfig | Eagle3Config) -> str:
     if config.fusion == "layers":
         return "eagle3_tree"
     return "eagle_tree" if config.is_eagle else "falcon_tree"
+
+
+def own_methods(methods: Sequence[str], config: FalconConfig | Eagle3Config) -> tuple[str, ...]:
+    """Call methods of Falcon's head by the name of the head of this config: a recipe of Falcon's
+    may measure a published EAGLE head."""
+    kind = tree_method(config).removesuffix("tree")
+    names = (re.sub(r"^falcon_(?=(chain|tree|dynamic)\b)", kind, name) for name in methods)
+    return tuple(dict.fromkeys(names))
 
 
 def make_head(setup: Setup, tree: bool = False, only: str | None = None) -> FalconDrafter:

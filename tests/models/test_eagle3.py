@@ -636,8 +636,12 @@ def test_a_published_head_is_measured_by_its_folder(tmp_path):
     head = random_eagle3(SimpleNamespace(**sizes), feature_layers=(2, 6, 9), draft_vocab=99)
     serve_eagle3(head, "sglang", 512).write(tmp_path / "head")
     small = ["eval.limit=1", "eval.max_new_tokens=8", "eval.tree=tiny_k1"]
-    small += ["eval.methods=[plain,eagle3_tree]"]
+    small += ["eval.methods=[plain,falcon_tree,eagle3_tree]"]  # as it is called, both times
     where = [f"head={tmp_path / 'head'}", f"output.dir={tmp_path / 'out'}"]
     done = run_here("eval/bench.py", "recipes/tiny.yaml", *small, *where)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "eagle3_tree" in done.stdout
+    (report,) = (tmp_path / "out").rglob("report.json")
+    assert [run["method"] for run in json.loads(report.read_text())["runs"]] == [
+        "plain",
+        "eagle3_tree",
+    ]
