@@ -78,10 +78,12 @@ class Job:
         return True
 
     def report(self) -> dict:
-        """What the run has written. Raises DataError for half of it."""
+        """What the run has written. Raises DataError for half of it, or for no report."""
         try:
-            return json.loads(self.path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            report = json.loads(self.path.read_text(encoding="utf-8"))
+            report["recipe"]
+            return report
+        except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self.path} is no report; delete it, and the same command makes it again"
             ) from error

@@ -34,6 +34,9 @@ def test_what_differs_hangs_or_breaks_is_a_row_too(tmp_path, monkeypatch):
     assert "ended with 3" in next(survey.survey(tmp_path / "a", ["llama"]))["why"]
     monkeypatch.setattr(survey, "examine", lambda family: time.sleep(60))
     assert "longer than 1 s" in next(survey.survey(tmp_path / "b", ["llama"], 1.0))["why"]
+    monkeypatch.setattr(survey, "examine", lambda family: {"family": family, "why": "again"})
+    for name, why in (("a", "its process ended with 3"), ("b", "again")):  # who was late is
+        assert next(survey.survey(tmp_path / name, ["llama"]))["why"] == why
 
 
 def test_the_command_writes_the_table(tmp_path):

@@ -195,10 +195,11 @@ def test_what_a_table_does_not_have_is_refused(words, message):
         with_settings(TABLES["budgets"], ["table.lengths=[1]"])
 
 
-def test_half_a_report_is_told(tmp_path):
+@pytest.mark.parametrize("text", ['{"recipe": {', "{}", "[]"])
+def test_half_a_report_is_told(tmp_path, text):
     job = jobs_of("fusion", tmp_path)[0]
     job.folder.mkdir(parents=True)
-    job.path.write_text('{"recipe": {')
+    job.path.write_text(text)
     with pytest.raises(DataError, match="is no report; delete it, and the same command"):
         _ = job.done
 
