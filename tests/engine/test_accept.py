@@ -1,4 +1,4 @@
-"""Acceptance leaves the target's distribution alone, each rule proved by enumeration."""
+"""Every acceptance rule preserves the target's distribution, proved by enumeration."""
 
 import itertools
 from collections import defaultdict
@@ -32,14 +32,14 @@ every_tree_rule = pytest.mark.parametrize("name", HOW)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def test_the_walk_emits_exactly_what_the_target_would_say_alone():
-    """Every target over three tokens and every drafted tree of depth two: by enumeration."""
+def test_the_greedy_walk_emits_exactly_the_tokens_of_plain_decoding():
+    """Targets over three tokens, and every drafted tree of depth two."""
     topology = Topology([-1, 0, 0, 1, 1, 2])
     vocabulary = range(3)
     contexts = [(), *((a,) for a in vocabulary), *itertools.product(vocabulary, repeat=2)]
     accepted = set()
     for index, says in enumerate(itertools.product(vocabulary, repeat=len(contexts))):
-        if index % 1999:  # of 3**13: any three contexts have all 27 answers among these 798
+        if index % 1999:  # these 798 of 3**13 give any three contexts all 27 answers
             continue
         target = dict(zip(contexts, says, strict=True))
         for drafts in itertools.product(vocabulary, repeat=5):
@@ -59,7 +59,7 @@ def test_the_walk_emits_exactly_what_the_target_would_say_alone():
 @every_kind
 @every_tree_rule
 @pytest.mark.parametrize(("count", "vocab"), [(1, 5), (2, 4), (3, 3), (3, 4)])
-def test_one_node_with_siblings_emits_the_targets_law(name, count, vocab, kind):
+def test_sibling_drafts_leave_the_targets_distribution_unchanged(name, count, vocab, kind):
     for seed in (1, 7):
         p, q = random_laws(kind, vocab, 2, seed)
         played = play(RULES[name].rule, drawn(SIBLINGS[count], HOW[name], q), p)
@@ -68,8 +68,8 @@ def test_one_node_with_siblings_emits_the_targets_law(name, count, vocab, kind):
 
 @every_kind
 @pytest.mark.parametrize("name", [*HOW, "block"])
-def test_a_chain_emits_the_targets_law(name, kind):
-    for how in ("iid", "without_replacement"):  # of single samples, the same
+def test_a_chain_leaves_the_targets_distribution_unchanged(name, kind):
+    for how in ("iid", "without_replacement"):  # the same for single samples
         p, q = random_laws(kind, 3, 4)
         played = play(RULES[name].rule, drawn(chain(3), how, q), p)
         assert law_error(played.law, p, 4) <= EXACT
@@ -78,7 +78,7 @@ def test_a_chain_emits_the_targets_law(name, kind):
 @every_kind
 @every_tree_rule
 @pytest.mark.parametrize("shape", TREES)
-def test_a_tree_emits_the_targets_law(name, shape, kind):
+def test_a_tree_leaves_the_targets_distribution_unchanged(name, shape, kind):
     topology = TREES[shape]
     length = max(topology.depths) + 1
     p, q = random_laws(kind, 3, length)
@@ -87,8 +87,8 @@ def test_a_tree_emits_the_targets_law(name, shape, kind):
 
 
 @every_tree_rule
-def test_a_distribution_that_all_nodes_of_a_depth_share_is_as_good(name):
-    """Inside a block a semi-autoregressive head does not know which tokens were picked."""
+def test_a_draft_distribution_shared_by_all_nodes_of_a_depth_is_lossless_too(name):
+    """A semi-autoregressive head does not know which tokens were picked inside a block."""
     p, q = random_laws("alike", 3, 3)
     q = {text: q[(0,) * len(text)] for text in q}
     played = play(RULES[name].rule, drawn(TREES["2,2"], HOW[name], q), p)
@@ -96,14 +96,14 @@ def test_a_distribution_that_all_nodes_of_a_depth_share_is_as_good(name):
 
 
 @every_tree_rule
-def test_a_draft_drawn_before_it_is_read_gives_the_same(name):
-    """The lazy drawing of the enumeration is no part of the proof."""
+def test_drawing_a_whole_draft_at_once_gives_the_same_distribution_as_drawing_it_lazily(name):
+    """The proofs do not depend on the enumeration's lazy drawing."""
     p, q = random_laws("alike", 3, 3)
     lazily = drawn(Topology([-1, 0, 0, 1, 2]), HOW[name], q)
 
     def at_once(chance):
         tree, tokens = lazily(chance)
-        return tree, [*tokens]  # reads, so draws, all of them
+        return tree, [*tokens]  # reading a token draws it
 
     ours, theirs = (play(RULES[name].rule, how, p) for how in (lazily, at_once))
     assert ours.law.keys() == theirs.law.keys()
@@ -121,8 +121,8 @@ def plain_rejection(tree, tokens, p, chance):
 
 @pytest.mark.parametrize("kind", ["alike", "mismatched", "some zeros"])
 @pytest.mark.parametrize("rule", [recursive, multistep, kseq])
-def test_with_one_sibling_every_rejection_is_the_plain_one(rule, kind):
-    """Not in law only: for every draft, every outcome has the same probability."""
+def test_on_a_chain_every_rejection_rule_is_plain_token_wise_rejection(rule, kind):
+    """For every draft, each outcome has the same probability, not only the overall distribution."""
     p, q = random_laws(kind, 3, 4)
 
     def outcomes(rule):
@@ -151,8 +151,8 @@ def test_block_verification_never_accepts_less_than_token_wise_rejection(kind):
     assert (max(gains) > 1e-3) == (kind in ("alike", "mismatched", "some zeros"))
 
 
-def test_more_siblings_are_accepted_more_often_and_kseq_finds_its_best_rho():
-    """K-SEQ against a scan of rho: those that leave a negative residual are not allowed."""
+def test_more_siblings_raise_acceptance_and_kseq_finds_its_best_rho():
+    """K-SEQ against a scan of rho, without those that leave a negative residual."""
     for seed in range(5):
         p, q = random_laws("alike", 4, 2, seed)
         one, three = (
@@ -175,7 +175,7 @@ RIVALS = [(recursive, "without_replacement"), (multistep, "iid"), (kseq, "iid")]
 
 @pytest.mark.parametrize("name", RULES)
 def test_with_seeded_choices_the_first_token_is_distributed_as_p(name):
-    """Drafts and decisions as the decoder makes them: one seed, a stream each; 2000 requests."""
+    """2000 requests; as in the decoder, drafts and decisions have a stream each of one seed."""
     p, q = random_laws("alike", 12, 3)
     topology = chain(2) if name == "block" else SIBLINGS[2]
     counts, size = torch.zeros(12), 2000
@@ -195,7 +195,7 @@ def candidates(topology, tokens):
 
 
 @every_kind
-def test_walking_after_candidates_is_rejection_of_point_masses(kind):
+def test_sampling_and_walking_equals_rejection_with_point_mass_drafts(kind):
     p, _ = random_laws(kind, 4, 2)
     walked = play(sample_and_walk, candidates(SIBLINGS[2], [2, 1]), p)
     assert law_error(walked.law, p, 2) <= EXACT
@@ -214,7 +214,7 @@ def test_walking_after_candidates_is_rejection_of_point_masses(kind):
     assert walked.law == pytest.approx(point_masses.law, abs=EXACT)
 
 
-def test_candidates_of_any_tree_may_be_walked():
+def test_sampling_and_walking_is_lossless_on_an_irregular_tree_with_repeated_tokens():
     topology = TREES["irregular"]
     p, _ = random_laws("alike", 3, 5)
     for tokens in ([0, 1, 2, 2, 1, 0, 0], [1, 1, 1, 1, 0, 2, 2]):
@@ -225,7 +225,7 @@ def test_candidates_of_any_tree_may_be_walked():
 
 
 def reviewed(p, q, leniency=1.0):
-    """Law of the token that stands, and how often the drafted one passes: x ~ q, choice y ~ p."""
+    """Distribution of the final token, and how often the draft x ~ q passes; choice y ~ p."""
     law, passed = torch.zeros_like(p), 0.0
 
     def once(chance):
@@ -250,7 +250,7 @@ def test_a_review_without_leniency_returns_the_reviewers_law(kind):
 
 
 @every_kind
-def test_leniency_passes_what_the_reviewer_gives_enough_probability(kind):
+def test_leniency_keeps_a_token_whose_reviewer_probability_times_leniency_exceeds_its_own(kind):
     gains = []
     for seed in range(5):
         p, q = (law[()] for law in random_laws(kind, 5, 1, seed))
@@ -264,14 +264,14 @@ def test_leniency_passes_what_the_reviewer_gives_enough_probability(kind):
     assert (max(gains) > 1e-3) == (kind != "disjoint")
 
 
-def test_a_greedy_review_wants_the_argmax_or_leniently_enough_probability():
+def test_a_greedy_review_keeps_the_argmax_and_what_leniency_lets_through():
     p, q = [0.5, 0.3, 0.2], [0.1, 0.8, 0.1]
 
     def passing(leniency, others=q):
         return [t for t in range(3) if review(t, 0, p[t], others[t], leniency)]
 
     assert [passing(leniency) for leniency in (1.0, 2.0, 3.0)] == [[0], [0, 2], [0, 1, 2]]
-    assert passing(4.0, [None] * 3) == [0]  # copies are never let pass leniently
+    assert passing(4.0, [None] * 3) == [0]  # leniency never applies to copies
 
 
 @pytest.mark.parametrize("leniency", [0.5, 0.0, float("nan")])
@@ -280,7 +280,7 @@ def test_a_review_stricter_than_exact_is_refused(leniency):
         review(0, 0, 0.5, 0.5, leniency)
 
 
-# -- what a rule may be applied to ---------------------------------------------------------------
+# -- which drafts a rule takes -------------------------------------------------------------------
 
 
 def tree_drawn(topology, how):
@@ -307,7 +307,7 @@ def test_a_rule_refuses_a_draft_it_is_not_exact_for(name, topology, how, message
         RULES[name].rule(tree, range(len(topology)), None, SeededChance(0, 0))
 
 
-def test_a_node_without_its_distribution_is_an_error_not_another_nodes():
+def test_a_node_without_a_distribution_is_an_error_and_never_uses_another_nodes():
     draws = Draws("iid", torch.full((2, 4), 0.25), [0, -1, -1, -1, -1])
     tree = Tree(Topology([-1, 0, 0, 1, 1]), torch.tensor([0, 0, 1, 2]), draws)
     sure = torch.tensor([1.0, 0, 0, 0]).double()
@@ -316,7 +316,7 @@ def test_a_node_without_its_distribution_is_an_error_not_another_nodes():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_an_empty_draft_gives_the_bonus_alone(name):
+def test_an_empty_draft_yields_only_the_bonus_token(name):
     tree = Tree(chain(0), torch.empty(0), Draws(RULES[name].drafts, torch.empty(0, 4), [-1]))
     sure = torch.tensor([0, 0, 1.0, 0]).double()
     assert RULES[name].rule(tree, [9], lambda node: sure, SeededChance(0, 0)) == ([0], 2)

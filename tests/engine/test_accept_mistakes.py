@@ -1,7 +1,7 @@
-"""Mistakes that raise acceptance and break the output, seen in published code: all are caught.
+"""Mistakes of published code that break the output, most of them raising acceptance, are caught.
 
-Each is planted on purpose and has to show in the enumerated law, by far more than rounding. Where
-the mistake pays, the exact rule on the same draft accepts less: its figures alone would look good.
+Each is planted and has to change the enumerated distribution by far more than rounding. Where it
+raises acceptance, the exact rule on the same draft accepts less: the mistake looks like a gain.
 """
 
 import pytest
@@ -14,12 +14,12 @@ from specdraft.eval.engine.tree import Draws, Topology, Tree, chain
 
 WRONG = 1e-3
 THREE, TWO_BY_TWO = Topology([-1, 0, 0, 0]), Topology([-1, 0, 0, 1, 1, 2, 2])
-# A tree with its vocabulary: the node that shows the mistake best, and what the proofs use most.
+# Trees with vocabulary sizes: one node that shows a mistake best, and the proofs' usual tree.
 in_both = pytest.mark.parametrize(("topology", "vocab"), [(THREE, 4), (TWO_BY_TWO, 3)])
 
 
 def rule_of(node_rule):
-    """A rule for trees from `node_rule(p, q, siblings, chance)`, the token after a node."""
+    """A rule for trees; `node_rule(p, q, siblings, chance)` gives the token after a node."""
 
     def rule(tree, tokens, p, chance):
         def pick(node):
@@ -32,7 +32,7 @@ def rule_of(node_rule):
 
 
 def siblings_by_rejection(renormalise, residual_of):
-    """Rejection of siblings without replacement, with what is asked for done or forgotten."""
+    """Rejection of siblings drawn without replacement; the arguments can plant a mistake."""
 
     def node_rule(p, q, siblings, chance):
         original = q
@@ -49,8 +49,8 @@ def siblings_by_rejection(renormalise, residual_of):
 
 
 @in_both
-def test_done_in_full_that_rejection_is_the_exact_rule(topology, vocab):
-    """What is planted below is nothing but the mistake."""
+def test_the_rejection_without_a_planted_mistake_is_the_exact_rule(topology, vocab):
+    """So below only the planted mistake makes a difference."""
     p, q = random_laws("alike", vocab, 3)
     draft = drawn(topology, "without_replacement", q)
     full = siblings_by_rejection(renormalise=True, residual_of=lambda original, q: q)
@@ -59,7 +59,7 @@ def test_done_in_full_that_rejection_is_the_exact_rule(topology, vocab):
     assert abs(ours.accepted - theirs.accepted) <= 1e-12
 
 
-def test_top_k_drafts_verified_with_ratios_are_caught():
+def test_verifying_deterministic_top_k_drafts_with_probability_ratios_is_caught():
     p, q = random_laws("alike", 4, 2)
     best = q[()].topk(3).indices
     claim = Draws("without_replacement", q[()][None], [0, -1, -1, -1])
@@ -73,7 +73,7 @@ def test_top_k_drafts_verified_with_ratios_are_caught():
     assert mistaken.accepted > exact.accepted + WRONG
 
 
-def test_the_residual_of_draws_with_replacement_for_draws_without_is_caught():
+def test_a_residual_for_draws_with_replacement_on_draws_without_is_caught():
     p, q = random_laws("alike", 4, 2)
     draft = drawn(THREE, "without_replacement", q)
     rule = siblings_by_rejection(renormalise=True, residual_of=lambda original, q: original)
@@ -109,10 +109,9 @@ def test_forgetting_to_renormalise_q_is_caught(topology, vocab):
     assert mistaken.accepted > exact.accepted + WRONG
 
 
-def test_dropping_a_sampled_token_after_looking_at_its_confidence_is_caught():
-    """A draft that stops before an unlikely sample; here what looks better is the share of drafted
-    tokens that is accepted."""
-    p, q = random_laws("alike", 3, 3, seed=1)  # where confidence and acceptance go together
+def test_dropping_a_sampled_token_for_its_low_confidence_is_caught():
+    """The draft stops before an unlikely sample, which raises the accepted share of its tokens."""
+    p, q = random_laws("alike", 3, 3, seed=1)  # a seed with confident tokens accepted more often
     draft = drawn(chain(2), "iid", q)
 
     def confident(chance):
@@ -128,8 +127,8 @@ def test_dropping_a_sampled_token_after_looking_at_its_confidence_is_caught():
     assert mistaken.accepted / mistaken.drafted > exact.accepted / exact.drafted + WRONG
 
 
-def test_a_bonus_from_unwarped_logits_is_caught():
-    """Accepts as often as the exact rule; the text is hotter than asked for."""
+def test_a_bonus_token_from_unwarped_logits_is_caught():
+    """It accepts as often as the exact rule, but samples at too high a temperature."""
     raw, q = random_laws("alike", 4, 2)
     p = {text: warp(law.log(), 0.6, top_k=2).double().softmax(-1) for text, law in raw.items()}
 

@@ -1,4 +1,4 @@
-"""The decoder gives plain decoding's tokens, whatever drafts, neighbours and row count."""
+"""The decoder gives plain decoding's tokens, whatever the drafts, neighbours and row count."""
 
 import re
 from dataclasses import replace
@@ -46,20 +46,20 @@ def drafters(target, rows: int):
 
 
 def some_drafters(target, rows: int):
-    """One for each way in which rows are moved and prompts are heard: what a head fuses, and how
-    many layers it has, is nothing to them."""
+    """One for each way of moving rows and observing prompts, which a head's fusion and number of
+    layers do not change."""
     kept = {"plain", "lookup", "lstm k=2 x2", "both recurrent k=3"}
     yield from (found for found in drafters(target, rows) if found[0] in kept)
 
 
 def foreseen(target, rows: int, prompt: list[int], answer: list[int]):
-    """All drafters, and one whose accepted paths surely go beyond any end within the answer."""
+    """All drafters, and one whose accepted paths run past any end token within the answer."""
     yield from drafters(target, rows)
     yield "foreseen", Foreseeing({tuple(prompt): answer})
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_greedy_output_is_that_of_the_model_without_a_cache(target, rows):
+def test_greedy_output_equals_that_of_the_model_without_a_cache(target, rows):
     requests = [Request(prompt, 17) for prompt in prompts()]
     expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
     for name, drafter in drafters(target, rows):
@@ -75,7 +75,7 @@ def test_seeded_sampling_does_not_depend_on_drafter_or_neighbours(target, rows):
         assert decode(Decoder(target, drafter, rows, 128), requests) == expected, name
 
 
-def test_a_run_ends_at_the_first_end_of_sequence_token(target):
+def test_an_answer_ends_at_the_first_end_of_sequence_token(target):
     prompt = prompts()[2]
     free = plain_tokens(target, prompt, 12)
     stop = free[5]
@@ -89,7 +89,7 @@ def test_a_run_ends_at_the_first_end_of_sequence_token(target):
         target.model.generation_config.eos_token_id = None
 
 
-def test_a_right_draft_is_accepted_to_its_end_and_counted(target):
+def test_a_correct_draft_is_accepted_in_full_and_counted(target):
     prompt = prompts()[1]
     answer = plain_tokens(target, prompt, 24)
     decoder = Decoder(target, Foreseeing({tuple(prompt): answer}), 1, 128)
@@ -101,7 +101,7 @@ def test_a_right_draft_is_accepted_to_its_end_and_counted(target):
     assert decoder.timing.forwards == 5
 
 
-def test_the_callers_model_keeps_its_attention_and_its_outputs(target):
+def test_decoding_leaves_the_callers_attention_implementation_and_logits_unchanged(target):
     ids = torch.tensor([prompts()[3]])
     before = target.model(ids).logits
     list(Decoder(target, None, 1, 64).run([Request(prompts()[0], 4)]))
@@ -122,7 +122,7 @@ def test_the_callers_model_keeps_its_attention_and_its_outputs(target):
         (Request([1], 4, stop=("x",)), "need a tokenizer"),
     ],
 )
-def test_a_bad_request_is_refused_by_name_and_the_others_go_on(target, request_, message):
+def test_a_bad_request_is_refused_with_its_index_and_others_go_on(target, request_, message):
     good = [Request(prompt, 5) for prompt in prompts(3)]
     alone = decode(Decoder(target, None, 1, 64), good)
     for rows in (1, 3):
@@ -136,7 +136,7 @@ def test_a_bad_request_is_refused_by_name_and_the_others_go_on(target, request_,
         )
 
 
-def test_a_request_beyond_the_targets_positions_is_refused_however_large_the_cache_is(target):
+def test_a_request_beyond_the_targets_positions_is_refused_even_if_the_cache_has_room(target):
     context, text = target.context, prompts()[1]
     fits = Request((text * context)[: context - 4], 4)
     beyond = [replace(fits, max_new_tokens=5), replace(fits, prompt=fits.prompt * 2)]
@@ -147,7 +147,7 @@ def test_a_request_beyond_the_targets_positions_is_refused_however_large_the_cac
 
 
 @pytest.mark.parametrize("fault", ["start", "draft", "observe"])
-def test_a_drafter_that_raises_costs_drafts_not_output(target, fault):
+def test_a_drafter_that_raises_loses_drafts_but_changes_no_output(target, fault):
     requests = [Request(prompt, 17) for prompt in prompts()]
     expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
 
@@ -182,11 +182,11 @@ def test_a_drafter_that_raises_costs_drafts_not_output(target, fault):
         assert [completion.fallback for completion in failed] == ["RuntimeError: planted"] * (
             len(failed)
         )
-        assert 1 <= len(failed) <= rows  # the others were drafted for to their end
+        assert 1 <= len(failed) <= rows  # the others got drafts to their end
 
 
-def test_rows_whose_drafter_raised_are_not_drafted_for_again(target):
-    """What it knows of them may be anything: all rows of the call, not the first one alone."""
+def test_after_a_failed_draft_call_none_of_its_rows_is_drafted_for_again(target):
+    """Its state for every row of the failed call is unreliable, not only for the first one."""
 
     class Failing(PromptLookup):
         def draft(self, rows):
@@ -200,7 +200,7 @@ def test_rows_whose_drafter_raised_are_not_drafted_for_again(target):
     assert asked == [[0, 1, 2]]
 
 
-def test_a_run_that_is_given_up_leaves_nothing_to_the_next(target):
+def test_an_abandoned_run_leaves_no_state_to_the_next(target):
     decoder, (first, second) = Decoder(target, PromptLookup(1, 5, 2), 2, 128), prompts(2)
     given_up = decoder.stream([Request(first, 40), Request(second, 40)])
     next(given_up)
@@ -209,14 +209,14 @@ def test_a_run_that_is_given_up_leaves_nothing_to_the_next(target):
     assert (done.index, done.tokens) == (0, plain_tokens(target, second, 9))
 
 
-def test_a_forward_counts_once_for_all_its_rows(target):
+def test_a_batched_forward_is_counted_once(target):
     decoder = Decoder(target, None, 3, 128)
     list(decoder.run([Request(prompt, 4) for prompt in prompts(3)]))
     assert decoder.timing.forwards == 4
 
 
 @pytest.mark.parametrize("prefill", [1, 7, 1000])
-def test_prompts_are_read_in_parts_and_requests_admitted_late(target, prefill):
+def test_reading_prompts_in_chunks_and_queueing_requests_changes_no_output(target, prefill):
     """More requests than rows, prompts of 3 to 28 tokens, mixed settings, lengths and seeds."""
     requests = [
         Request(prompt, 4 + 3 * n, temperature=(0.0, 1.2)[n % 2], top_p=0.9, seed=n)
@@ -238,7 +238,7 @@ def test_prompts_are_read_in_parts_and_requests_admitted_late(target, prefill):
 
 
 class Listening(Foreseeing):
-    """Keeps what it is told of each request: tokens, and parts of features."""
+    """Keeps the tokens and chunks of features it observes for each request."""
 
     def __init__(self, answers, from_tokens: bool):
         super().__init__(answers)
@@ -262,8 +262,8 @@ class Listening(Foreseeing):
 
 @pytest.mark.parametrize("from_tokens", [False, True])
 @pytest.mark.parametrize("prefill", [1, 7, 1000])
-def test_a_drafter_hears_every_feature_with_the_token_that_follows_it(target, prefill, from_tokens):
-    """However prompts are cut; of a prompt nothing, if it drafts from tokens alone."""
+def test_a_drafter_observes_every_feature_and_the_token_after_it(target, prefill, from_tokens):
+    """However prompts are chunked; a drafter that uses only tokens gets no prompt features."""
     answers = {tuple(prompt): plain_tokens(target, prompt, 24) for prompt in prompts()}
     drafter = Listening(answers, from_tokens)
     requests = [Request(prompt, 13) for prompt in prompts()]
@@ -278,8 +278,8 @@ def test_a_drafter_hears_every_feature_with_the_token_that_follows_it(target, pr
         torch.testing.assert_close(torch.cat(features), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_updates_add_up_to_the_completions(target):
-    requests = (Request(prompt, 9) for prompt in prompts())  # a queue: taken as rows are free
+def test_streamed_updates_add_up_to_the_completions(target):
+    requests = (Request(prompt, 9) for prompt in prompts())  # a queue, read as rows become free
     tokens, done = {}, {}
     for update in Decoder(target, PromptLookup(1, 5, 2), 2, 128).stream(requests):
         tokens.setdefault(update.index, []).extend(update.tokens)
@@ -291,7 +291,7 @@ def test_updates_add_up_to_the_completions(target):
     assert sum(step.accepted for completion in done.values() for step in completion.steps) > 0
 
 
-def test_a_request_may_bring_its_own_ends(target):
+def test_a_request_may_have_its_own_end_tokens(target):
     prompt = prompts()[2]
     free = plain_tokens(target, prompt, 12)
     ends = frozenset([free[3]])
@@ -303,8 +303,8 @@ def test_a_request_may_bring_its_own_ends(target):
         assert [c.reason for c in done] == ["eos", "length"], name
 
 
-def test_an_end_that_is_the_last_token_allowed_is_an_end(target):
-    """Or an answer that came to its end would count as one that was cut."""
+def test_an_end_token_at_the_length_limit_counts_as_an_end(target):
+    """Otherwise a finished answer would count as truncated."""
     prompt = prompts()[2]
     free = plain_tokens(target, prompt, 12)
     count = free.index(free[5]) + 1
@@ -314,7 +314,7 @@ def test_an_end_that_is_the_last_token_allowed_is_an_end(target):
         assert (done.tokens, done.reason) == (free[:count], "eos")
 
 
-def test_a_request_may_have_no_ends_where_the_target_has_some(target):
+def test_a_request_may_turn_off_the_targets_end_tokens(target):
     prompt = prompts()[2]
     free = plain_tokens(target, prompt, 12)
     target.model.generation_config.eos_token_id = [free[5]]
@@ -326,7 +326,7 @@ def test_a_request_may_have_no_ends_where_the_target_has_some(target):
     assert [(c.tokens == free, c.reason) for c in done] == [(True, "length"), (False, "eos")]
 
 
-def test_stop_strings_end_at_the_token_that_completes_them():
+def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it():
     target = Target.load("tiny")
     ids = target.tokenizer("Once upon a time").input_ids
     text = ""
@@ -345,8 +345,8 @@ def test_stop_strings_end_at_the_token_that_completes_them():
     assert "stop strings need a tokenizer and must not be empty" in str(done.error)
 
 
-def test_a_stop_string_of_many_tokens_is_seen_whole():
-    """Of three characters, each of three bytes that are tokens; in any number of steps."""
+def test_a_stop_string_is_found_across_any_number_of_steps():
+    """It has three characters of three byte tokens each."""
     tokenizer, stop = small_tokenizer(), "\u65e5\u672c\u8a9e"
     before, ids = (tokenizer.encode(text, add_special_tokens=False) for text in ("So: ", stop))
     assert len(ids) == 9
@@ -356,8 +356,8 @@ def test_a_stop_string_of_many_tokens_is_seen_whole():
     assert tokens_until_stop(tokenizer, before + ids, before, ("no", stop)) is None
 
 
-def test_a_stop_string_is_seen_where_a_tokenizer_would_tidy_the_text():
-    """Tidied, a text may lose what it had a token before: steps of several would not see it."""
+def test_a_stop_string_is_found_even_if_the_tokenizer_cleans_up_spaces():
+    """Clean-up removes characters once the next token follows, so a step of several misses them."""
     vocab = {word: number for number, word in enumerate(["[UNK]", "yes", "?", "no"])}
     raw = Tokenizer(WordLevel(vocab, unk_token="[UNK]"))
     tidy = PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=True)
@@ -369,8 +369,8 @@ def test_a_stop_string_is_seen_where_a_tokenizer_would_tidy_the_text():
 @pytest.mark.parametrize(
     ("text", "stop"), [("hi\n\uc548\ub155", "\n"), ("\uc548\ub155" * 5 + "\n\nhi", "\n\n")]
 )
-def test_a_stop_string_is_seen_among_bytes_that_one_broken_character_spoils(size, text, stop):
-    """Llama 2's byte fallback: of a run of byte tokens all are broken where one is."""
+def test_a_stop_string_is_found_next_to_byte_tokens_that_do_not_decode(size, text, stop):
+    """With Llama 2's byte fallback one invalid byte breaks its whole run of byte tokens."""
     vocab = {
         name: n for n, name in enumerate(["<unk>", *"hi", *(f"<0x{b:02X}>" for b in range(256))])
     }
@@ -385,8 +385,8 @@ def test_a_stop_string_is_seen_among_bytes_that_one_broken_character_spoils(size
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [3, 0, 5, 2, 1, 4]])
-def test_rows_that_run_stay_side_by_side_once_nobody_waits(target, order):
-    """However they end, greedy and sampled; until then those that end are replaced."""
+def test_running_rows_stay_contiguous_once_the_queue_is_empty(target, order):
+    """In whatever order they end, greedy and sampled; until then new requests take their rows."""
     requests = [
         Request(prompts()[n], 4 + 5 * order[n % 6], temperature=(0.0, 1.2)[n % 2], seed=n)
         for n in (0, 1, 2, 3, 4, 5, 2)
@@ -409,7 +409,7 @@ def test_rows_that_run_stay_side_by_side_once_nobody_waits(target, order):
         assert len({*map(len, read)}) > 3, name
 
 
-def test_nothing_is_padded_and_the_pool_never_moves(target):
+def test_nothing_is_padded_and_the_cache_is_never_reallocated(target):
     requests = [Request(prompt, 17) for prompt in prompts()]
     decoder = Decoder(target, PromptLookup(1, 5, 3), 3, 128)
     where = decoder.packed.pool.tensors[0].data_ptr()
@@ -419,7 +419,7 @@ def test_nothing_is_padded_and_the_pool_never_moves(target):
     assert decoder.packed.pool.tensors[0].data_ptr() == where
 
 
-def test_a_head_of_another_target_is_refused_with_both_names(target):
+def test_a_head_of_another_target_is_refused_naming_both_targets(target):
     other = random_target(seed=5)
     with pytest.raises(TargetError, match=r"random-5.*random-0"):
         FalconDrafter(random_head(other), target, StaticTree(PATHS, 2))

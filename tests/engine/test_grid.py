@@ -1,4 +1,4 @@
-"""Forwards of fixed shapes say what packed ones say; on a GPU they are what is replayed."""
+"""Forwards of fixed shapes equal packed ones; on a GPU they are replayed as CUDA graphs."""
 
 import pytest
 import torch
@@ -37,14 +37,14 @@ SAMPLED = [
 
 @pytest.fixture(scope="module")
 def plain(target):
-    """What the target says itself, to greedy and to sampled requests."""
+    """The target's own answers to greedy and to sampled requests."""
     greedy = [plain_tokens(target, request.prompt, 17) for request in GREEDY]
     return greedy, decode(Decoder(target, None, 1, 128), SAMPLED)
 
 
 @pytest.fixture
 def fixed(monkeypatch):
-    """Everything takes fixed shapes, as on a GPU; counts what goes through them."""
+    """Use fixed shapes everywhere, as on a GPU, and count the calls that take them."""
     counts = {"steps": 0, "packed": 0, "passes": 0, "drafts": 0}
 
     def counting(kind: type, method: str, name: str) -> None:
@@ -78,7 +78,7 @@ def drafter_of(target: Target, name: str, rows: int):
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("name", ["plain", "tree", "narrow", "dynamic", "ssd", "tsd"])
-def test_tokens_are_the_targets_own(target, plain, fixed, name, rows):
+def test_forwards_of_fixed_shapes_change_no_output(target, plain, fixed, name, rows):
     for requests, expected in zip((GREEDY, SAMPLED), plain, strict=True):
         decoder = Decoder(target, drafter_of(target, name, rows), rows, 128)
         assert decode(decoder, requests, accepts=False) == expected
@@ -97,7 +97,7 @@ def test_tokens_are_the_targets_own(target, plain, fixed, name, rows):
     ],
 )
 @pytest.mark.parametrize("kind", ["narrow", "tree", "dynamic"])
-def test_what_is_drafted_is_what_it_was(target, fixed, kind, size, options, rows):
+def test_forwards_of_fixed_shapes_change_no_draft(target, fixed, kind, size, options, rows):
     head = random_head(target, size, fusion="linear", **options)
     tree = StaticTree(NARROW if kind == "narrow" else PATHS, size)
     requests = [Request(prompt, 9 + 3 * n) for n, prompt in enumerate(prompts())]
@@ -116,7 +116,7 @@ def test_what_is_drafted_is_what_it_was(target, fixed, kind, size, options, rows
     assert steps[0] == steps[1]
 
 
-def test_prompts_and_masks_of_their_own_stay_packed(target, fixed):
+def test_prompts_custom_masks_and_wide_trees_stay_packed(target, fixed):
     prompt = prompts()[1]
     request = Request(prompt, 5)
     assert decode(Decoder(target, None, 1, 128), [request]) == [plain_tokens(target, prompt, 5)]
@@ -128,7 +128,7 @@ def test_prompts_and_masks_of_their_own_stay_packed(target, fixed):
     assert packed._grid_of([Segment(0, 3, MOST + 1, bias, 0, chain(MOST))]) is None
 
 
-def test_a_grid_forgets_the_shape_that_was_not_asked_for_longest(target):
+def test_a_grid_forgets_the_least_recently_used_tree_shape(target):
     packed = GridTarget(target, 1, 16)
     packed.pool.lengths[0] = 3
     grid = packed._grid_of([packed.segment(0, chain(2))])
@@ -137,7 +137,7 @@ def test_a_grid_forgets_the_shape_that_was_not_asked_for_longest(target):
         grid._number(Segment(0, 0, 3, None, 0, shape))
     for _ in range(KNOWN - 3):
         grid._number(Segment(0, 0, 3, None, 0, Topology([-1, 0, 0])))
-    numbers = {grid._number(Segment(0, 0, 3, None, 0, first))}  # asked for again
+    numbers = {grid._number(Segment(0, 0, 3, None, 0, first))}  # used again
     last = Topology([-1, 0, 1])
     numbers.add(grid._number(Segment(0, 0, 3, None, 0, last)))
     assert first in grid._numbers
@@ -146,13 +146,13 @@ def test_a_grid_forgets_the_shape_that_was_not_asked_for_longest(target):
     assert torch.equal(grid._known[grid._numbers[last]], grid._view(last))
 
 
-def test_pads_are_written_where_nobody_looks(target):
+def test_pads_never_write_into_rows_or_slots_in_use(target):
     packed = GridTarget(target, 3, 16)
     packed.pool.lengths[1] = 3
     grid = packed._grid_of([packed.segment(1, chain(2))])
     assert isinstance(grid, Grid)
-    assert len(grid.ids) == 2 * grid.tokens  # of the rows up to it
-    keys = packed.pool.layers[0].zero_()  # of what it was tried with
+    assert len(grid.ids) == 2 * grid.tokens  # row 0, below it, is included
+    keys = packed.pool.layers[0].zero_()  # clears what the trial run wrote
     ids = torch.tensor([4, 5, 6])
     with torch.inference_mode():
         packed.forward(ids, 3 + torch.arange(3), [packed.segment(1, chain(2))])
@@ -162,15 +162,15 @@ def test_pads_are_written_where_nobody_looks(target):
     assert not keys[:, 1, :, :3].any()
 
 
-def test_slots_in_sight_are_few_numbers():
+def test_cache_lengths_are_rounded_up_to_a_few_values():
     seen = {slots_in_sight(stop, 1000) for stop in range(1, 1001)}
     assert seen == {128, 256, 512, 1000}
     assert all(slots_in_sight(stop, 1000) >= stop for stop in range(1, 1001))
 
 
-def test_what_cannot_be_captured_runs_as_it_is():
+def test_a_function_that_cannot_be_captured_runs_uncaptured_with_a_warning():
     replays = Replays(torch.device("cpu"))
-    replays.is_replaying = True  # and there is no such device
+    replays.is_replaying = True  # though this device cannot capture
 
     def fails(function):
         raise RuntimeError("operation not permitted when stream is capturing")

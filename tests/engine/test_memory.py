@@ -1,4 +1,4 @@
-"""Thousands of steps cost no memory: the pool is allocated once, nothing piles up behind it."""
+"""Thousands of steps need no more memory: the cache is allocated once and nothing accumulates."""
 
 import gc
 import random
@@ -16,7 +16,7 @@ STATUS = Path("/proc/self/status")
 
 
 class RandomTrees:
-    """A drafter whose every draft has a shape of its own."""
+    """A drafter that gives every draft another tree shape."""
 
     forwards, seconds, max_nodes, rules = 0, 0.0, 9, frozenset()
     from_tokens = False
@@ -60,5 +60,5 @@ def test_resident_memory_does_not_grow_with_steps():
     steps(500)
     pool, before = decoder.packed.pool.tensors[0].data_ptr(), resident()
     steps(1500)
-    assert resident() - before < 600 << 10  # 400 bytes a step: a tree has 9 tokens of 8
+    assert resident() - before < 600 << 10  # 400 bytes a step; a tree has 9 tokens of 8 bytes
     assert decoder.packed.pool.tensors[0].data_ptr() == pool

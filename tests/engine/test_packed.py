@@ -1,4 +1,4 @@
-"""Rows attend alike however they are grouped: alone, in runs of equal length, padded in a call."""
+"""Grouping rows for attention changes no output: alone, in runs of equal length, or padded."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def target(request):
 
 @pytest.fixture
 def cuts(monkeypatch):
-    """Of every plan, the segments that attend together."""
+    """The groups of segments that attend together, for every plan."""
     made, whole = [], plan._attention_groups
 
     def seen(placed, device):
@@ -32,8 +32,8 @@ def cuts(monkeypatch):
     return made
 
 
-def test_ragged_rows_in_one_call_change_no_output(target, monkeypatch):
-    """On CUDA all short segments attend in one call, padded inside it: the same code on a CPU."""
+def test_rows_of_different_lengths_in_one_attention_call_change_no_output(target, monkeypatch):
+    """On CUDA all short segments attend in one padded call; here the CPU does the same."""
     sizes, neighbours = [], plan._attention_groups
 
     def as_on_cuda(placed, device):
@@ -50,10 +50,10 @@ def test_ragged_rows_in_one_call_change_no_output(target, monkeypatch):
         FalconDrafter(random_head(target, 2), target, StaticTree(PATHS, 2), 4, 128),
     ):
         assert decode(Decoder(target, drafter, 4, 128, prefill=9), requests) == expected
-    assert max(sizes) > 1  # groups were ragged
+    assert max(sizes) > 1  # some groups had segments of different lengths
 
 
-def test_a_long_prompt_attends_alone_beside_short_rows(target):
+def test_a_long_prompt_beside_short_rows_changes_no_output(target):
     long = (prompts()[5] * 4)[:90]
     requests = [Request(long, 6), *(Request(prompt, 9) for prompt in prompts(3))]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
@@ -64,23 +64,23 @@ def test_a_long_prompt_attends_alone_beside_short_rows(target):
         assert decode(decoder, requests[::-1]) == expected[::-1]
 
 
-def test_rows_attend_apart_where_those_between_them_bring_nothing(target, cuts):
-    """As rows in the middle of a pass that is worth it for some only; here, rows that are done."""
-    lengths = [40, 40, *[3] * 8, 40]  # two neighbours, and a row far from them
+def test_rows_separated_by_idle_rows_attend_in_calls_of_their_own(target, cuts):
+    """Rows are idle if a pass does not pay for them; here they have ended."""
+    lengths = [40, 40, *[3] * 8, 40]  # two adjacent rows, and one far away
     requests = [Request(prompts()[0], length) for length in lengths]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
     decoder = Decoder(target, PromptLookup(1, 5, len(lengths)), len(lengths), 128)
     decoder._fill_gaps = lambda: None
     assert decode(decoder, requests) == expected
     groups = [[[segment.row for segment in group] for group in cut] for cut in cuts]
-    assert groups[1] == [[*range(len(lengths))]]  # nothing lies between neighbours
+    assert groups[1] == [[*range(len(lengths))]]  # all rows run: one group
     assert [[0, 1], [10]] in groups
 
 
-def test_a_prompt_that_joins_drafts_does_not_widen_them(target, cuts):
-    """A queue's next prompt, as long as no draft is, is read in a call of its own."""
+def test_a_prompt_read_beside_drafts_does_not_widen_their_attention_call(target, cuts):
+    """The queue's next prompt, longer than any draft, is read in a call of its own."""
     prompt = prompts()[0] * 4
-    wide = len(prompt) + 3  # a draft is read behind it
+    wide = len(prompt) + 3  # a draft of 3 follows it
     requests = [Request(prompt, 4), *(Request(prompt, 40 + n) for n in range(7))]
     requests.append(Request(prompt, 9))  # takes the first row once that has ended
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
@@ -92,7 +92,7 @@ def test_a_prompt_that_joins_drafts_does_not_widen_them(target, cuts):
     assert max(map(max, (group for group in joined if group != [wide]))) < 5
 
 
-def test_masks_that_are_kept_are_bounded(target):
+def test_the_number_of_kept_masks_is_bounded(target):
     decoder = Decoder(target, None, 1, 64)
     for _ in range(3 * packed.KEPT_BIASES):
         decoder.packed.pool.lengths[0] = 7

@@ -1,4 +1,4 @@
-"""The vanilla padded baseline: the same outputs, and pads where EMS-SD says they are."""
+"""The padded baseline: the same outputs, and as many pads as EMS-SD describes."""
 
 import pytest
 from decoding import PATHS, Foreseeing, decode, plain_tokens, prompts
@@ -19,7 +19,7 @@ def target():
 
 @pytest.mark.parametrize("mode", PADDINGS)
 @pytest.mark.parametrize("rows", [1, 4])
-def test_pads_change_no_output(target, mode, rows):
+def test_padded_decoding_changes_no_output(target, mode, rows):
     lengths = [5, 17, 9, 13]
     requests = [Request(p, n) for p, n in zip(prompts(4), lengths, strict=True)]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
@@ -41,13 +41,13 @@ def test_pads_change_no_output(target, mode, rows):
         assert outputs == expected
 
 
-def test_pads_are_counted_as_drawn_by_hand(target):
+def test_pads_are_counted_as_by_hand(target):
     """Two rows without a draft: prompts of 3 and 8 tokens, 2 and 4 new tokens."""
     requests = [Request([1, 2, 3], 2), Request([VOCAB - 1] * 8, 4)]
     decoder = PaddedDecoder(target, None, 2, 64)
     decoder.packed.begin(2)
     list(decoder.run(requests))
-    # Prompts: 3 + 5 pads, 8. Second step: 1 and 1. Then the first row is done: a pad each step.
+    # Prompts: 3 + 5 pads, and 8. Second step: 1 and 1. Then row 0 has ended: a pad each step.
     assert (decoder.timing.inputs, decoder.timing.input_pads) == (3 + 8 + 2 + 2, 5 + 2)
-    # Cached before each step: none; 3 + 5 holes and 8; then 9 and 10 of the second row.
+    # Cached before each step: nothing; 3 + 5 pads, and 8; then 9 and 10 of the second row.
     assert (decoder.timing.cached, decoder.timing.cache_pads) == (3 + 8 + 9 + 10, 5)

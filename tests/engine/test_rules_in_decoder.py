@@ -1,4 +1,4 @@
-"""The rules that reject, in the whole decoder: the right law, and no say for the neighbours."""
+"""Rejection rules in the decoder: the target's distribution, and no effect of other rows."""
 
 from dataclasses import replace
 from functools import cache
@@ -31,7 +31,7 @@ def target():
 
 @cache
 def exact_law(target, prompt: tuple[int, ...]) -> torch.Tensor:
-    """P(t1, t2, t3) of the warped target [V, V, V], by running every continuation."""
+    """P(t1, t2, t3) [V, V, V] of the warped target, by running every continuation."""
     from specdraft.eval.engine.sampling import warp
 
     grid = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
@@ -42,7 +42,7 @@ def exact_law(target, prompt: tuple[int, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_outputs_follow_the_targets_law(target, rule):
+def test_outputs_follow_the_targets_distribution(target, rule):
     check_law(target, drafter_for(rule, target, 100), rule, 100)
 
 
@@ -53,7 +53,7 @@ def check_law(target, drafter, rule: str, rows: int, count: int = 1000) -> None:
     decoder = Decoder(target, drafter, rows, 128)
     done = list(decoder.run(requests))
     accepted = sum(step.accepted for c in done for step in c.steps)
-    assert accepted > count / 50  # the drafts matter
+    assert accepted > count / 50  # drafts are accepted
     tokens = torch.tensor([c.tokens for c in done])
     cells = (tokens[:, 0] * VOCAB + tokens[:, 1]) * VOCAB + tokens[:, 2]
     law = exact_law(target, tuple(prompt)).flatten()
@@ -63,7 +63,7 @@ def check_law(target, drafter, rule: str, rows: int, count: int = 1000) -> None:
 
 
 def fits(seen: torch.Tensor, law: torch.Tensor) -> bool:
-    """Whether counts [C] pass a chi-square test against a law [C] at the 0.1% level."""
+    """Whether counts [C] pass a chi-square test against probabilities [C] at the 0.1% level."""
     seen, expected = seen.double(), law * seen.sum()
     if seen[law == 0].sum() > 0:
         return False
@@ -86,7 +86,7 @@ def test_a_sampled_output_does_not_depend_on_neighbours(target, rule):
     assert decode(decoder, requests) == alone
 
 
-def test_a_rule_that_the_drafts_are_not_drawn_for_is_refused(target):
+def test_a_rule_that_does_not_fit_the_drafter_is_refused(target):
     for drafter, rule in (
         (PromptLookup(1, 5, 1), "recursive"),
         (drafter_for("recursive", target, 1), "block"),
@@ -95,5 +95,5 @@ def test_a_rule_that_the_drafts_are_not_drawn_for_is_refused(target):
         request = Request([1, 2], 4, temperature=1.0, rule=rule)
         done = next(iter(Decoder(target, drafter, 1, 64).run([request])))
         assert f"request 0: rule '{rule}' is not for these drafts" in str(done.error)
-        greedy = replace(request, temperature=0.0)  # asks for no rule
+        greedy = replace(request, temperature=0.0)  # needs no rule
         assert next(iter(Decoder(target, drafter, 1, 64).run([greedy]))).error is None

@@ -1,4 +1,4 @@
-"""The warp, the noise, and choices drawn from counters."""
+"""Warping of logits, Gumbel noise, and seeded choices."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_warping_equals_that_of_transformers(temperature, top_k, top_p):
     assert torch.equal(warp(logits, temperature, top_k, top_p), theirs(None, logits))
 
 
-def test_noise_depends_on_seed_position_and_id_alone():
+def test_noise_depends_only_on_seed_position_and_token_id():
     positions = torch.tensor([5, 900, 2**31])
     together = gumbel(7, positions, 40)
     for n, position in enumerate(positions):
@@ -44,7 +44,7 @@ def test_noise_depends_on_seed_position_and_id_alone():
     assert len(set(gumbel(7, torch.arange(50), 50).flatten().tolist())) == 2500
 
 
-def test_the_noise_is_gumbel():
+def test_the_noise_is_independent_gumbel_noise():
     """exp(-exp(-G)) is uniform: Kolmogorov-Smirnov distance over 200000 draws, and no
     correlation between neighbouring positions, ids or seeds."""
     noise = gumbel(3, torch.arange(400), 500)
@@ -58,9 +58,9 @@ def test_the_noise_is_gumbel():
         assert abs(torch.corrcoef(pair)[0, 1]) < 3 / pair.shape[1] ** 0.5
 
 
-def test_the_largest_noise_is_finite_and_draws_nothing_impossible():
-    """Its 53 bits are all ones: as a fraction they would be rounded to 1. Seed and position are
-    those of which splitmix64 makes them for token 5."""
+def test_the_largest_noise_is_finite_and_never_draws_an_excluded_token():
+    """Its 53 bits are all ones, which as a fraction would be rounded to 1; splitmix64 gives them
+    to token 5 for this seed and position."""
     seed, position = 15170671552396645864, 7
     noise = gumbel(seed, torch.tensor(position), 8)
     assert noise.isfinite().all()
@@ -84,7 +84,7 @@ def test_seeded_sampling_follows_the_warped_distribution():
     assert chi2 < limits[int(kept.sum()) - 1]
 
 
-def test_both_mixers_are_splitmix64():
+def test_the_int_and_tensor_mixers_are_splitmix64():
     """The first outputs of the reference implementation (Vigna) for seed 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     states = [(1234567 + n * 0x9E3779B97F4A7C15) % 2**64 for n in range(3)]
@@ -104,7 +104,7 @@ def chi_square(counts, probs):
 
 
 def test_seeded_choices_follow_their_probabilities():
-    """Over calls of one step, over steps and over seeds; 1e-9 is there to be never drawn."""
+    """Over calls of one step, over steps and over seeds; a token of 1e-9 is never drawn."""
     probs = torch.tensor([0.0, 0.3, 0.05, 0.0, 0.4, 1e-9, 0.25, 0.0]).double()
     one = SeededChance(3, 17)
     draws = {
@@ -118,7 +118,7 @@ def test_seeded_choices_follow_their_probabilities():
         assert chi_square(counts, probs) < 4
 
 
-def test_unnormalised_probabilities_are_as_good_and_none_at_all_are_refused():
+def test_a_choice_takes_unnormalised_probabilities_and_refuses_all_zeros():
     probs = torch.tensor([0.0, 0.3, 0.2])
     for start in range(50):
         assert SeededChance(1, start).choice(probs) == SeededChance(1, start).choice(7 * probs)
@@ -126,14 +126,14 @@ def test_unnormalised_probabilities_are_as_good_and_none_at_all_are_refused():
         SeededChance(1, 0).choice(torch.zeros(4))
 
 
-def test_seeded_acceptance_has_its_probability_and_certainty_is_certain():
+def test_seeded_acceptance_has_the_given_probability_also_0_and_1():
     chance = SeededChance(5, 0)
     share = sum(chance.accept(0.3) for _ in range(8000)) / 8000
     assert abs(share - 0.3) < 4 * (0.21 / 8000) ** 0.5
     assert all(chance.accept(1.0) and not chance.accept(0.0) for _ in range(1000))
 
 
-def test_choices_are_a_function_of_seed_start_and_call():
+def test_choices_depend_only_on_seed_start_and_call_number():
     probs = torch.ones(10**6)
 
     def draws(*counters):
@@ -146,9 +146,9 @@ def test_choices_are_a_function_of_seed_start_and_call():
 
 
 def test_the_streams_are_independent_of_each_other_and_of_gumbel_noise():
-    """Correlations over 2500 pairs of counters, at any pairing of counters one might fear."""
+    """Correlations over 2500 pairs of counters, for every suspicious pairing of counters."""
     noise = gumbel(3, torch.arange(50), 50)
-    level = (-(-noise).exp()).exp().flatten()  # uniform again
+    level = (-(-noise).exp()).exp().flatten()  # back to uniform
 
     def grid(number):
         return torch.tensor([number(a, b) for a in range(50) for b in range(50)]).double()
@@ -165,21 +165,21 @@ def test_the_streams_are_independent_of_each_other_and_of_gumbel_noise():
         "bare": grid(lambda a, b: uniform(3, a, b)),
     }
     table = torch.corrcoef(torch.stack((level, *others.values())))
-    # Shared numbers (a = b in transposed grids, say) would show as 0.02 at the least.
+    # Shared numbers (say, where a = b in transposed grids) would give a correlation >= 0.02.
     assert (table - torch.eye(len(table))).abs().max() < 4 / 2500**0.5
     for name, values in others.items():
         assert not torch.isin(values, level).any(), name
 
 
 @pytest.mark.parametrize("shape", [(MANY_LOGITS + 1,), (3, MANY_LOGITS)])
-def test_the_most_probable_of_a_large_vocabulary_is_found_for_one_node_and_for_several(shape):
+def test_the_most_probable_token_of_a_large_vocabulary_is_found(shape):
     logits = torch.zeros(shape)
     logits[..., 1234] = logits[..., 4321] = 1.0
     assert most_probable(logits).tolist() == torch.full(shape[:-1], 1234).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_most_probable_token_is_the_first_of_the_largest(dtype):
+def test_ties_for_the_most_probable_token_go_to_the_lowest_id(dtype):
     logits = torch.randint(-3, 3, (4, 5, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[0, 0] = float("-inf")
     best = most_probable(logits)

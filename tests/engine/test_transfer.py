@@ -10,14 +10,14 @@ from specdraft.eval.engine.transfer import SLAB, download, upload
 CPU = torch.device("cpu")
 
 
-def test_what_was_uploaded_stays_through_many_slabs():
+def test_an_uploaded_tensor_is_never_overwritten_by_later_uploads():
     kept = [(n, upload(range(n, n + 97), CPU)) for n in range(5 * SLAB // 97)]
     for n, tensor in kept:
         assert tensor.tolist() == [*range(n, n + 97)]
 
 
 @pytest.mark.parametrize("values", [[], [7], (1, 2), range(3), [*range(SLAB)], range(SLAB + 1)])
-def test_any_sequence_of_any_length(values):
+def test_any_sequence_of_any_length_can_be_uploaded(values):
     tensor = upload(values, CPU)
     assert tensor.dtype == torch.long
     assert tensor.tolist() == [*values]
@@ -37,16 +37,16 @@ def test_threads_do_not_write_into_each_others_uploads():
     assert found == dict.fromkeys(range(4), True)
 
 
-def test_an_upload_made_in_inference_mode_may_index_what_is_trained():
+def test_uploads_after_inference_mode_can_index_trained_weights():
     with torch.inference_mode():
-        for _ in range(3):  # one of them begins a slab
+        for _ in range(3):  # one of them starts a new slab
             upload(range(SLAB // 2), CPU)
     weight = torch.ones(3, requires_grad=True)
     weight.index_select(0, upload([2, 0], CPU)).sum().backward()
     assert weight.grad.tolist() == [1, 0, 1]
 
 
-def test_no_number_is_cut_to_fit():
+def test_a_number_that_is_no_64_bit_integer_is_an_error():
     with pytest.raises((TypeError, OverflowError)):
         upload([1.5], CPU)
     with pytest.raises((TypeError, OverflowError)):
@@ -54,7 +54,7 @@ def test_no_number_is_cut_to_fit():
     assert upload([3], CPU).tolist() == [3]
 
 
-def test_downloads_are_the_tensors_themselves_where_the_host_has_them():
+def test_a_download_from_the_cpu_returns_all_its_tensors():
     first, second = torch.ones(2), torch.zeros(1)
     assert download() == []
     assert [t.tolist() for t in download(first, second)] == [[1, 1], [0]]

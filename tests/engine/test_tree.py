@@ -1,4 +1,4 @@
-"""Trees: ancestors, static trees cut into passes, and a cache that keeps accepted paths."""
+"""Trees: ancestors, static trees split into passes, and a cache that keeps accepted paths."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from specdraft.eval.engine.tree import Topology, chain
 from specdraft.recipes.static_trees import known_trees, load_tree_paths
 
 
-def test_ancestors_are_those_found_by_climbing():
+def test_ancestors_and_depths_equal_those_found_by_following_parents():
     topology = Topology([-1, 0, 0, 1, 2, 2, 4])
     for node in range(7):
         climbed, at = {node}, node
@@ -23,21 +23,20 @@ def test_ancestors_are_those_found_by_climbing():
 
 
 @pytest.mark.parametrize("parents", [[], [0], [-1, 1], [-1, -1], [-1, 0, 3]])
-def test_a_parent_has_to_come_first(parents):
+def test_a_topology_needs_a_root_and_parents_before_children(parents):
     with pytest.raises(ValueError, match=r"root|parents come first"):
         Topology(parents)
 
 
-def test_a_chain_is_a_chain():
+def test_a_chain_is_recognised_as_one():
     assert chain(3).parents == (-1, 0, 1, 2)
     assert chain(3).is_chain
     assert not Topology([-1, 0, 0]).is_chain
 
 
 def followed(tree: StaticTree) -> list[dict]:
-    """Follow a plan by hand, pass by pass: the paths that are expanded, the distributions (which
-    path each expands, what it knows of the block after it) and the ranked tokens (of which
-    distribution each is, and its rank)."""
+    """Follow a plan pass by pass: the paths expanded, the distributions (the path each expands,
+    and its known tokens of the next block) and the ranked tokens (distribution and rank)."""
     k, passes = tree.block_size, []
     for number, plan in enumerate(tree.passes):
         own = sorted({path[: number * k] for path in tree.paths if len(path) > number * k})
@@ -77,7 +76,7 @@ every_plan = pytest.mark.parametrize("coupled", [False, True], ids=["alone", "co
 @every_plan
 @pytest.mark.parametrize("name", known_trees())
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_every_node_takes_its_token_from_its_own_path(name, k, coupled):
+def test_every_node_takes_its_token_from_the_distribution_of_its_own_path(name, k, coupled):
     paths = load_tree_paths(name)
     tree = StaticTree(paths, k, coupled)
     assert len(tree.passes) == -(-max(map(len, paths)) // k)
@@ -108,7 +107,7 @@ def test_a_pass_reads_the_blocks_of_its_paths_and_sees_their_ancestors(name, k, 
         read = zip(plan.blocks.tolist(), plan.features.tolist(), strict=True)
         for place, (token, feature) in enumerate(read):
             number, rank = last["ranked"][token]
-            assert number == feature  # the feature that the token was drawn from
+            assert number == feature  # the feature whose distribution gave the token
             path = own[place // k]
             assert fits(path[: len(path) - k + place % k + 1], last["drawn"][number], rank, k)
         keys += own
@@ -125,12 +124,12 @@ def test_the_most_probable_path_is_a_prefix_of_the_nodes(name):
     assert tree.topology.parents[: depth + 1] == chain(depth).parents
 
 
-def test_a_tree_without_a_parent_is_refused():
+def test_a_path_whose_parent_is_missing_is_refused():
     with pytest.raises(ValueError, match=r"\[1, 0\] has no parent \[1\]"):
         StaticTree([(0,), (1, 0)], 2)
 
 
-def test_the_pool_keeps_an_accepted_path_and_nothing_else():
+def test_keeping_an_accepted_path_moves_its_slots_and_touches_no_other_row():
     pool = KVPool([torch.device("cpu")] * 2, rows=3, kv_heads=1, capacity=12, head_dim=4)
     generator = torch.Generator().manual_seed(0)
     pool.lengths = [3, 2, 5]
