@@ -1,4 +1,4 @@
-"""A cascade: the target's tokens whatever drafts, and Algorithm 1's own steps behind them."""
+"""A cascade: the target's tokens whatever it drafts, and drafts that follow Algorithm 1."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def greedy(target):
 
 @pytest.fixture(scope="module")
 def students(target):
-    """Nearer to the target and further from it; both often wrong."""
+    """One closer to the target, one further from it; both are often wrong."""
     return near(target, 0.02), near(target, 0.05)
 
 
@@ -59,7 +59,7 @@ def cascade(students, k, leniency=1.0, rows=1, copy_match=None) -> CascadeDrafte
 
 @pytest.mark.parametrize("leniency", [1.0, 5.0])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_greedy_output_is_that_of_the_model_without_a_cache(
+def test_greedy_output_equals_that_of_the_model_without_a_cache(
     target, greedy, students, rows, leniency
 ):
     requests = [Request(prompt, 17) for prompt in prompts()]
@@ -70,7 +70,7 @@ def test_greedy_output_is_that_of_the_model_without_a_cache(
 
 @pytest.mark.parametrize("leniency", [1.0, 5.0])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_sampled_output_is_that_of_plain_seeded_sampling(target, students, rows, leniency):
+def test_sampled_output_equals_that_of_plain_seeded_sampling(target, students, rows, leniency):
     settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
     requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
     expected = decode(Decoder(target, None, 1, 128), requests)
@@ -79,7 +79,7 @@ def test_sampled_output_is_that_of_plain_seeded_sampling(target, students, rows,
         assert decode(Decoder(target, drafter, rows, 128), requests) == expected
 
 
-def test_only_rules_for_any_draft_take_a_cascade(target, students):
+def test_a_cascade_allows_the_walk_and_refuses_block_verification(target, students):
     requests = [Request(prompts()[1], 12, 1.0, rule=rule) for rule in ("walk", "block")]
     done = list(Decoder(target, cascade(students[:1], ONE), 1, 128).run(requests))
     assert len(done[0].tokens) == 12
@@ -87,8 +87,8 @@ def test_only_rules_for_any_draft_take_a_cascade(target, students):
     assert isinstance(done[1].error, DataError)
 
 
-def test_sampled_drafts_use_the_noise_of_the_targets_choice(target):
-    """With the target as student all it has reviewed is accepted; with other noise little would."""
+def test_sampled_drafts_use_the_same_noise_as_the_targets_choice(target):
+    """With the target as student all it reviewed is accepted; with other noise little would be."""
     requests = [Request(prompt, 16, 1.5, seed=n) for n, prompt in enumerate(prompts())]
     drafter = cascade((target,), [[3, 0], [0, 2]], rows=2)
     done = list(Decoder(target, drafter, 2, 128).run(requests))
@@ -105,7 +105,7 @@ def drafted(drafter, prompt: list[int], temperature: float = 0.0) -> list[int]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_without_leniency_a_draft_is_that_of_the_top_student_alone(students, temperature):
+def test_without_leniency_a_draft_equals_that_of_the_top_student_alone(students, temperature):
     for chosen, k in ((students[:1], [[5, 0], [0, 4]]), (students, [[5, 0, 0], *TWO[1:]])):
         lengths = set()
         for prompt in prompts():
@@ -115,7 +115,7 @@ def test_without_leniency_a_draft_is_that_of_the_top_student_alone(students, tem
             if temperature == 0:
                 assert tokens == plain_tokens(chosen[0], prompt, len(tokens))
             lengths.add(len(tokens))
-        # The last review may bring more than was asked for.
+        # The last review may add more tokens than needed.
         assert min(lengths) == 5 < max(lengths) <= cascade(chosen, k).max_nodes
 
 
@@ -157,14 +157,14 @@ def naive(students, k, leniency, known: list[int], ahead: list[int], reviewer: i
 
 
 @pytest.mark.parametrize("leniency", [1.0, 5.0])
-def test_a_draft_is_algorithm_1_spelled_out(students, leniency):
+def test_a_draft_equals_that_of_a_naive_algorithm_1(students, leniency):
     for k in (TWO, [[4, 0, 0], [0, 3, 2], [0, 0, 2]], [[0, 3, 1], [0, 0, 0], [0, 0, 3]]):
         for prompt in prompts():
             expected = naive(students, k, leniency, prompt, [], 0)
             assert drafted(cascade(students, k, leniency), prompt) == [t for t, _ in expected]
 
 
-def test_leniency_changes_drafts(students):
+def test_higher_leniency_changes_drafts(students):
     drafts = [
         [drafted(cascade(students, TWO, leniency), prompt) for prompt in prompts(12)]
         for leniency in (1.0, 5.0)
@@ -172,8 +172,8 @@ def test_leniency_changes_drafts(students):
     assert drafts[0] != drafts[1]
 
 
-def test_behind_a_match_of_that_length_no_student_is_asked(students):
-    prompt = [1, 2, 3, 1, 2]  # its longest repeated suffix has two tokens
+def test_a_copy_after_a_long_enough_match_asks_no_student(students):
+    prompt = [1, 2, 3, 1, 2]  # the longest repeated suffix has two tokens
     bottom = maxgram()
     bottom.memory[0].extend(prompt)
     for match in (1, 2):
@@ -183,13 +183,13 @@ def test_behind_a_match_of_that_length_no_student_is_asked(students):
     drafter = cascade(students, TWO, copy_match=3)
     assert drafted(drafter, prompt) == drafted(cascade(students, TWO), prompt)
     assert min(drafter.passes) > 0
-    # A draft may be longer than any of K, and a target has room for it.
+    # A copy may be longer than any entry of K: `max_nodes` leaves room for it.
     assert cascade(students[:1], [[1, 0], [0, 1]], copy_match=1).max_nodes == 5
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_with_copies_alone_is_that_of_plain_decoding(target, students, temperature, rows):
+def test_copying_saves_student_passes_and_changes_no_output(target, students, temperature, rows):
     asked = [Request(3 * p, 24, temperature, seed=n) for n, p in enumerate(prompts(4))]
     expected = decode(Decoder(target, None, rows, 128), asked)
     passes = []
@@ -201,10 +201,10 @@ def test_output_with_copies_alone_is_that_of_plain_decoding(target, students, te
 
 
 class Periodic(Target):
-    """A model that always continues 1 2 3 1 2 3 ..: what it says can be counted by hand."""
+    """A model that always continues 1 2 3 1 2 3 .., so that its calls can be counted by hand."""
 
     def logits(self, features):
-        # Its features are replaced below by the ids themselves.
+        # `reading_ids` makes the features the ids themselves.
         return torch.nn.functional.one_hot(features[:, 0].long() % 3 + 1, VOCAB).float()
 
 
@@ -226,29 +226,29 @@ def reading_ids(drafter: CascadeDrafter) -> CascadeDrafter:
     return drafter
 
 
-def test_calls_and_tokens_read_are_those_counted_by_hand():
-    """The prompt 1 2 3 1 2: Max-Gram copies 3 1 2 3 1 2 .., the students say the same, so every
+def test_calls_and_tokens_read_equal_a_count_by_hand():
+    """After the prompt 1 2 3 1 2, Max-Gram and the students all propose 3 1 2 3 1 2 .., so every
     proposal is accepted."""
     prompt = [1, 2, 3, 1, 2]
-    # Student 1 wants 4 tokens: Max-Gram's 3 and its own are one review.
+    # Student 1 wants 4 tokens: one review gives Max-Gram's 3 and its own.
     one = reading_ids(cascade([periodic()], [[4, 2], [0, 3]]))
     assert drafted(one, prompt) == [3, 1, 2, 3, 1, 2]
     assert one.passes == [1]
     assert one.reviewers[0].tokens_read == 5 + 3
-    # Wanting 5, it reviews again: its own 4th token, unread so far, and 3 more of Max-Gram.
+    # Wanting 5, it reviews again, reading its own 4th token and 3 more of Max-Gram's.
     one = reading_ids(cascade([periodic()], [[5, 0], [0, 3]]))
     assert drafted(one, prompt) == [3, 1, 2, 3, 1, 2, 3, 1]
     assert one.passes == [2]
     assert one.reviewers[0].tokens_read == 5 + 3 + 1 + 3
-    # Student 2 wants 3 a time: 2 of Max-Gram and its own. Student 1 adds 1: 4 of the 5 it wants;
-    # the second time brings 8. Behind them student 2 contributes 2: 3 tokens by one more review.
+    # Student 2 gives 3 at a time: 2 of Max-Gram's and its own. Student 1 adds 1: 4 of the 5 it
+    # wants, then 8. After them student 2 is to add 2 tokens: one more review gives 3.
     two = reading_ids(cascade([periodic(), periodic()], [[5, 2, 1], [0, 3, 0], [0, 0, 2]]))
     assert len(drafted(two, prompt)) == 8 + 3 + 1
     assert two.passes == [2, 3]
-    # Student 1 reads the prompt, 3 proposals, then its own token and 3 proposals.
+    # Student 1 reads the prompt and 3 proposals; then its own token and 3 proposals.
     assert two.reviewers[0].tokens_read == 5 + 3 + 1 + 3
-    # Student 2 reads the prompt and 2 proposals; then its own token, that of student 1 and 2
-    # proposals; and the same again.
+    # Student 2 reads the prompt and 2 proposals; then twice its own token, student 1's token and
+    # 2 proposals.
     assert two.reviewers[1].tokens_read == (5 + 2) + (2 + 2) + (2 + 2)
 
 
@@ -302,8 +302,8 @@ class Recorded(Reviewer):
 
 
 @pytest.mark.parametrize("k", [[[4, 0], [0, 2]], [[1, 0], [0, 1]], [[6, 3], [0, 4]]])
-def test_no_accepted_token_is_read_twice(target, k):
-    """By a student that is the target: what it accepts, the target accepts."""
+def test_a_reviewer_reads_no_accepted_token_twice(target, k):
+    """The student is the target, so that the target accepts what it accepts."""
     drafter = cascade((target,), k)
     reviewer = Recorded(target, 1, 128, drafter.max_nodes)
     drafter.reviewers = [reviewer]
@@ -328,7 +328,7 @@ def test_nothing_is_drafted_beyond_a_students_context(target):
     assert done.steps[-1].drafted == 0
 
 
-def test_a_student_whose_frequencies_change_with_length_drafts_up_to_there(target):
+def test_a_student_with_length_dependent_rope_frequencies_drafts_and_changes_no_output(target):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     rope["original_max_position_embeddings"] = 30
     model = random_model("Llama", **GQA, max_position_embeddings=512, rope_parameters=rope)
@@ -338,7 +338,7 @@ def test_a_student_whose_frequencies_change_with_length_drafts_up_to_there(targe
     assert done.steps[1].drafted > 0
 
 
-# -- Max-Gram behind a tree ----------------------------------------------------------------------
+# -- Max-Gram below a tree -----------------------------------------------------------------------
 
 
 def test_tails_hang_below_the_deepest_nodes():
@@ -351,7 +351,7 @@ def test_tails_hang_below_the_deepest_nodes():
 
 
 class Fixed:
-    """Drafts the same small tree every time, as some other drafter may."""
+    """A drafter that always drafts the same small tree."""
 
     forwards, seconds, max_nodes, rules = 0, 0.0, 4, frozenset()
     from_tokens = False
@@ -364,20 +364,20 @@ class Fixed:
         return [Tree(Topology([-1, 0, 0, 1, 2]), torch.tensor([5, 1, 6, 2])) for _ in rows]
 
 
-def test_a_tail_copies_what_followed_the_path_it_hangs_on():
+def test_a_tail_copies_what_followed_its_path_before():
     tail = MaxGramTail(Fixed(), maxgram(), count=3, paths=2)
     tail.start(0, Request([5, 6, 9, 8, 1, 2, 4], 10))
     tail.observe(0, [6, 9, 8, 1, 2, 4], torch.empty(0))
     (tree,) = tail.draft([0])
     assert tree.topology.parents == (-1, 0, 0, 1, 2, 3, 5, 6, 4, 8, 9)
-    # Behind 5 6 came 9 8 1; behind 1 2 came 4 and then what is drafted: the path 1 2 itself.
+    # 5 6 was followed by 9 8 1; 1 2 by 4 and then by the drafted path 1 2 itself.
     assert tree.tokens.tolist() == [5, 1, 6, 2, 9, 8, 1, 4, 1, 2]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 @pytest.mark.parametrize("paths", [1, 2])
-def test_a_tail_behind_a_falcon_tree_changes_no_output(target, rows, temperature, paths):
+def test_a_tail_below_a_falcon_tree_changes_no_output(target, rows, temperature, paths):
     tree = StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0)], 2)
     falcon = FalconDrafter(random_head(target), target, tree, rows, 128)
     drafter = MaxGramTail(falcon, maxgram(rows), count=4, paths=paths)
@@ -386,7 +386,7 @@ def test_a_tail_behind_a_falcon_tree_changes_no_output(target, rows, temperature
     done = completions(Decoder(target, drafter, rows, 128), requests)
     assert [one.tokens for one in done] == expected
     depths = {step.depth for one in done for step in one.steps}
-    assert depths >= {4, 2 + 4}  # empty trees, of a single known token, have tails, too
+    assert depths >= {4, 2 + 4}  # empty trees (one known token) get tails, too
     assert max(step.drafted for one in done for step in one.steps) == drafter.max_nodes
 
 
@@ -399,7 +399,7 @@ def complaint(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_a_k_that_is_no_k_is_named():
+def test_an_invalid_k_is_refused_with_the_reason():
     assert "cascade.k = [[4, 2], [1, 2]]: must be upper triangular, but row 1, column 0 is 1" in (
         complaint("cascade.k=[[4, 2], [1, 2]]")
     )
@@ -415,7 +415,7 @@ def test_a_k_that_is_no_k_is_named():
     )
 
 
-def test_a_k_survives_yaml_and_plain_dicts(tmp_path):
+def test_k_survives_a_round_trip_through_yaml_and_plain_dicts(tmp_path):
     recipe = load_recipe("recipes/tiny_cascade.yaml", ["cascade.k=[[3, 1], [0, 4]]"])
     assert recipe.cascade.k == ((3, 1), (0, 4))
     assert from_dict(recipe.to_dict()) == recipe
@@ -423,7 +423,7 @@ def test_a_k_survives_yaml_and_plain_dicts(tmp_path):
     assert load_recipe(tmp_path / "recipe.yaml") == recipe
 
 
-def test_a_drafter_without_its_parts_is_refused(students):
+def test_a_cascade_without_students_a_matching_k_or_a_table_is_refused(students):
     with pytest.raises(ValueError, match="0 students"):
         cascade((), [[3]])
     with pytest.raises(ValueError, match="2 students with a K of 2 rows"):
@@ -438,7 +438,7 @@ def table_at(folder, size: int, tokenizer: str | None = None) -> None:
     table.save_pretrained(folder)
 
 
-def test_what_a_cascade_drafts_with_is_loaded_from_where_the_recipe_says(tmp_path):
+def test_a_cascades_students_and_table_are_loaded_from_the_recipes_paths(tmp_path):
     tiny = Target.load("tiny")
     table_at(tmp_path / "table", tiny.vocab_size)
     places = ["cascade.students=[tiny, tiny]", "cascade.k=[[2, 1, 1], [0, 1, 0], [0, 0, 2]]"]
@@ -455,7 +455,7 @@ def test_what_a_cascade_drafts_with_is_loaded_from_where_the_recipe_says(tmp_pat
         make_method("cascade", recipe, tiny, Trained(), 80)
 
 
-def test_a_drafter_that_is_missing_or_for_other_tokens_is_named(tmp_path):
+def test_a_missing_part_and_a_table_for_other_tokens_are_named(tmp_path):
     tiny = Target.load("tiny")
     table_at(tmp_path / "other", tiny.vocab_size, "another tokenizer")
     table_at(tmp_path / "small", 99)

@@ -1,4 +1,4 @@
-"""Drafts of a head whose slots hear the tokens before them: a distribution belongs to a node."""
+"""Drafts of a head whose slots see the tokens before them: each node has its own distribution."""
 
 import itertools
 
@@ -33,8 +33,8 @@ def head_for(target, reads: str, coupling: str, k: int):
 @every_head
 @pytest.mark.parametrize("rule", ["recursive", "kseq"])
 @torch.inference_mode()
-def test_every_node_says_what_its_children_were_drawn_from(target, reads, coupling, rule):
-    """Against whole-sequence forwards of the head, token by token, for two rows at once."""
+def test_every_node_has_the_distribution_its_children_came_from(target, reads, coupling, rule):
+    """Compared, for two rows at once, with whole-sequence forwards of the head for each token."""
     head = head_for(target, reads, coupling, 3)
     drafter = FalconDrafter(head, target, StaticTree(PATHS, 3), 2, 128)
     rows = list(enumerate(prompts(3)[1:]))
@@ -59,8 +59,8 @@ def test_every_node_says_what_its_children_were_drawn_from(target, reads, coupli
 
 @every_head
 @pytest.mark.parametrize("rule", REJECTING)
-def test_a_coupled_draft_emits_the_targets_law(reads, coupling, rule):
-    """Every branch of draft, decisions and bonus is played, over two passes of the head."""
+def test_a_coupled_draft_leaves_the_targets_distribution_unchanged(reads, coupling, rule):
+    """Every branch of draft, decisions and bonus is enumerated, over two passes of the head."""
     small = random_target(vocab=3, sharpness=1.0)
     head, prompt = head_for(small, reads, coupling, 2), [0, 2, 1, 1, 0]
     topology = chain(3) if rule == "block" else Topology([-1, 0, 0, 1, 3])
@@ -70,14 +70,14 @@ def test_a_coupled_draft_emits_the_targets_law(reads, coupling, rule):
             p[text] = small.model(torch.tensor([[*prompt, *text]])).logits[0, -1]
         q[text] = draft_logits(head, small, prompt, list(text))
     p, q = ({t: x.double().softmax(-1) for t, x in laws.items()} for laws in (p, q))
-    # Each token of a block changes what follows it: nothing here is shared.
+    # Each token changes the distribution after it: no two nodes share one.
     assert all(not torch.allclose(q[(0,)], q[(other,)]) for other in (1, 2))
     played = play(RULES[rule].rule, drawn(topology, REJECTING[rule], q), p)
     assert law_error(played.law, p, length) <= 1e-12
     assert played.accepted > 0.3
 
 
-def test_outputs_with_a_coupled_head_follow_the_targets_law(target):
+def test_outputs_with_a_coupled_head_follow_the_targets_distribution(target):
     tree, rule = StaticTree(PATHS, 2), "recursive"
     head = head_for(target, "newest", "recurrent", 2)
     check_law(target, FalconDrafter(head, target, tree, 100, 128), rule, 100)

@@ -1,4 +1,4 @@
-"""Drawn drafts: siblings are the samples they claim to be, and outputs follow the target's law."""
+"""Sampled drafts: siblings have the claimed distribution, and outputs that of the target."""
 
 import itertools
 from collections import defaultdict
@@ -26,7 +26,7 @@ from specdraft.eval.engine.sampling import derive_seed, gumbel, uniform
 from specdraft.eval.engine.tree import Draws, Topology, Tree, chain
 
 KINDS = ["alike", "mismatched", "some zeros"]
-COUNT = 100_000  # draws of a chi-square test
+COUNT = 100_000  # samples in a chi-square test
 in_law = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -39,21 +39,21 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
     return gumbel(seed, places, shape[-1])
 
 
-def test_conditioned_noise_has_the_parents_maximum_and_keeps_the_order():
+def test_conditioned_noise_has_the_parents_noise_as_maximum_and_keeps_the_order():
     children = noise(1, 500, 7) + torch.randn(500, 7, generator=torch.Generator().manual_seed(0))
     for shift in (-300.0, -3.0, 0.0, 3.0, 300.0):
         parent = children.max(-1).values + shift
         found = conditioned(parent, children)
         torch.testing.assert_close(found.max(-1).values, parent, rtol=0, atol=1e-12)
         assert found.isfinite().all()
-        # Far above the parent, they come closer to each other than a float64 can tell.
+        # Far above the parent's noise, they get too close for float64 to tell apart.
         best = children.argsort(-1, descending=True)
         falling = found.gather(-1, best).diff(dim=-1)
         assert (falling <= 0).all()
         assert shift < -3 or (falling < 0).all()
 
 
-def test_conditioned_noise_is_the_formula_to_the_last_digit():
+def test_conditioned_noise_equals_its_formula_in_exact_arithmetic():
     getcontext().prec = 400  # exponentials of hundreds, subtracted
     children = noise(2, 40, 5) * 20
     parents = noise(3, 1, 40)[0] * 20
@@ -66,7 +66,7 @@ def test_conditioned_noise_is_the_formula_to_the_last_digit():
             assert float(ours) == pytest.approx(float(-total.ln()), rel=1e-12, abs=1e-12)
 
 
-def test_an_impossible_child_stays_impossible_and_a_beam_has_its_width():
+def test_a_beam_keeps_impossible_children_impossible_and_refuses_too_large_a_width():
     logs = torch.tensor([[-0.1, float("-inf"), -2.0]]).double()
     start = torch.zeros(1).double()
     chosen = step(Beams(start, start), logs, noise(4, 1, 3), 3)
@@ -93,7 +93,7 @@ def plackett_luce(law: torch.Tensor, width: int) -> dict[tuple[int, ...], float]
 
 
 def assert_drawn_from(samples: torch.Tensor, law: dict[tuple, float]) -> None:
-    """Chi-square of samples [N, W] against a law of tuples."""
+    """Chi-square test of samples [N, W] against probabilities of tuples."""
     cells = {key: n for n, key in enumerate(law)}
     seen = torch.zeros(len(law))
     for key, count in zip(*samples.unique(dim=0, return_counts=True), strict=True):
@@ -137,7 +137,7 @@ def test_a_beam_is_a_sample_of_sequences_without_replacement():
     assert_drawn_from(parents * 4 + tokens, plackett_luce(pairs, 3))
 
 
-def test_the_siblings_of_a_beam_are_a_sample_without_replacement_as_far_as_they_stay():
+def test_siblings_that_stay_in_a_beam_are_drawn_without_replacement():
     _, laws = random_laws("alike", 5, 2, seed=3)
     _, parents, tokens = searched(laws, 4, seed=21)
     compared = 0
@@ -150,7 +150,7 @@ def test_the_siblings_of_a_beam_are_a_sample_without_replacement_as_far_as_they_
             if len(siblings) < 500:
                 continue
             compared += 1
-            # Given those before it, and that it is in the beam, a sibling is drawn from the rest.
+            # A sibling in the beam is drawn from the tokens that those before it left.
             expected = torch.zeros(5).double()
             groups = siblings[:, :-1].unique(dim=0, return_counts=True)
             for before, count in zip(*groups, strict=True):
@@ -162,13 +162,13 @@ def test_the_siblings_of_a_beam_are_a_sample_without_replacement_as_far_as_they_
     assert compared > 5
 
 
-# -- what a beam leaves is right for the rule ------------------------------------------------------
+# -- a truncated beam is lossless ------------------------------------------------------------------
 
 
 def ranked_leaves(q, width: int):
-    """RSD-S by its definition from below: give every text of two tokens its noise, and a prefix the
-    best of its texts'. A beam is then the best texts of its length: all of it follows from the
-    order of the texts, which is a sample without replacement. Drawn as far as it matters."""
+    """RSD-S defined bottom-up: every text of two tokens has its noise, and a prefix the largest of
+    its texts. A beam is the best texts of its length, so the order of the texts, a sample without
+    replacement, determines it. Only as many texts are drawn as matter."""
     vocab = len(q[()])
     texts = list(itertools.product(range(vocab), repeat=2))
     rows = {text: row for row, text in enumerate(q)}
@@ -191,8 +191,8 @@ def ranked_leaves(q, width: int):
 
 
 @in_law
-def test_a_truncated_beam_and_recursive_rejection_emit_the_targets_law(kind):
-    """Every branch is played: the order of the texts, acceptance, the bonus."""
+def test_recursive_rejection_of_a_truncated_beam_is_lossless(kind):
+    """Every branch is enumerated: the order of the texts, acceptance, the bonus."""
     p, q = random_laws(kind, 3, 3)
     played = play(RULES["recursive"].rule, ranked_leaves(q, 2), p)
     assert law_error(played.law, p, 3) <= 1e-12
@@ -201,8 +201,8 @@ def test_a_truncated_beam_and_recursive_rejection_emit_the_targets_law(kind):
     assert played.accepted > alone.accepted
 
 
-def test_the_beam_that_is_drawn_from_above_has_this_law():
-    """The law of whole trees: level 1 in order, and level 2 in order."""
+def test_stochastic_beam_search_has_the_distribution_of_the_ranked_texts():
+    """Over whole trees, each level in order."""
     _, q = random_laws("alike", 3, 2)
     law = defaultdict(float)
     for (tree, tokens), weight in branches(ranked_leaves(q, 2)):
@@ -218,7 +218,7 @@ def test_the_beam_that_is_drawn_from_above_has_this_law():
 
 
 def ended_chain(q, rule: str, theta: float, keep: bool = True):
-    """SSD's draft; `keep` False drops the token that ends it."""
+    """SSD's draft; `keep=False` drops the token that ends it."""
 
     def draft(chance):
         text, laws = (), []
@@ -237,7 +237,7 @@ def ended_chain(q, rule: str, theta: float, keep: bool = True):
 
 @in_law
 @pytest.mark.parametrize("rule", [name for name in RULES if name != "walk"])
-def test_a_sampled_chain_that_ends_behind_an_improbable_token_is_exact(rule, kind):
+def test_ending_a_sampled_chain_after_an_improbable_token_is_lossless(rule, kind):
     p, q = random_laws(kind, 3, 3)
     theta = float(torch.stack(list(q.values())).median())
     played = play(RULES[rule].rule, ended_chain(q, rule, theta), p)
@@ -249,7 +249,7 @@ def test_a_sampled_chain_that_ends_behind_an_improbable_token_is_exact(rule, kin
 
 # -- in the decoder --------------------------------------------------------------------------------
 
-# method -> (its drafter, rules that its drafts are drawn for)
+# method -> (drafter, options, rules its drafts are sampled for)
 DRAWERS = {
     "ssd": (SSD, {"gamma": 3, "theta": 0.1}, ("recursive", "multistep", "kseq", "block")),
     "branching": (Branching, {"branching": (3, 2)}, ("recursive", "multistep", "kseq")),
@@ -277,7 +277,7 @@ def drawer(name: str, rows: int):
 
 
 @pytest.mark.parametrize(("name", "rule"), CASES)
-def test_outputs_follow_the_targets_law(target, name, rule):
+def test_outputs_follow_the_targets_distribution(target, name, rule):
     check_law(target, drawer(name, 100), rule, 100, 500)
 
 
@@ -291,8 +291,8 @@ def test_a_sampled_output_does_not_depend_on_neighbours(target, name, rule):
 
 
 @pytest.mark.parametrize(("name", "rule"), CASES)
-def test_a_student_that_is_the_target_has_its_samples_accepted(target, name, rule):
-    """The first sibling comes from q = p, and so is accepted, at every depth."""
+def test_the_samples_of_a_student_that_is_the_target_are_all_accepted(target, name, rule):
+    """The first sibling is drawn from q = p, so it is accepted at every depth."""
     kind, options, _ = DRAWERS[name]
     drafter = kind(target, 2, 128, **options | ({"theta": 0.0} if kind is SSD else {}))
     requests = [Request(p, 12, seed=n, rule=rule, **WARP) for n, p in enumerate(prompts(3))]
@@ -301,10 +301,9 @@ def test_a_student_that_is_the_target_has_its_samples_accepted(target, name, rul
 
 
 def assert_never_shared(drafter, rule: str, target, count=100, blocks=False) -> None:
-    """At a temperature where all laws are uniform, the first token drawn behind one node is that
-    of another, of the same draft or of another step, as often as two fair dice agree. (Of what one
-    pass of a head draws, `blocks`, nodes of a depth take the same: only what lies behind another.)
-    """
+    """At a temperature that makes all distributions uniform, the first children of two nodes, of
+    one draft or of two steps, are equal as often as two fair dice agree. (With `blocks`, nodes of
+    one depth share what one pass of a head draws: only nodes on one path are compared.)"""
     requests = [Request([1, 2], 12, 1e6, seed=n, rule=rule) for n in range(count)]
     drawn = defaultdict(dict)  # (step, ranks down to a first child) -> request -> its token
     for done in completions(Decoder(target, drafter, 32, 128), requests):
@@ -342,15 +341,15 @@ def test_the_steps_of_medusa_heads_never_share_their_noise(target, rule):
     assert_never_shared(drafter, rule, target, blocks=True)
 
 
-def test_drafts_and_rules_never_share_a_number():
-    """It could not be seen in any law: drafts mix what `derive_seed` gives twice more."""
+def test_drafts_and_rules_never_share_a_random_number():
+    """No distribution would show it: drafts mix the result of `derive_seed` twice more."""
     for seed, start, number in itertools.product((0, 7), (1, 40), (0, 1, 2, 9)):
         key = derive_seed(seed, DRAFTER_STREAM, start, number) + (1 << 63)
         assert ((key >> 12) + 0.5) * 2.0**-52 != uniform(seed, 0, start, number)
 
 
-def test_an_iid_tree_goes_on_below_the_first_of_equal_siblings(target):
-    """Three chains drawn independently are a tree whose first twin has the children of both."""
+def test_among_equal_iid_siblings_the_first_gets_the_children_of_all(target):
+    """Chains drawn independently become a tree whose first twin has the children of both."""
     student = random_target(seed=3, sharpness=1.0)
     drafter, twins = Branching(student, 1, 128, (4, 1, 1)), 0
     for seed in range(20):
@@ -371,7 +370,7 @@ def test_an_iid_tree_goes_on_below_the_first_of_equal_siblings(target):
     assert twins > 5
 
 
-def test_equal_siblings_that_are_kept_apart_have_children_of_their_own():
+def test_unmerged_equal_siblings_have_children_of_their_own():
     drafter = Branching(random_target(seed=3), 1, 128, (4, 2), merged=False)
     twins = 0
     for seed in range(10):

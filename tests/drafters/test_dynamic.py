@@ -1,5 +1,4 @@
-"""Drafts that depend on the moment: plain decoding's tokens, the most probable nodes, and no more
-than they are worth."""
+"""Dynamic drafts: plain decoding's tokens, the most probable nodes, and only as many as pay."""
 
 import itertools
 import random
@@ -27,7 +26,7 @@ from specdraft.eval.pricing.evidence import LEAST, MOST, Evidence
 from specdraft.eval.pricing.worth import CACHED, NEVER, USUAL, Worth, _ratios
 from specdraft.models.passes.row import WEIGHED, weighed
 
-# Nodes and passes that cost next to nothing: everything is drafted. And such as cost a lot.
+# With FREE, nodes and passes cost next to nothing and everything is drafted; with DEAR, a lot.
 FREE = CostModel(
     verify=_ratios({"forward": 1.0, "tokens from 1": 1e-6}),
     knots=(1,),
@@ -79,7 +78,7 @@ def drafter_for(target, name: str, rows: int, costs=FREE, **shape) -> DynamicFal
 
 @every_head
 @widths
-def test_greedy_output_is_that_of_the_model_without_a_cache(target, greedy, name, width, paths):
+def test_greedy_output_equals_that_of_the_model_without_a_cache(target, greedy, name, width, paths):
     requests = [Request(prompt, 17) for prompt in prompts(4)]
     for rows, costs in ((1, FREE), (3, USUAL)):
         drafter = drafter_for(target, name, rows, costs, width=width, paths=paths)
@@ -89,7 +88,7 @@ def test_greedy_output_is_that_of_the_model_without_a_cache(target, greedy, name
 
 @every_head
 @widths
-def test_sampled_output_is_that_of_plain_seeded_sampling(target, name, width, paths):
+def test_sampled_output_equals_that_of_plain_seeded_sampling(target, name, width, paths):
     settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
     requests = [Request(p, 12, seed=n, **settings) for n, p in enumerate(prompts(4))]
     expected = decode(Decoder(target, None, 1, 128), requests)
@@ -99,7 +98,7 @@ def test_sampled_output_is_that_of_plain_seeded_sampling(target, name, width, pa
 
 @pytest.mark.parametrize("costs", [FREE, USUAL])
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
-def test_a_students_output_is_that_of_plain_decoding(target, costs, temperature):
+def test_a_students_best_first_drafts_change_no_output(target, costs, temperature):
     requests = [Request(p, 12, temperature, seed=n) for n, p in enumerate(prompts(4))]
     expected = decode(Decoder(target, None, 1, 128), requests)
     for rows, student in ((1, target), (3, near(target)), (3, random_target(seed=3))):
@@ -109,7 +108,7 @@ def test_a_students_output_is_that_of_plain_decoding(target, costs, temperature)
             assert decode(decoder, requests, accepts=student is target) == expected
 
 
-def test_no_rule_that_rejects_takes_them(target):
+def test_rejection_rules_refuse_best_first_drafts(target):
     for drafter in (drafter_for(target, "both", 1), BestFirst(target, 1, 128)):
         assert drafter.rules == frozenset()
         [done] = Decoder(target, drafter, 1, 512).run([Request([1, 2], 5, 1.0, rule="recursive")])
@@ -118,8 +117,8 @@ def test_no_rule_that_rejects_takes_them(target):
 
 
 @pytest.mark.parametrize("kind", ["alike", "mismatched", "some zeros", "disjoint"])
-def test_walking_through_the_best_nodes_emits_the_targets_law(kind):
-    """Every branch of choices is played; the nodes are the most probable by q, of any number."""
+def test_walking_a_tree_of_the_most_probable_nodes_is_lossless(kind):
+    """Every branch of choices is enumerated, for several numbers of most probable nodes by q."""
     length = 3
     p, q = random_laws(kind, 3, length)
     for least in (0.9, 0.3, 0.15, 0.05, 0.0):
@@ -143,7 +142,7 @@ def test_walking_through_the_best_nodes_emits_the_targets_law(kind):
         assert played.drafted == pytest.approx(kept)
 
 
-def test_outputs_under_the_walk_follow_the_targets_law(target):
+def test_outputs_under_the_walk_follow_the_targets_distribution(target):
     check_law(target, drafter_for(target, "both", 4), "walk", 4)
 
 
@@ -151,7 +150,7 @@ def test_outputs_under_the_walk_follow_the_targets_law(target):
 
 
 def drafted(drafter, request: Request, target) -> list[tuple[int, ...]]:
-    """The texts of a first draft."""
+    """The texts of the first draft."""
     drafter.start(0, request)
     features = target.features(torch.tensor([request.prompt[:-1]]))[0]
     if not drafter.from_tokens:
@@ -161,7 +160,7 @@ def drafted(drafter, request: Request, target) -> list[tuple[int, ...]]:
 
 
 def texts_of(tree: Tree) -> list[tuple[int, ...]]:
-    """Of every node behind the root, the tokens of its path; no two are alike."""
+    """The tokens of the path to every node but the root; no two are equal."""
     texts = [()]
     for parent, token in zip(tree.topology.parents[1:], tree.tokens.tolist(), strict=True):
         texts.append((*texts[parent], token))
@@ -172,9 +171,9 @@ def texts_of(tree: Tree) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ["both", "newest", "eagle", "paper"])
 @pytest.mark.parametrize(("temperature", "rule"), [(0.0, GUMBEL), (1.2, GUMBEL), (1.2, "walk")])
 @torch.inference_mode()
-def test_the_most_probable_nodes_are_drafted(target, name, temperature, rule):
-    """Against whole-sequence forwards of the head, token by token: of the nodes that have children,
-    every child that is more probable than the least drafted node is drafted."""
+def test_no_undrafted_child_is_more_probable_than_a_drafted_node(target, name, temperature, rule):
+    """Of nodes that have children, every child more probable than the least probable drafted node
+    is drafted; probabilities come from whole-sequence forwards of the head."""
     head, prompt = head_for(target, name), prompts(4)[3]
     request = Request(prompt, 9, temperature, seed=3, rule=rule)
     costs = CostModel(
@@ -197,7 +196,7 @@ def test_the_most_probable_nodes_are_drafted(target, name, temperature, rule):
     for text in texts:
         chance[text] = chance[text[:-1]] * float(law(text[:-1])[text[-1]])
     least = min(chance.values())
-    assert least > 0.05  # a node costs a tenth of a token at least
+    assert least > 0.05  # a node costs at least a tenth of a token
     expanded = {text[:-1] for text in texts}
     for text in expanded:
         best = (law(text) * chance[text]).topk(3)
@@ -208,8 +207,8 @@ def test_the_most_probable_nodes_are_drafted(target, name, temperature, rule):
 
 @pytest.mark.parametrize("name", [name for name in HEADS if name != "eagle3"])
 @torch.inference_mode()
-def test_a_long_draft_is_what_the_head_says_token_by_token(target, name):
-    """Chains over all passes: states, attention and blocks of every pass are the right ones."""
+def test_a_long_draft_equals_the_heads_token_by_token_prediction(target, name):
+    """Chains over all passes: every pass has the right states, attention and blocks."""
     head, prompt = head_for(target, name), prompts(4)[3]
     drafter = DynamicFalcon(head, target, FREE, 1, 128, width=1, siblings=1, paths=1, passes=4)
     [longest] = [max(drafted(drafter, Request(prompt, 9), target), key=len)]
@@ -226,9 +225,9 @@ def test_a_long_draft_is_what_the_head_says_token_by_token(target, name):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 @torch.inference_mode()
-def test_a_row_alone_drafts_what_it_drafts_beside_another(target, temperature):
-    """One path each: the short way of a single row, and the levels that several share."""
-    nothing = replace(FREE, verify=_ratios({"forward": 1.0}))  # is what a node costs
+def test_a_row_alone_drafts_what_it_drafts_next_to_another_row(target, temperature):
+    """With one path: the shortcut for a single row, and the levels that several rows share."""
+    nothing = replace(FREE, verify=_ratios({"forward": 1.0}))  # nodes cost nothing
     drafter = BestFirst(near(target), 2, 128, nothing, depth=5, paths=1)
     for prompt in prompts():
         for row in (0, 1):
@@ -241,11 +240,11 @@ def test_a_row_alone_drafts_what_it_drafts_beside_another(target, temperature):
         assert alone.topology.depth == 5
 
 
-# -- no more than they are worth -------------------------------------------------------------------
+# -- only as many as pay ---------------------------------------------------------------------------
 
 
-def test_fewer_nodes_are_drafted_for_many_rows_down_to_none(target):
-    """A node costs a row of many what it costs a row alone, and the forward is shared."""
+def test_the_more_rows_the_fewer_nodes_are_drafted_for_each(target):
+    """A node costs the same with any number of rows, while the forward is shared."""
     costs = CostModel(
         verify=_ratios({"forward": 1.0, "tokens from 1": 0.1}),
         knots=(1,),
@@ -262,7 +261,7 @@ def test_fewer_nodes_are_drafted_for_many_rows_down_to_none(target):
     assert counts[0] > 1.3 * counts[1] > 1.69 * counts[2]
 
 
-def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again_ever_less_often():
+def test_drafting_that_never_pays_is_retried_at_doubling_intervals():
     worth = Worth(replace(DEAR, draft=_ratios({"draft": 4.0})), 3, 48)
     drafted = []
     for _ in range(5 * MOST):
@@ -281,12 +280,12 @@ def test_where_nothing_is_worth_it_decoding_is_plain_and_tries_again_ever_less_o
     assert rests.count(MOST) > 1
 
 
-def test_rests_are_short_again_once_drafts_have_been_worth_it_for_long():
+def test_after_drafts_have_paid_for_long_pauses_are_short_again():
     evidence = Evidence()
     evidence.rest = MOST
 
     def lasts(gained: float) -> int:
-        """Steps until it rests."""
+        """Steps until the next pause."""
         for step in range(9 * MOST):
             if not evidence.allows(1.0):
                 return step
@@ -298,8 +297,8 @@ def test_rests_are_short_again_once_drafts_have_been_worth_it_for_long():
     assert [evidence.allows(1.0) for _ in range(LEAST)] == [False] * (LEAST - 1) + [True]
 
 
-def test_another_text_is_drafted_for_whatever_the_one_before_was_like():
-    """A single row's; of many texts in a batch, those before say what the next are like."""
+def test_a_new_text_ends_the_pause_of_a_single_row_but_not_of_a_batch():
+    """In a batch, the texts before tell what the next ones are like."""
     for rows in (1, 2):
         worth = Worth(USUAL, 3, 48)
         worth.begin(range(rows), 100)
@@ -312,8 +311,8 @@ def test_another_text_is_drafted_for_whatever_the_one_before_was_like():
         assert worth.starts() == ([0] if rows == 1 else [])
 
 
-def test_drafts_that_gain_more_than_they_cost_are_hardly_ever_rested_from():
-    """Unlike those that gain clearly less, however they scatter."""
+def test_drafts_that_pay_are_hardly_ever_paused_and_others_nearly_always():
+    """However much the gains scatter."""
     generator = random.Random(0)
     shares = []
     for mean in (1.3, 0.5):
@@ -327,8 +326,8 @@ def test_drafts_that_gain_more_than_they_cost_are_hardly_ever_rested_from():
     assert shares[1] < 0.1
 
 
-def test_a_pass_for_rows_that_are_ahead_has_to_earn_more_where_nobody_replaces_them():
-    """A batch that ends one row after the other; and a queue, until nobody waits any more."""
+def test_a_pass_for_rows_ahead_has_to_gain_more_if_no_request_will_replace_them():
+    """In a batch whose rows end one by one, and in a queue once no request waits."""
     costs = CostModel(
         verify=_ratios({"forward": 1.0, "rows": 0.1, "tokens from 1": 0.02}),
         knots=(1,),
@@ -340,30 +339,30 @@ def test_a_pass_for_rows_that_are_ahead_has_to_earn_more_where_nobody_replaces_t
         worth.admit(row)
 
     def passes(running, end: float) -> set[int]:
-        """The rows that get another pass where each goes on behind a path of this probability."""
+        """The rows that get another pass if each would continue a path of this probability."""
         worth.begin(running, 100)
         alone = {row for row in running if worth.goes_on([row], [[end]])[0]}
         together = worth.goes_on(running, [[end]] * len(running))[0]
         assert {running[number] for number in together} >= alone
         return alone
 
-    assert passes(range(4), 0.9) == {0, 1, 2, 3}  # no row is ahead of another
+    assert passes(range(4), 0.9) == {0, 1, 2, 3}  # no row is ahead
     for row, tokens in enumerate((2, 8, 5, 5)):
         worth.earn(row, tokens)
     worth.begin(range(4), 100)
-    worth.tokens = 1.0  # at plain decoding's speed, as before
+    worth.tokens = 1.0  # the speed of plain decoding
     assert passes(range(4), 0.9) == {0}
     own = costs.verify_ms(4, 1, 64) - costs.verify_ms(3, 1, 64)
     share = own * 4 / costs.verify_ms(4, 1, 64)
     assert worth._weights(range(4)) == pytest.approx([1.0, share, share, share])
-    worth.admit(3)  # a request takes the row of one that has ended
+    worth.admit(3)  # a new request takes the row of an ended one
     assert passes([0, 1, 2], 0.9) == {0, 1, 2}
     assert passes(range(4), 0.9) == {0, 1, 2, 3}
-    assert passes([0, 1, 2], 0.9) == {0}  # the last one's row stays empty
+    assert passes([0, 1, 2], 0.9) == {0}  # row 3 ended and stays empty
 
 
-def test_a_row_that_moves_into_the_place_of_one_that_ended_is_no_replacement():
-    """In the step in which the last of a queue begins, too."""
+def test_a_row_moved_into_the_place_of_an_ended_one_is_no_new_request():
+    """Also in the step in which the queue's last request begins."""
     worth = Worth(USUAL, 1, 8)
     for row in range(3):
         worth.admit(row)
@@ -371,18 +370,18 @@ def test_a_row_that_moves_into_the_place_of_one_that_ended_is_no_replacement():
     worth.admit(2)
     worth.begin(range(3), 64)
     assert worth._replaced
-    worth.admit(2)  # the last request; and row 0 ends
+    worth.admit(2)  # the last request begins, and row 0 ends
     worth.move(2, 0)
     worth.begin(range(2), 64)
     assert not worth._replaced
-    # One that began in the place of the ended, and has ended too, is forgotten.
+    # A request that replaced an ended one, and has ended too, is forgotten.
     worth.admit(0)
     worth.move(1, 0)
     assert not worth._begun
 
 
-def test_of_what_a_batch_gains_every_token_counts():
-    """Of the rows that the step was for: one that was admitted since reads its prompt in it."""
+def test_a_batchs_gain_counts_every_token_of_the_rows_in_the_step():
+    """A row admitted since then does not count: it read its prompt."""
     costs = replace(DEAR, verify=_ratios({"forward": 1.0}), draft=_ratios({"draft": 0.0}))
     worth = Worth(costs, 1, 48)
     worth.begin(range(5), 64)
@@ -391,13 +390,13 @@ def test_of_what_a_batch_gains_every_token_counts():
     worth.admit(4)
     for row, tokens in enumerate((2, 4, 5, 3, 1)):
         worth.earn(row, tokens)
-    worth.move(4, 3)  # whose request has just ended
+    worth.move(4, 3)  # row 3 has just ended
     before = worth.evidence.gains
     worth.begin(range(4), 64)
     assert worth.evidence.gains - 0.99 * before == pytest.approx(10)
 
 
-def test_drafts_have_to_beat_plain_decoding_even_after_steps_that_were_slower():
+def test_drafts_have_to_beat_plain_decoding_even_if_recent_steps_were_slower():
     worth = Worth(USUAL, 3, 48)
     worth.tokens, worth.plain = 1.0, 2.0  # half the speed of plain decoding
     worth.begin([0], 100)
@@ -411,8 +410,8 @@ def test_drafts_have_to_beat_plain_decoding_even_after_steps_that_were_slower():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_nodes_chosen_are_those_of_most_tokens_per_millisecond(rows):
-    """Against every number of nodes, at the rate that the steps settle at."""
+def test_the_number_of_nodes_chosen_gives_most_tokens_per_millisecond(rows):
+    """Compared with every number of nodes, at the rate the steps settle at."""
     costs = CostModel(
         verify=_ratios({"forward": 1.0, "tokens from 1": 0.05, "tokens from 4": 0.1}),
         knots=(1, 4),
@@ -439,14 +438,14 @@ def test_the_nodes_chosen_are_those_of_most_tokens_per_millisecond(rows):
 
 
 def tokens_less_costs(ranked, rate: float, widths) -> float:
-    """Tokens of the best nodes of each row, less those of the time that they and pads take."""
+    """Tokens of each row's best nodes, minus what the rate gives in their and the pads' time."""
     kept = [sum(own[:width]) for own, width in zip(ranked, widths, strict=True)]
     pads = len(ranked) * max(widths) - sum(widths)
     return sum(kept) - rate * (0.05 * sum(widths) + 0.03 * pads)
 
 
-def test_a_row_is_wider_than_others_where_that_is_worth_their_pads():
-    """Against every width and every number of nodes."""
+def test_a_row_gets_more_nodes_than_others_if_that_pays_for_their_pads():
+    """Compared with every width and every number of nodes."""
     generator, rows = random.Random(0), 3
     costs = CostModel(
         verify=_ratios({"forward": 1.0, "tokens from 1": 0.05, "pads": 0.03}),
@@ -473,7 +472,7 @@ def test_a_row_is_wider_than_others_where_that_is_worth_their_pads():
     assert len(found) > 5
 
 
-def test_of_nodes_beyond_a_width_the_least_probable_are_dropped():
+def test_pruning_to_a_width_drops_the_least_probable_nodes():
     growth = Weighed([0])
     growth.sprout(0, [1, 2, 3], [0.5, 0.3, 0.1])
     growth.sprout(1, [4], [0.9])
@@ -482,8 +481,8 @@ def test_of_nodes_beyond_a_width_the_least_probable_are_dropped():
     assert growth.pruned(0.4, 9)[1] == (0, 1, 4)
 
 
-def test_a_pass_is_made_for_the_rows_and_paths_that_pay_for_it():
-    """Against every subset of rows and number of paths."""
+def test_a_pass_is_made_for_the_rows_and_paths_of_the_best_net_gain():
+    """Compared with every subset of rows and every number of paths."""
     costs = CostModel(
         verify=_ratios({"forward": 1.0, "tokens from 1": 0.02}),
         knots=(1,),
@@ -525,13 +524,13 @@ def test_a_pruned_tree_is_numbered_depth_first_and_keeps_its_parents():
     topology, order = growth.pruned(0.24, 99)
     assert topology.parents == (-1, 0, 1, 1, 0, 4)
     assert [growth.tokens[node] for node in order] == [7, 5, 8, 9, 6, 3]
-    assert growth.pruned(0.24, 99)[0] is topology  # whose masks are kept
+    assert growth.pruned(0.24, 99)[0] is topology  # with its cached masks
     assert growth.pruned(0.3, 99)[0].parents == (-1, 0, 1, 0, 3)
     assert growth.pruned(NEVER, 99)[1] == (0,)
 
 
-def test_the_host_looks_once_per_pass(target, monkeypatch):
-    """Each draft's waits are its passes."""
+def test_the_host_waits_for_the_device_once_per_pass(target, monkeypatch):
+    """Downloads are counted."""
     import specdraft.eval.drafters.dynamic as module
 
     waits = SimpleNamespace(count=0)
@@ -550,7 +549,7 @@ def test_the_host_looks_once_per_pass(target, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_prices_are_those_of_the_costs_whatever_the_number_of_nodes(rows):
+def test_prices_equal_the_cost_models_for_every_number_of_nodes(rows):
     verify = {"forward": 2.0, "several": 0.3, "rows": 0.1, "cached": 1e-4, "scores": 1e-5}
     verify |= {"tokens from 1": 0.5, "tokens from 8": 0.01, "tokens from 20": 0.3}
     loop = {"step": 0.1, "drafts": 0.05, "rows": 0.01, "nodes": 0.02}

@@ -1,4 +1,4 @@
-"""Token graphs: what is merged, that no text runs in circles, and the tree they stand for."""
+"""Token graphs: which nodes are merged, that there are no cycles, and the tree they stand for."""
 
 import random
 from collections import Counter
@@ -11,7 +11,7 @@ CONTEXT = [0, 2, 1, 0, 1]
 
 
 class Naive:
-    """The definitions, by searching: no sets kept, every question asked anew."""
+    """The definitions, by searching anew each time."""
 
     def __init__(self, context, tau):
         self.context, self.tau = context, tau
@@ -50,7 +50,7 @@ class Naive:
         return False
 
     def texts(self, node=0, before=(), most=4000):
-        """What can be read along the graph: every text from the root, as often as it is there."""
+        """Every text that can be read from the root, as often as it occurs."""
         found = [before]
         follow = self.shared[node] if self.shared[node] >= 0 else node
         for child, parent in enumerate(self.parents):
@@ -60,7 +60,7 @@ class Naive:
 
 
 def grown(seed: int, tau: int) -> tuple[TokenGraph, Naive]:
-    """The same random levels of few tokens, merged by both."""
+    """A graph and its naive version, grown by the same random levels over few tokens."""
     chance = random.Random(seed)
     graph, naive = TokenGraph(CONTEXT[5 - max(tau, 1) :], tau), Naive(CONTEXT, tau)
     opened = [0]
@@ -81,7 +81,7 @@ def grown(seed: int, tau: int) -> tuple[TokenGraph, Naive]:
 
 
 @pytest.mark.parametrize("tau", range(5))
-def test_nodes_are_merged_by_the_definition_and_never_in_a_circle(tau):
+def test_nodes_are_merged_as_defined_and_never_form_a_cycle(tau):
     merges = circles = 0
     for seed in range(60):
         graph, naive = grown(seed, tau)
@@ -90,7 +90,7 @@ def test_nodes_are_merged_by_the_definition_and_never_in_a_circle(tau):
             if first >= 0:
                 merges += 1
                 assert not naive.leads_to(first, node)
-                # Not on its own path is not enough: a text could come back to where it was.
+                # Excluding a node's own path is not enough: other nodes may lead back to it.
                 circles += any(
                     naive.leads_to(other, node) and other not in _ancestors(naive, node)
                     for other in naive.offered
@@ -103,14 +103,14 @@ def _ancestors(naive: Naive, node: int) -> list[int]:
     return [] if node < 0 else [node, *_ancestors(naive, naive.parents[node])]
 
 
-def test_two_siblings_that_follow_each_other_do_not_share_both_ways():
+def test_two_siblings_that_follow_each_other_are_merged_in_one_direction_only():
     graph = TokenGraph([9], tau=1)
     a, b = graph.add(0, 5), graph.add(0, 6)
     assert not graph.merge(a)
     assert not graph.merge(b)
     ab, ba = graph.add(a, 6), graph.add(b, 5)
     assert graph.merge(ab)
-    assert not graph.merge(ba)  # else 5 6 5 6 5 ..
+    assert not graph.merge(ba)  # or the text would be 5 6 5 6 5 ..
     assert graph.shared == [-1, -1, -1, b, -1]
 
 
@@ -133,7 +133,7 @@ def test_the_unmerged_tree_holds_every_text_of_the_graph_once(tau):
     assert compared > (20 if tau < 3 else 0)
 
 
-def test_copies_are_limited_and_come_breadth_first():
+def test_unmerging_adds_at_most_limit_copies_in_breadth_first_order():
     for seed in range(30):
         graph, _ = grown(seed, 2)
         whole = graph.unmerge(10_000)

@@ -1,4 +1,4 @@
-"""A head drafts as precisely as its target, or as a recipe says; what is said stays the same."""
+"""A head drafts in its target's dtype or the recipe's, and outputs stay the same."""
 
 from functools import cache
 
@@ -45,7 +45,7 @@ def said_by(target, drawn: bool) -> list[list[int]]:
 
 
 def check_outputs(target, drafter, rows: int, ways=(False, True)) -> None:
-    """They are the target's own, greedily and drawn, whatever is drafted."""
+    """Greedy and sampled outputs are the target's own, whatever is drafted."""
     decoder = Decoder(target, drafter, rows, 128)
     for drawn in ways:
         assert decode(decoder, asked(drawn), accepts=False) == said_by(target, drawn)
@@ -53,8 +53,8 @@ def check_outputs(target, drafter, rows: int, ways=(False, True)) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_outputs_are_the_targets_own(target, name, rows):
-    """A row alone is drafted for in one function where nothing is drawn, else as several are."""
+def test_a_half_precision_head_changes_no_output(target, name, rows):
+    """A greedy row alone takes the single-row function; sampled and several rows are packed."""
     head = head_of(target, name)
     for drafter in drafters(head, target, rows):
         assert {weight.dtype for weight in drafter.head.parameters()} == {HALF}
@@ -65,7 +65,7 @@ def test_outputs_are_the_targets_own(target, name, rows):
 
 
 @torch.inference_mode()
-def test_an_eagle3_head_drafts_in_it_too():
+def test_a_half_precision_eagle3_head_changes_no_output():
     target = random_target(layers=4)
     for drafter in drafters(random_eagle3(target), target, 2):
         assert {weight.dtype for weight in drafter.head.parameters()} == {HALF}
@@ -74,7 +74,7 @@ def test_an_eagle3_head_drafts_in_it_too():
 
 @pytest.mark.parametrize("name", HEADS)
 @torch.inference_mode()
-def test_what_it_predicts_is_near_what_it_predicts_in_float32(target, name):
+def test_half_precision_predictions_are_close_to_those_in_float32(target, name):
     head, text = head_of(target, name), torch.arange(3, 33) % target.vocab_size
     found = []
     for dtype in (torch.float32, HALF):
@@ -92,13 +92,13 @@ def test_what_it_predicts_is_near_what_it_predicts_in_float32(target, name):
         assert 0 < (other - precise).abs().max() < 0.05 * precise.abs().max()
 
 
-def test_a_state_that_adds_up_stays_in_float32(target):
+def test_a_head_with_a_recurrent_state_stays_in_float32(target):
     for drafter in drafters(random_head(target, 2), target, 2):  # an LSTM
         assert drafter.dtype is torch.float32
         check_outputs(target, drafter, 2)
 
 
-def test_it_is_the_targets_own_unless_a_recipe_says_another(target):
+def test_a_heads_dtype_is_the_targets_unless_the_recipe_sets_one(target):
     assert PassOptions.of(EvalSection(), target) == PassOptions(False, torch.float32)
     assert PassOptions.of(EvalSection(head_dtype="bfloat16", compile=True), target) == PassOptions(
         True, HALF

@@ -1,4 +1,4 @@
-"""A draft LM: the tokens of plain decoding, and a cache that equals a fresh forward."""
+"""A draft LM: plain decoding's tokens, and a cache that equals a fresh forward."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def students(target):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("theta", [0.0, 0.4])
-def test_greedy_output_is_that_of_the_model_without_a_cache(target, rows, theta):
+def test_greedy_output_equals_that_of_the_model_without_a_cache(target, rows, theta):
     requests = [Request(prompt, 17) for prompt in prompts()]
     expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
     for name, student in students(target).items():
@@ -42,7 +42,7 @@ def test_greedy_output_is_that_of_the_model_without_a_cache(target, rows, theta)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_sampled_output_is_that_of_plain_seeded_sampling(target, rows):
+def test_sampled_output_equals_that_of_plain_seeded_sampling(target, rows):
     settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
     requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
     expected = decode(Decoder(target, None, 1, 128), requests)
@@ -52,13 +52,13 @@ def test_sampled_output_is_that_of_plain_seeded_sampling(target, rows):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_student_that_is_the_target_has_every_token_accepted(target, temperature):
+def test_every_token_of_a_student_that_is_the_target_is_accepted(target, temperature):
     drafter = SSD(target, 1, 128, gamma=4)
     request = Request(prompts()[1], 25, temperature, seed=5)
     done = next(Decoder(target, drafter, 1, 128).run([request]))
-    # The first draft is made behind the prompt, before the target has read it.
+    # The first draft is made before the target has read the prompt.
     assert [step.emitted for step in done.steps] == [5, 5, 5, 5, 5]
-    assert drafter.forwards == 5 * 4  # one a token: what was accepted is never read again
+    assert drafter.forwards == 5 * 4  # one per token: nothing accepted is read again
 
 
 class Watched(SSD):
@@ -85,7 +85,7 @@ def test_the_cache_equals_a_fresh_forward_whatever_was_accepted(target, theta, t
     drafter.accepted = []
     requests = [Request(p, 20, temperature, seed=n) for n, p in enumerate(prompts())]
     steps = [s for done in Decoder(target, drafter, 3, 128).run(requests) for s in done.steps]
-    assert len({step.accepted for step in steps}) > 2  # partly, wholly and not accepted drafts
+    assert len({step.accepted for step in steps}) > 2  # accepted fully, partly and not at all
     assert drafter.accepted
 
 
@@ -104,7 +104,7 @@ def test_a_draft_is_the_students_own_greedy_continuation(target):
         assert drafted == plain_tokens(student, committed, 3)
 
 
-def test_an_unsure_token_ends_the_draft_and_stays_in_it(target):
+def test_a_token_below_the_threshold_ends_the_draft_and_stays_in_it(target):
     student, theta = random_target(seed=3, sharpness=3.0), 0.5
     drafter = SSD(student, 1, 128, gamma=6, theta=theta)
     lengths = set()
@@ -121,7 +121,7 @@ def test_an_unsure_token_ends_the_draft_and_stays_in_it(target):
     assert len(lengths) > 1
 
 
-def test_sampled_drafts_use_the_noise_of_the_targets_choice(target):
+def test_sampled_drafts_use_the_same_noise_as_the_targets_choice(target):
     """With the target as student every draft is accepted; with other noise almost none would be."""
     requests = [Request(prompt, 16, 1.5, seed=n) for n, prompt in enumerate(prompts())]
     done = completions(Decoder(target, SSD(target, 2, 128, gamma=3), 2, 128), requests)
@@ -129,9 +129,9 @@ def test_sampled_drafts_use_the_noise_of_the_targets_choice(target):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_student_that_is_the_target_is_believed_by_every_rule(target, rule):
-    """q = p: a sample of the one is a sample of the other. Only a drawn token is rejected by no
-    rule that divides by q; "walk" takes the most probable one, which a sample may miss."""
+def test_a_student_that_is_the_target_is_always_accepted_by_all_rules_but_the_walk(target, rule):
+    """With q = p, a rule that divides by q rejects no sampled token. "walk" drafts the most
+    probable token, which the target's sample may miss."""
     warp = {"temperature": 1.5, "top_k": 12, "top_p": 0.9}
     requests = [Request(p, 16, seed=n, rule=rule, **warp) for n, p in enumerate(prompts())]
     done = completions(Decoder(target, SSD(target, 2, 128, gamma=3), 2, 128), requests)

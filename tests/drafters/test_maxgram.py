@@ -1,5 +1,5 @@
-"""Max-Gram: bigrams counted exactly whatever the cuts, tables that know whose they are, drafts by
-their definition, and plain decoding's tokens with any of them."""
+"""Max-Gram: bigrams counted exactly however the corpus is split, tables bound to their tokenizer,
+drafts as defined, and plain decoding's tokens with any draft."""
 
 import json
 import multiprocessing
@@ -38,7 +38,7 @@ from specdraft.train.bigrams import count, count_rows, save_table
 
 
 def random_rows(seed: int, rows: int = 30, vocab: int = 7) -> tuple[list, list]:
-    """Rows of ids, some of one token, and which tokens are an assistant's."""
+    """Rows of ids, some of a single token, and which tokens are the assistant's."""
     rng = random.Random(seed)
     lengths = [rng.choice((1, 2, 3, 9, 20)) for _ in range(rows)]
     ids = [[rng.randrange(vocab - 2) for _ in range(length)] for length in lengths]
@@ -111,7 +111,7 @@ def test_large_ids_do_not_overflow():
     assert counted["counts"].tolist() == [1, 2]
 
 
-def test_equal_frequencies_are_decided_by_the_lowest_id(tmp_path):
+def test_among_equally_frequent_tokens_the_lowest_id_wins(tmp_path):
     ids = [[0, 4], [0, 2], [0, 3], [0, 2], [0, 3], [1, 5], [1, 2]]
     corpus = CachedTokens(token_cache(ids, [[True] * 2 for _ in ids], tmp_path), shard_tokens=3)
     table = count(corpus, tmp_path, 6).table(None, {})
@@ -119,7 +119,7 @@ def test_equal_frequencies_are_decided_by_the_lowest_id(tmp_path):
 
 
 class Shards:
-    """A corpus of given shards, noting what is read; reading `fatal` kills the process."""
+    """A corpus that notes which shards are read; reading shard `fatal` kills the process."""
 
     def __init__(self, seeds: range, fatal: int | None = None):
         self.rows, self.fatal, self.tokens = [random_rows(seed) for seed in seeds], fatal, None
@@ -152,7 +152,7 @@ def processes(target, arguments: list[tuple]) -> list[int]:
     return [process.exitcode for process in running]
 
 
-def test_three_processes_count_what_one_counts(tmp_path):
+def test_three_processes_together_count_what_one_counts(tmp_path):
     wait = multiprocessing.get_context("fork").Barrier(3, timeout=30)
     jobs = [(Shards(range(8)), tmp_path, 7, Ranks(rank, 3, wait.wait)) for rank in range(3)]
     assert processes(count, jobs) == [0, 0, 0]
@@ -162,7 +162,7 @@ def test_three_processes_count_what_one_counts(tmp_path):
     check_table(table, *corpus.by_hand(), 7)
 
 
-def test_a_killed_count_goes_on_with_the_shard_it_was_at(tmp_path):
+def test_a_killed_count_resumes_at_its_unfinished_shard(tmp_path):
     assert processes(count, [(Shards(range(6), fatal=3), tmp_path, 7)]) == [-signal.SIGKILL]
     (folder,) = tmp_path.glob("bigrams-*")
     (folder / ".000003.safetensors.partial").write_bytes(b"half")
@@ -172,7 +172,7 @@ def test_a_killed_count_goes_on_with_the_shard_it_was_at(tmp_path):
     check_table(table, *corpus.by_hand(), 7)
 
 
-def test_a_cut_shard_is_named_and_counted_anew_once_deleted(tmp_path):
+def test_a_truncated_count_file_is_named_and_counted_again_once_deleted(tmp_path):
     count(Shards(range(3)), tmp_path, 7)
     (path,) = tmp_path.glob("*/000001.safetensors")
     path.write_bytes(path.read_bytes()[:-9])
@@ -261,7 +261,7 @@ def test_a_hub_dataset_is_streamed_and_named_by_its_commit(tmp_path, monkeypatch
     assert counts.rows == 12
 
 
-def test_an_empty_stream_and_one_of_broken_rows_are_errors(tmp_path):
+def test_an_empty_stream_and_one_with_unreadable_rows_are_errors(tmp_path):
     source = tmp_path / "rows.jsonl"
     for content, message in (("\n", "no rows|cannot tell"), ("{\n" * 9, "cannot tell its format")):
         source.write_text(content)
@@ -273,7 +273,7 @@ def test_an_empty_stream_and_one_of_broken_rows_are_errors(tmp_path):
         count(StreamedTexts(recipe_of(tmp_path, str(source)), small_tokenizer()), tmp_path, 400)
 
 
-def test_conversations_that_do_not_render_are_weighed_against_all(tmp_path):
+def test_few_conversations_that_do_not_render_are_skipped_and_many_are_an_error(tmp_path):
     source, each = tmp_path / "rows.jsonl", "{% for m in messages %}"
     refuses = "{% if 'odd' in m['content'] %}{{ raise_exception('odd') }}{% endif %}"
     tokenizer = small_tokenizer(CHATML_MARKED.replace(each, each + refuses))
@@ -283,7 +283,7 @@ def test_conversations_that_do_not_render_are_weighed_against_all(tmp_path):
         for place in some:
             rows[place]["messages"][0]["content"] += " Is that odd?"
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        # One conversation a shard: the last has nothing else.
+        # Size 1 makes shards of one conversation, the last of only a broken one.
         for size in (1, 10**6):
             stream = StreamedTexts(recipe_of(tmp_path, str(source)), tokenizer, False, size)
             if name == "few":
@@ -304,7 +304,7 @@ def test_conversations_that_do_not_render_are_weighed_against_all(tmp_path):
         ("maxgram.continuation=last", "first, recent, frequent"),
     ],
 )
-def test_what_cannot_be_counted_or_drafted_is_said_by_the_recipe(override, message):
+def test_invalid_counting_and_drafting_settings_are_recipe_errors(override, message):
     with pytest.raises(RecipeError, match=message):
         load_recipe(ROOT / "recipes/tiny_maxgram.yaml", ["maxgram.corpus=stream", override])
 
@@ -319,7 +319,7 @@ def random_table(vocab: int = VOCAB, seed: int = 0, **config) -> MaxGramTable:
     return MaxGramTable.of_counts(MaxGramConfig(vocab, **config), next_id, seen, seen)
 
 
-def test_a_saved_table_comes_back_and_replaces_the_one_before(tmp_path):
+def test_a_saved_table_loads_unchanged_and_replaces_the_previous_one(tmp_path):
     folder = tmp_path / "run" / "table"
     for seed in (0, 1):
         table = random_table(seed=seed, tokenizer="abc", fallback=4, corpus={"rows": seed})
@@ -334,7 +334,7 @@ def test_a_saved_table_comes_back_and_replaces_the_one_before(tmp_path):
     assert {path.name for path in folder.iterdir()} == names
 
 
-def test_a_table_of_other_tokens_is_refused_with_both_names(tmp_path):
+def test_a_table_for_other_tokens_is_refused_naming_both_sides(tmp_path):
     save_table(random_table(tokenizer="a" * 64), tmp_path / "table")
     with pytest.raises(TargetError, match=f"vocabulary of {VOCAB}, other has 99"):
         load_table(tmp_path / "table", "other", 99, "a" * 64)
@@ -342,7 +342,7 @@ def test_a_table_of_other_tokens_is_refused_with_both_names(tmp_path):
         load_table(tmp_path / "table", "other", VOCAB, "b" * 64)
 
 
-def test_a_missing_a_damaged_and_a_future_table_are_errors(tmp_path):
+def test_a_missing_a_damaged_and_a_newer_table_are_errors(tmp_path):
     folder = tmp_path / "table"
     with pytest.raises(HeadError, match=r"no Max-Gram table at .* python train/maxgram\.py"):
         load_table(folder, "mine", VOCAB)
@@ -365,7 +365,7 @@ def test_a_missing_a_damaged_and_a_future_table_are_errors(tmp_path):
 
 
 def drafted(drafter: MaxGramDrafter, known: list[int]) -> list[list[int]]:
-    """Draft behind known tokens; return the paths from root to leaf."""
+    """Draft after known tokens; return the paths from root to leaf."""
     drafter.start(0, Request(known[:2], 9))
     drafter.observe(0, known[2:], None)
     (tree,) = drafter.draft([0])
@@ -383,10 +383,10 @@ def drafted(drafter: MaxGramDrafter, known: list[int]) -> list[list[int]]:
     return paths
 
 
-def test_a_draft_is_the_copy_then_bigrams(tmp_path):
+def test_a_draft_is_a_copy_completed_by_bigrams(tmp_path):
     next_id = [1, 2, 3, 4, 5, 6, 7, 0]
     make = partial(MaxGramDrafter, FirstSuffixes, 5, next_id=next_id)
-    # 5 6 was followed by 7 3 5 6: a copy of four, then what follows 6.
+    # 5 6 was followed by 7 3 5 6: a copy of four tokens, then the bigram of 6.
     assert drafted(make(), [5, 6, 7, 3, 5, 6]) == [[7, 3, 5, 6, 7]]
     assert drafted(make(), [0, 5, 3]) == [[4, 5, 6, 7, 0]]  # nothing recurs
     assert drafted(make(shortest=3), [5, 6, 7, 3, 5, 6]) == [[7, 0, 1, 2, 3]]
@@ -411,12 +411,12 @@ def test_branches_are_the_first_continuations_that_differ(name, branches):
                     copied.append(next_id[copied[-1]])
                 expected.append(copied)
         drafter = MaxGramDrafter(CONTINUATIONS[name], 6, 1, branches, next_id)
-        # A copy completed by bigrams may turn out to be a path that is there.
+        # A copy completed by bigrams may equal a path that exists already.
         assert sorted(drafted(drafter, known)) == sorted({tuple(p): p for p in expected}.values())
 
 
 @pytest.mark.parametrize("match", [1, 2, 3])
-def test_prompt_lookup_copies_behind_the_latest_occurrence_of_exactly_its_match(match):
+def test_prompt_lookup_copies_what_followed_the_latest_match_of_its_length(match):
     for seed in range(60):
         rng = random.Random(seed)
         known = [rng.randrange(4) for _ in range(rng.randrange(2, 30))]
@@ -426,7 +426,7 @@ def test_prompt_lookup_copies_behind_the_latest_occurrence_of_exactly_its_match(
         assert drafted(PromptLookup(match, 5, 1), known) == ([expected] if expected else [])
 
 
-def test_impossible_settings_are_refused():
+def test_a_drafter_refuses_settings_below_1():
     for settings in ({"count": 0}, {"shortest": 0}, {"branches": 0}):
         with pytest.raises(ValueError, match="must be at least 1"):
             MaxGramDrafter(RecentSuffixes, **({"count": 4} | settings))
@@ -437,7 +437,7 @@ def test_impossible_settings_are_refused():
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
-def test_decoding_gives_plain_decodings_tokens(rows, temperature):
+def test_max_gram_drafts_change_no_output(rows, temperature):
     target, rng = random_target(), random.Random(2)
     table = random_table().next_id.tolist()
     prompts = [[rng.randrange(VOCAB) for _ in range(3 + 7 * n)] for n in range(4)]
@@ -455,7 +455,7 @@ def test_decoding_gives_plain_decodings_tokens(rows, temperature):
                 assert tokens(drafter) == expected, (name, branches)
 
 
-def test_a_recipe_is_counted_measured_and_measured_again(tmp_path):
+def test_a_recipe_counts_a_table_and_benchmarks_it_then_and_later(tmp_path):
     places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     small = ["eval.limit=2", "eval.max_new_tokens=12", "data.limit=60"]
     done = run_here("train/maxgram.py", "recipes/tiny_maxgram.yaml", *places, *small)

@@ -1,6 +1,6 @@
-"""What is drafted for a request does not depend on the rows that it goes through.
+"""What is drafted for a request does not depend on the rows it is moved through.
 
-Tokens would be right whatever a drafter forgot on the way: drafts would not.
+The tokens would be right even if a drafter lost state in a move: the drafts would not.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 
-LENGTHS = (13, 4, 19, 10, 7, 16)  # rows 0, 2 and 5 outlive those between them
+LENGTHS = (13, 4, 19, 10, 7, 16)  # rows 0, 2 and 5 outlast the others
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.1])
-def test_drafts_are_those_of_a_request_by_itself(target, kind, temperature):
+def test_a_requests_drafts_are_the_same_alone_and_in_rows_that_are_moved(target, kind, temperature):
     requests = [
         Request(prompt, length, temperature, seed=n)
         for n, (prompt, length) in enumerate(zip(prompts(), LENGTHS, strict=True))

@@ -1,5 +1,5 @@
-"""A row's pass in one function is the packed pass: the same features, the same drafts, and compiled
-the same again."""
+"""A single row's pass, as one function, equals the packed pass in features and drafts, also when
+compiled."""
 
 import math
 import shutil
@@ -47,8 +47,8 @@ def head_of(target, name):
 
 
 def drafts(drafter, target, apart: bool):
-    """Trees behind a text that grows by one to five tokens, and the last pass's inputs in the
-    cache; apart: by packed passes."""
+    """Trees after a text that grows by one to five tokens, and the cache of the last pass;
+    `apart` uses packed passes."""
     if apart:
         drafter.row_pass = None
     text = torch.randint(target.vocab_size, (40,), generator=torch.Generator().manual_seed(3))
@@ -87,7 +87,7 @@ def test_a_row_alone_drafts_what_packed_passes_draft(target, name, kind):
 
 @every_head
 @torch.inference_mode()
-def test_a_block_is_made_of_the_features_of_packed_passes(target, name):
+def test_a_block_has_the_same_features_as_in_packed_passes(target, name):
     block_size, head = HEADS[name][0], head_of(target, name)
     make = partial(FalconDrafter, head, target, StaticTree.chain(2 * block_size, block_size), 1, 64)
     text, drawn = [3, 1, 4, 1, 5, 9, 2, 6], []
@@ -109,7 +109,7 @@ def test_a_block_is_made_of_the_features_of_packed_passes(target, name):
 
 @every_head
 @torch.inference_mode()
-def test_what_slots_hear_of_tokens_is_kept_of_those_that_are_drafted(target, name):
+def test_the_precomputed_coupling_of_draftable_tokens_equals_the_heads(target, name):
     head = head_of(target, name)
     own = FalconDrafter(head, target, StaticTree.chain(3, HEADS[name][0]), 1, 64).row_pass
     if head.coupling is None:
@@ -125,7 +125,7 @@ def test_what_slots_hear_of_tokens_is_kept_of_those_that_are_drafted(target, nam
 
 @every_head
 @torch.inference_mode()
-def test_what_tokens_bring_to_the_fusion_is_kept_of_all(target, name):
+def test_the_precomputed_fusion_part_of_every_token_equals_the_heads(target, name):
     head = head_of(target, name)
     own = FalconDrafter(head, target, StaticTree.chain(3, HEADS[name][0]), 1, 64).row_pass
     tokens, features = torch.tensor([3, 0, 11]), torch.randn(3, target.hidden_size)
@@ -135,11 +135,11 @@ def test_what_tokens_bring_to_the_fusion_is_kept_of_all(target, name):
 
 
 @torch.inference_mode()
-def test_what_is_made_of_tokens_is_not_kept_of_too_many(target, monkeypatch):
+def test_tables_over_tokens_that_are_too_large_are_not_kept(target, monkeypatch):
     head = head_of(target, "both")
     make = partial(FalconDrafter, head, target, StaticTree.chain(6, 3), 1, 64)
     kept, _ = drafts(make(), target, False)
-    for most, brought in ((2, True), (1, False)):  # slots hear twice as much of a token
+    for most, brought in ((2, True), (1, False)):  # the coupling's table is twice as large
         most *= 4 * target.vocab_size * target.hidden_size
         monkeypatch.setattr(row_pass, "KEPT", most - 1)
         without = make()
@@ -149,7 +149,7 @@ def test_what_is_made_of_tokens_is_not_kept_of_too_many(target, monkeypatch):
 
 
 @pytest.mark.parametrize("vocabulary", [5, 40])
-def test_chances_are_shares_among_the_best_tokens(vocabulary):
+def test_probabilities_are_normalised_over_the_best_tokens(vocabulary):
     scores = torch.randn(3, 2, vocabulary, generator=torch.Generator().manual_seed(1))
     chances, tokens = weighed(scores, 4, 2.0)
     assert chances.shape == tokens.shape == (3, 2, 4)
@@ -161,10 +161,10 @@ def test_chances_are_shares_among_the_best_tokens(vocabulary):
         assert found.tolist() == pytest.approx([math.exp(2 * s) / whole for s in ranked[:4]])
 
 
-def test_what_has_no_such_function_goes_on_packed(target):
+def test_heads_and_rows_that_the_function_does_not_support_stay_packed(target):
     heads = [
-        random_head(target, 2),  # carries the LSTM's state
-        random_head(target, 2, fusion="linear", layers=2),  # its second layer's keys are hidden
+        random_head(target, 2),  # has an LSTM's state
+        random_head(target, 2, fusion="linear", layers=2),  # layer 2's keys depend on layer 1
         random_head(target, 3, **COUPLED, reads="both", window=4),
     ]
     assert not any(reads_alone(head, target) for head in heads)
@@ -204,7 +204,7 @@ def test_compiled_passes_draft_the_same(target, kind):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 @pytest.mark.filterwarnings("error::UserWarning")
 @torch.inference_mode()
-def test_more_heads_are_compiled_than_one_function_may_have_graphs(target):
+def test_the_recompile_limit_of_one_function_does_not_limit_the_number_of_heads(target):
     with torch._dynamo.config.patch(recompile_limit=1):
         for name in ("eagle", "uncoupled"):
             tree = StaticTree.chain(4, HEADS[name][0])
@@ -215,8 +215,8 @@ def test_more_heads_are_compiled_than_one_function_may_have_graphs(target):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 @pytest.mark.filterwarnings("error::UserWarning")
 @torch.inference_mode()
-def test_heads_of_any_size_are_compiled(target, monkeypatch):
-    """All matrices of a wide head are packed where nothing is compiled."""
+def test_a_wide_head_is_compiled_too(target, monkeypatch):
+    """Its matrices would all be prepacked if it were not compiled."""
     monkeypatch.setattr(prepacked, "_LARGE", 0)
     monkeypatch.setitem(prepacked.LAYOUTS, torch.float32, (prepacked.BLOCKS,))
     torch._dynamo.reset()
@@ -225,7 +225,7 @@ def test_heads_of_any_size_are_compiled(target, monkeypatch):
     assert drafter.row_pass._graphs
 
 
-def test_without_a_compiler_a_warning_says_so_and_drafts_stay_the_same(target, monkeypatch):
+def test_without_a_c_compiler_a_warning_is_given_and_drafts_stay_the_same(target, monkeypatch):
     import torch._inductor.config as inductor
 
     monkeypatch.setattr(inductor.cpp, "cxx", ("/no/such/compiler",))

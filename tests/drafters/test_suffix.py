@@ -20,7 +20,8 @@ def ends(tokens: list[int], pattern: list[int]) -> list[int]:
 
 
 def repeated_suffixes(tokens: list[int], longest: int, shortest: int) -> list[list[int]]:
-    """The suffixes that ended before, longest first; of equal occurrences the longest alone."""
+    """The suffixes that occurred before, longest first; among those at the same places only the
+    longest."""
     found: dict[tuple, list[int]] = {}
     for length in range(min(longest, len(tokens) - 1), 0, -1):
         suffix = tokens[-length:]
@@ -55,7 +56,7 @@ def by_frequency(tokens, count, shortest, longest=LONGEST):
             behind = [tokens[e + 1] for e in ends(tokens, context) if e + 1 < len(tokens)]
             if not behind:
                 break
-            # Python's max keeps the first of equals, and `behind` is in order of occurrence.
+            # max keeps the first of equals, and `behind` is in order of occurrence.
             walked.append(max(behind, key=behind.count))
             context = [*context, walked[-1]][-longest:]
         return walked
@@ -64,7 +65,7 @@ def by_frequency(tokens, count, shortest, longest=LONGEST):
 
 
 def strings(seed: int):
-    """Random strings over small alphabets, and repetitive ones with and without faults."""
+    """Random strings over small alphabets, and repetitive ones with and without errors."""
     rng = random.Random(seed)
     for alphabet in (1, 2, 3, 6):
         yield [rng.randrange(alphabet) for _ in range(36)]
@@ -92,7 +93,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))
-def test_continuations_are_those_of_the_definition(variant, seed):
+def test_continuations_equal_those_of_the_definition(variant, seed):
     make, definition = VARIANTS[variant]
     for string in strings(seed):
         suffixes = make()
@@ -106,7 +107,7 @@ def test_continuations_are_those_of_the_definition(variant, seed):
 
 @pytest.mark.parametrize("shortest", [1, 2, 3, 7])
 @pytest.mark.parametrize("variant", [0, 1, 2])
-def test_suffixes_shorter_than_the_shortest_are_not_copied_from(variant, shortest):
+def test_matches_shorter_than_the_minimum_are_not_copied_from(variant, shortest):
     make, definition = VARIANTS[variant]
     for seed in range(20):
         rng = random.Random(seed)
@@ -117,7 +118,7 @@ def test_suffixes_shorter_than_the_shortest_are_not_copied_from(variant, shortes
 
 
 @pytest.mark.parametrize("kind", [FirstSuffixes, RecentSuffixes, FrequentSuffixes])
-def test_tokens_may_come_one_by_one_or_together(kind):
+def test_continuations_are_the_same_for_tokens_added_singly_or_together(kind):
     for string in strings(1):
         single, together = kind(), kind()
         for token in string:
@@ -137,8 +138,8 @@ def test_a_sequence_in_which_nothing_recurs_has_no_continuation(kind):
 
 @pytest.mark.parametrize("kind", [FirstSuffixes, RecentSuffixes, FrequentSuffixes])
 @pytest.mark.parametrize("period", [1, 7, 1000])
-def test_a_match_looks_at_as_few_states_in_a_long_repetition_as_in_a_short_one(kind, period):
-    # The work of a token is the states that it touches: count them where they are read.
+def test_a_match_in_a_long_repetition_visits_a_bounded_number_of_states(kind, period):
+    # A token's work is the states it visits, counted where they are read.
     class Counting(list):
         reads = 0
 
@@ -156,7 +157,7 @@ def test_a_match_looks_at_as_few_states_in_a_long_repetition_as_in_a_short_one(k
 
 
 def once_ahead(known: list[int], ahead: list[int], longest: int) -> list[int]:
-    """The longest suffix, of known and ahead together, that occurs in what is known."""
+    """The longest suffix of `known + ahead` that occurs in `known`."""
     whole = known + ahead
     for length in range(min(longest, len(whole) - 1), 0, -1):
         if ends(known, whole[-length:]):
@@ -166,7 +167,7 @@ def once_ahead(known: list[int], ahead: list[int], longest: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("count", [1, 3, 7])
-def test_drafted_tokens_ahead_are_matched_in_what_is_known_and_copied_on(seed, count):
+def test_continuations_after_drafted_tokens_are_copied_from_known_matches(seed, count):
     rng = random.Random(seed)
     for string in strings(seed):
         known, guess = string[:30], rng.randrange(3)
@@ -180,7 +181,7 @@ def test_drafted_tokens_ahead_are_matched_in_what_is_known_and_copied_on(seed, c
             assert next(first.continuations(5, 1, ahead), None) == expected
             longer = len(suffix) >= 4
             assert next(first.continuations(5, 4, ahead), None) == (expected if longer else None)
-            # Of the last three tokens: an occurrence that a known token followed.
+            # RecentSuffixes(3): among the last three tokens, a match that a known token followed.
             suffix = once_ahead(known[:-1], ahead, 3)
             if suffix == once_ahead(known, ahead, 3):
                 where = ends(known[:-1], suffix)[-1] if suffix else None
@@ -189,7 +190,7 @@ def test_drafted_tokens_ahead_are_matched_in_what_is_known_and_copied_on(seed, c
             assert first.tokens == recent.tokens == known
 
 
-def test_the_most_frequent_continuation_is_that_behind_the_drafted_tokens():
+def test_the_most_frequent_continuation_takes_drafted_tokens_into_account():
     suffixes = FrequentSuffixes()
     suffixes.extend([1, 2, 5, 6, 1, 2, 7, 6, 1, 2, 7, 8])
     assert next(suffixes.continuations(2, 1, [1])) == [2, 7]

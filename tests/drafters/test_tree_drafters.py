@@ -54,29 +54,29 @@ def greedy(target):
 
 @pytest.fixture(scope="module")
 def pairs(target):
-    """Rows and students: the one that is partly right also alone."""
+    """Rows and students; the partly right student also with a single row."""
     found = students(target)
     return [(1, found["near"]), *((3, student) for student in found.values())]
 
 
 @every_strategy
-def test_greedy_output_is_that_of_the_model_without_a_cache(target, pairs, greedy, name):
+def test_greedy_output_equals_that_of_the_model_without_a_cache(target, pairs, greedy, name):
     requests = [Request(prompt, 17) for prompt in prompts()]
     for rows, student in pairs:
         assert decode(Decoder(target, make(name, student, rows), rows, 512), requests) == greedy
 
 
 @every_strategy
-def test_sampled_output_is_that_of_plain_seeded_sampling(target, pairs, name):
+def test_sampled_output_equals_that_of_plain_seeded_sampling(target, pairs, name):
     settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
     requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts(4))]
     expected = decode(Decoder(target, None, 1, 128), requests)
-    for rows, student in pairs[::2]:  # the one that is partly right, alone and beside others
+    for rows, student in pairs[::2]:  # the partly right student, alone and with other rows
         assert decode(Decoder(target, make(name, student, rows), rows, 512), requests) == expected
 
 
 def watched(kind):
-    """A drafter that compares its cache, after every step, with a fresh forward of what it kept."""
+    """A drafter that after every step compares its cache with a fresh forward of what it kept."""
 
     class Watched(kind):
         reread: list[int]
@@ -111,14 +111,14 @@ def _texts(tree) -> list[tuple[int, ...]]:
 
 
 def _foreseen(tree, read: set[int], tokens: list[int]) -> int:
-    """How many of the committed tokens were read as a draft: the longest text that begins them."""
+    """How many committed tokens were read as a draft: the length of the longest matching text."""
     texts = [text for node, text in enumerate(_texts(tree)) if node in read]
     return max((len(text) for text in texts if tuple(tokens[: len(text)]) == text), default=0)
 
 
 @every_strategy
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_cache_equals_a_fresh_forward_and_nothing_kept_is_read_again(target, name, temperature):
+def test_the_cache_equals_a_fresh_forward_and_kept_tokens_are_not_reread(target, name, temperature):
     kind, options = STRATEGIES[name]
     accepted = set()
     for student in (target, near(target)):
@@ -128,15 +128,15 @@ def test_the_cache_equals_a_fresh_forward_and_nothing_kept_is_read_again(target,
         done = list(Decoder(target, drafter, 3, 512).run(requests))
         steps = [step for one in done for step in one.steps]
         accepted |= {step.accepted for step in steps}
-        # The bonus, a leaf that was never read, and what was copied.
+        # Only the bonus, a leaf that was never read, and copied tokens are read.
         assert max(drafter.reread) <= 2 + max(step.copied for step in steps)
         if student is target:
             assert max(step.accepted for step in steps) >= drafter.depth
     assert len(accepted) > 1
 
 
-def test_a_student_that_is_the_target_reads_every_token_once(target):
-    """Of a tree with one open node per level: the path itself, and nothing of it again."""
+def test_a_student_that_is_the_target_makes_one_forward_per_level(target):
+    """The tree has one open node per level; nothing is read again."""
     drafter = TSD(target, 1, 128, depth=4, theta_prob=0.0, theta_sib=1.0)
     done = next(Decoder(target, drafter, 1, 512).run([Request(prompts()[1], 25)]))
     assert [step.accepted for step in done.steps] == [4] * 5
@@ -148,7 +148,7 @@ def test_a_student_that_is_the_target_reads_every_token_once(target):
 
 
 def first_tree(drafter, request: Request):
-    """What is drafted behind a prompt, and what q says after a text: ranking, no cache."""
+    """The draft after a prompt, and a function q(text): its distribution, without a cache."""
     drafter.start(0, request)
     with torch.inference_mode():
         tree = drafter.draft([0])[0]
@@ -162,7 +162,7 @@ def first_tree(drafter, request: Request):
 
 
 def pruned_by_definition(q, drafter, merge=lambda text: False) -> list[tuple[int, ...]]:
-    """The texts of a tree, level by level; `merge` may close one."""
+    """The texts of a tree, level by level; `merge` may close a node."""
     texts, opened = [()], [()]
     for _ in range(drafter.depth):
         following = []
@@ -222,7 +222,7 @@ def test_a_graph_is_merged_as_defined_and_then_unmerged(tau):
 
 
 def add(text, graph: Naive, numbers: dict) -> int:
-    """Give the graph a node for a text, once."""
+    """The node of a text, added to the graph unless it is there."""
     if text not in numbers:
         numbers[text] = len(graph.parents)
         graph.parents.append(numbers[text[:-1]])
@@ -232,7 +232,7 @@ def add(text, graph: Naive, numbers: dict) -> int:
 
 
 def test_accepted_copies_are_counted(target):
-    """A text that repeats itself: what is shared is accepted beyond the depth that was drafted."""
+    """In a repetitive text, shared nodes are accepted beyond the drafted depth."""
     drafter = GSD(target, 1, 128, 1, 50, depth=3, **LOW)
     requests = [Request(prompt, 40) for prompt in prompts()]
     steps = [s for done in Decoder(target, drafter, 1, 512).run(requests) for s in done.steps]
@@ -245,7 +245,7 @@ def test_accepted_copies_are_counted(target):
     assert not any(step.copied or step.copies for step in steps)
 
 
-def test_trees_end_at_their_largest_size():
+def test_trees_have_at_most_max_nodes_nodes():
     student = random_target(seed=3, sharpness=0.1)
     for drafter in (
         TSD(student, 1, 128, depth=6, theta_prob=0.0, theta_sib=0.0, nodes=30),
@@ -258,7 +258,7 @@ def test_trees_end_at_their_largest_size():
         assert tree.copies == (7 if isinstance(drafter, GSD) else 0)
 
 
-def test_without_noise_branching_takes_the_best_and_a_beam_the_best_sequences():
+def test_without_sampling_branching_takes_top_tokens_and_a_beam_top_sequences():
     student = random_target(seed=3, sharpness=3.0)
     for rule, temperature in ((GUMBEL, 0.0), (GUMBEL, 1.2), ("walk", 1.2)):
         request = Request(prompts()[1], 9, temperature, seed=4, rule=rule)
@@ -277,7 +277,7 @@ def test_without_noise_branching_takes_the_best_and_a_beam_the_best_sequences():
         assert _texts(tree) == expected
 
 
-def test_every_method_with_a_student_has_its_drafter(target, tmp_path):
+def test_every_method_with_a_student_has_a_drafter_of_the_size_set(target, tmp_path):
     settings = DraftingSection(gamma=3, chains=2, branching=(2, 1), beam_width=3, max_nodes=50)
     recipe = load_recipe("recipes/tiny_distill.yaml", [f"output.dir={tmp_path}"])
     recipe = dataclasses.replace(recipe, drafting=settings)
@@ -292,8 +292,8 @@ def test_every_method_with_a_student_has_its_drafter(target, tmp_path):
         Branching(target, 1, 128, branching=())
 
 
-def test_what_a_recipe_says_of_drafts_reaches_the_drafters_that_it_names(target, tmp_path):
-    """Values that no default has: an option that is dropped on the way drafts as ever."""
+def test_a_recipes_drafting_options_reach_the_drafters(target, tmp_path):
+    """No value is a default, so that a dropped option shows."""
     settings = DraftingSection(
         gamma=3, depth=7, out_degree=5, theta_prob=0.15, theta_sib=0.45, sibling_pruning="drop",
         max_nodes=50, tau=4, max_copies=9, branching=(3, 1), equal_siblings="apart", beam_width=3,
