@@ -1,4 +1,4 @@
-"""Talking with a target: history, commands, room, a pipe, and a real terminal."""
+"""Chatting with a target: history, commands, context, a pipe, and a real terminal."""
 
 import io
 import os
@@ -36,7 +36,7 @@ def talk(tiny):
 
 
 def plain(tiny, *said: str, length: int = 16) -> str:
-    """What plain decoding answers to the last of what users and assistant said in turn."""
+    """Plain decoding's answer to a conversation of alternating user and assistant messages."""
     roles = ["user", "assistant"] * len(said)
     messages = [{"role": r, "content": c} for r, c in zip(roles, said, strict=False)]
     ids = tiny.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
@@ -52,7 +52,7 @@ def answer(talk: Chat, question: str) -> str:
     return text
 
 
-def test_an_answer_follows_all_that_was_said(tiny, talk):
+def test_an_answer_is_conditioned_on_the_whole_conversation(tiny, talk):
     first = answer(talk, FIRST)
     assert first == plain(tiny, FIRST)
     second = answer(talk, SECOND)
@@ -62,13 +62,13 @@ def test_an_answer_follows_all_that_was_said(tiny, talk):
 
 
 @pytest.mark.parametrize("method", ["plain", "generate", "prompt_lookup:padded"])
-def test_every_way_of_decoding_goes_on_with_the_same_conversation(tiny, talk, method):
+def test_the_method_can_be_changed_within_a_conversation(tiny, talk, method):
     first = answer(talk, FIRST)
     talk.use(method)
     assert answer(talk, SECOND) == plain(tiny, FIRST, first.strip(), SECOND)
 
 
-def test_a_conversation_that_outgrows_its_context_forgets_its_beginning(tiny):
+def test_a_conversation_longer_than_its_context_drops_its_oldest_messages(tiny):
     recipe = load_recipe("recipes/tiny.yaml", SMALL)
     talk = Chat(recipe, tiny, "prompt_lookup", context=70)
     said, lost = [], 0
@@ -91,8 +91,8 @@ def test_a_conversation_that_outgrows_its_context_forgets_its_beginning(tiny):
     assert talk.messages == before
 
 
-def test_what_is_forgotten_are_whole_exchanges(tiny):
-    """Or a conversation would begin with an answer to nothing."""
+def test_dropped_messages_are_whole_exchanges(tiny):
+    """Otherwise a conversation could begin with an answer."""
     talk = Chat(load_recipe("recipes/tiny.yaml", SMALL), tiny, "plain", context=400)
     said = [
         {"role": role, "content": f"{role} " * words}
@@ -108,7 +108,7 @@ def test_what_is_forgotten_are_whole_exchanges(tiny):
     assert found == {0, 1, 2, 3}
 
 
-def test_a_context_must_hold_an_answer_and_fit_the_target(tiny):
+def test_a_context_too_small_for_an_answer_or_too_large_for_the_target_is_refused(tiny):
     recipe = load_recipe("recipes/tiny.yaml", SMALL)
     for context in (16, 10**6):
         with pytest.raises(RecipeError, match=f"context of {context} .* at most 896"):
@@ -116,7 +116,7 @@ def test_a_context_must_hold_an_answer_and_fit_the_target(tiny):
 
 
 @pytest.mark.parametrize(("positions", "left"), [(3, None), (128, None), (-1, CONTEXT)])
-def test_a_target_of_few_positions_is_named_and_minus_one_is_no_end(positions, left, monkeypatch):
+def test_too_few_positions_are_refused_and_minus_one_means_no_limit(positions, left, monkeypatch):
     target = Target.load("tiny")
     monkeypatch.setattr(target.config, "max_position_embeddings", positions)
     recipe = load_recipe("recipes/tiny.yaml", SMALL)
@@ -127,14 +127,14 @@ def test_a_target_of_few_positions_is_named_and_minus_one_is_no_end(positions, l
         Chat(recipe, target, "plain")
 
 
-def test_a_chat_ends_where_a_targets_frequencies_would_change(monkeypatch):
+def test_a_chats_context_ends_before_longrope_would_change_frequencies(monkeypatch):
     target = Target.load("tiny")
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
     monkeypatch.setattr(target.config, "rope_parameters", rope)
     assert Chat(load_recipe("recipes/tiny.yaml", SMALL), target, "plain").context == 512 - 128
 
 
-def test_an_answer_stopped_before_its_first_token_takes_its_question_along(talk):
+def test_stopping_before_the_first_token_drops_the_question(talk):
     answer(talk, FIRST)
     before = list(talk.messages)
     talk.ask(SECOND)
@@ -143,7 +143,7 @@ def test_an_answer_stopped_before_its_first_token_takes_its_question_along(talk)
 
 
 def piped(monkeypatch, *said: str, options: tuple[str, ...] = ()) -> list[str]:
-    """The lines that a chat prints whose questions come from a pipe."""
+    """The lines printed by a chat that reads its questions from a pipe."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said)))
     command = ["eval/generate.py", "recipes/tiny.yaml", "--method", "prompt_lookup"]
     done = run_here(*command, *SMALL, *options)
@@ -161,7 +161,7 @@ def test_a_pipe_is_answered_line_by_line(tiny, monkeypatch):
     assert "\x1b" not in "".join(lines)
 
 
-def test_mistakes_are_told_and_the_chat_goes_on(tiny, monkeypatch):
+def test_mistakes_are_reported_and_the_chat_goes_on(tiny, monkeypatch):
     said = ("/method nothing", "/method falcon_tree", "/methods", "fox " * 60, "/method plain")
     lines = piped(monkeypatch, *said, FIRST, options=("--context", "70"))
     text = "\n".join(lines)
@@ -174,7 +174,7 @@ def test_mistakes_are_told_and_the_chat_goes_on(tiny, monkeypatch):
     assert lines[-1].split(", ")[0].endswith("1.00 a step")
 
 
-def test_method_alone_lists_what_this_run_can_do(tiny, monkeypatch, tmp_path):
+def test_the_method_command_alone_lists_the_methods_of_this_run(tiny, monkeypatch, tmp_path):
     blocks = ("head.block_size=2", "eval.tree=tiny_k2")
     shape = TargetShape.of(tiny.config)
     config = head_config(load_recipe("recipes/tiny.yaml", blocks), shape, identity=tiny.identity())
@@ -188,9 +188,9 @@ def test_method_alone_lists_what_this_run_can_do(tiny, monkeypatch, tmp_path):
         assert told == f"decoding by prompt_lookup; this run can do {able}"
 
 
-def test_what_is_pasted_is_one_question():
+def test_a_pasted_text_of_several_lines_is_one_question():
     terminal = Terminal("eval.methods=[prompt_lookup]")
-    assert "\x1b[?2004h" in terminal.until("> ")  # by which a terminal is told to mark pastes
+    assert "\x1b[?2004h" in terminal.until("> ")  # turns on bracketed paste
     terminal.type("\x1b[200~Tell me about\na fox.\x1b[201~\n")
     terminal.until("tokens/s")
     terminal.type("/quit\n")
@@ -200,20 +200,20 @@ def test_what_is_pasted_is_one_question():
     assert "tokens in" not in terminal.seen.partition("> ")[2]
 
 
-def test_a_terminal_that_is_dumb_is_told_nothing_about_pastes():
+def test_a_dumb_terminal_gets_no_escape_codes():
     terminal = Terminal("eval.methods=[prompt_lookup]", term="dumb")
     assert "\x1b" not in terminal.until("> ")
     terminal.type("/quit\n")
     assert terminal.process.wait(60) == 0
 
 
-def test_half_a_character_is_counted_in_what_was_typed(talk):
+def test_an_invalid_character_is_reported_with_its_place_in_the_question(talk):
     answer(talk, FIRST)
     with pytest.raises(DataError, match=r"the question: \\udce9 at character 3 "):
         talk.ask("caf\udce9")
 
 
-def test_every_prompt_of_a_command_is_answered():
+def test_every_prompt_on_the_command_line_is_answered():
     said = [word for prompt in ("Hi", "And you?") for word in ("--prompt", prompt)]
     done = run_here("eval/generate.py", "recipes/tiny.yaml", *said, "--method", "plain", *SMALL[1:])
     assert done.stdout.count(" tokens in ") == 2
@@ -225,7 +225,7 @@ def test_an_unknown_method_is_refused_with_the_known_ones():
     assert "prompt_lookup" in done.stderr
 
 
-def test_a_base_model_goes_on_with_the_texts_so_far(tiny):
+def test_a_base_model_continues_the_plain_text_of_the_conversation(tiny):
     base = Target(tiny.model, Target.load("tiny").tokenizer, "base")
     base.tokenizer.chat_template = None
     talk = Chat(load_recipe("recipes/tiny.yaml", SMALL), base, "prompt_lookup")
@@ -236,8 +236,8 @@ def test_a_base_model_goes_on_with_the_texts_so_far(tiny):
     assert second == base.tokenizer.decode(done.tokens, skip_special_tokens=True)
 
 
-def test_lines_on_a_terminal_lose_and_repeat_nothing(tiny):
-    """Wrapped at every width, with spaces, line breaks and parts of characters at every edge."""
+def test_an_answer_shown_line_by_line_on_a_terminal_loses_and_repeats_nothing(tiny):
+    """Several widths put spaces, line breaks and parts of characters at line ends."""
     text = "The café  is here: one two three.\n\nA longwordthatfillsthelineandmore é end "
     tokens = tiny.tokenizer(text)["input_ids"]
     for width in (7, 12, 40):
@@ -259,7 +259,7 @@ def test_lines_on_a_terminal_lose_and_repeat_nothing(tiny):
 
 
 def printed(console: Console) -> list[str]:
-    """The lines that stay on a terminal: what is drawn again and again is erased behind itself."""
+    """The lines that stay on a terminal; live lines are erased before they are drawn again."""
     rows, row = [""], 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", console.file.getvalue()):
         if part == "\n":
@@ -275,7 +275,7 @@ def printed(console: Console) -> list[str]:
 
 
 class Terminal:
-    """A chat in a pseudo-terminal of its own; what a user types, and what they see."""
+    """A chat in its own pseudo-terminal: what a user types and sees."""
 
     def __init__(self, *options: str, term: str = "xterm"):
         self.keyboard, theirs = os.openpty()
@@ -289,7 +289,7 @@ class Terminal:
         os.write(self.keyboard, keys.encode())
 
     def until(self, expected: str) -> str:
-        """Wait for a text; return all up to it that was not returned before."""
+        """Wait for a text; return the output up to it since the last call."""
         deadline = time.monotonic() + 300
         while expected not in self.seen:
             assert self.process.poll() is None, self.seen
@@ -301,13 +301,13 @@ class Terminal:
         return before + expected
 
 
-def test_a_terminal_shows_colours_and_ctrl_c_stops_an_answer_only():
-    # Lengths are spread, so that no end token ends an answer before Ctrl-C does.
+def test_a_terminal_shows_colours_and_ctrl_c_stops_only_the_answer():
+    # With eval.spread, no end token ends the answer before Ctrl-C does.
     terminal = Terminal("eval.methods=[prompt_lookup]", "eval.max_new_tokens=600", "eval.spread=2")
     terminal.until("> ")
     terminal.type("Tell me a story about a fox.\n")
-    terminal.until("a step")  # the figures, live
-    terminal.until("\x1b[1;32m")  # a draft that was accepted
+    terminal.until("a step")  # the live figures
+    terminal.until("\x1b[1;32m")  # an accepted draft
     terminal.type("\x03")
     terminal.until("(stopped)")
     (count,) = re.findall(r"(\d+) tokens in", terminal.until("tokens/s"))

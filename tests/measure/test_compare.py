@@ -1,4 +1,4 @@
-"""Drafters beside each other: each drafts as its run does, and the advice is what figures say."""
+"""Comparing drafters: each drafts as in its own run, and the advice follows from the figures."""
 
 import io
 import json
@@ -54,7 +54,7 @@ def falcon(tiny, seed: int, **identity) -> FalconHead:
 
 
 def finished(folder, name: str, drafter, log=(), *overrides: str):
-    """A run's folder as training leaves it, of a drafter that has learnt nothing."""
+    """A run's folder as training leaves it, with an untrained drafter."""
     run = folder / name
     kind = "medusa" if isinstance(drafter, MedusaHeads) else "head"
     bundled = "tiny_medusa" if kind == "medusa" else "tiny"
@@ -92,7 +92,7 @@ def report(runs, tiny, small):
     return race(entered, tiny, prompts, left_out)
 
 
-def test_every_drafter_gives_plain_decodings_answers_and_its_own_runs_figures(
+def test_every_drafter_gives_plain_decodings_answers_and_the_figures_of_its_own_run(
     runs, tiny, small, report
 ):
     assert [run["method"] for run in report["runs"]] == ["plain", "one", "other", "medusa"]
@@ -108,7 +108,7 @@ def test_every_drafter_gives_plain_decodings_answers_and_its_own_runs_figures(
         assert run["outputs"] == run["identical"] + run["near_ties"] == 3
 
 
-def test_what_a_drafter_costs_is_counted(tiny, report):
+def test_a_drafters_parameters_bytes_training_time_and_speed_are_reported(tiny, report):
     one, other, medusa = report["contestants"]
     head = falcon(tiny, 0)
     assert one["parameters"] == sum(tensor.numel() for tensor in head.parameters())
@@ -118,16 +118,16 @@ def test_what_a_drafter_costs_is_counted(tiny, report):
     assert one["drafted_per_second"] > 0
 
 
-def test_the_settings_of_decoding_are_the_first_ones(runs):
+def test_overrides_apply_to_all_runs_and_each_keeps_its_own_tree(runs):
     first, second = read_recipes([runs[0], runs[2]], ["eval.max_new_tokens=7"]).values()
     assert (first.eval.max_new_tokens, second.eval.max_new_tokens) == (7, 7)
     assert (first.eval.tree, second.eval.tree) == ("tiny_k2", "tiny_medusa_k4")
 
 
-def test_a_run_stands_for_all_that_it_has(tiny, small, tmp_path):
+def test_a_run_folder_enters_all_its_drafters(tiny, small, tmp_path):
     run = tmp_path / "run"
     falcon(tiny, 0).save_pretrained(run / "falcon")
-    falcon(tiny, 1).save_pretrained(run / "eagle")  # of any form: its folder is what counts
+    falcon(tiny, 1).save_pretrained(run / "eagle")  # the folder decides, not the head's form
     recipe = load_recipe("tiny", [f"output.dir={run}", "eval.tree=tiny_k2", "head.block_size=2"])
     for kind, minutes in {"falcon": 2.0, "eagle": None}.items():
         dump(recipe, run / kind / "recipe.yaml")
@@ -141,7 +141,7 @@ def test_a_run_stands_for_all_that_it_has(tiny, small, tmp_path):
     assert entered[0].minutes == 2.0
 
 
-def test_an_unfinished_run_is_told_and_left_out(runs, tiny, small, tmp_path):
+def test_an_unfinished_run_is_left_out_with_the_reason(runs, tiny, small, tmp_path):
     nothing = finished(tmp_path, "nothing", None)
     midway = finished(tmp_path, "midway", falcon(tiny, 3), [(5, 0.1)])
     treeless = finished(tmp_path, "treeless", falcon(tiny, 3), (), "eval.tree=auto")
@@ -154,7 +154,7 @@ def test_an_unfinished_run_is_told_and_left_out(runs, tiny, small, tmp_path):
         enter(read_recipes(names[1:3], small), tiny)
 
 
-def test_another_target_is_named_and_refused(runs, tiny, small, tmp_path):
+def test_a_run_of_another_target_is_refused_with_the_difference(runs, tiny, small, tmp_path):
     half = finished(tmp_path, "half", falcon(tiny, 0), (), "target.dtype=bfloat16")
     with pytest.raises(RecipeError, match=r"half is of another target: target.dtype = bfloat16"):
         read_recipes([runs[0], half], small)
@@ -163,7 +163,7 @@ def test_another_target_is_named_and_refused(runs, tiny, small, tmp_path):
         enter(read_recipes([runs[0], stranger], small), tiny)
 
 
-def test_a_head_from_elsewhere_drafts_as_its_form_is(runs, tiny, small, tmp_path):
+def test_a_head_without_a_run_drafts_by_the_method_of_its_form(runs, tiny, small, tmp_path):
     torch.manual_seed(4)
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64, "block_size": 1}
     eagle = {"fusion": "linear", "input_norm": False, "target": tiny.identity()}
@@ -175,12 +175,12 @@ def test_a_head_from_elsewhere_drafts_as_its_form_is(runs, tiny, small, tmp_path
     entered, left_out = enter(recipes, tiny)
     assert left_out == {}
     assert [one.method for one in entered] == ["falcon_tree", "eagle_chain", "eagle_tree"]
-    assert [one.minutes for one in entered] == [3.0, None, None]  # not the first one's
+    assert [one.minutes for one in entered] == [3.0, None, None]  # not those of the first run
     report = race(entered, tiny, load_prompts(entered[0].recipe, tiny.tokenizer), {})
     assert report["runs"][2]["identical"] == 3
 
 
-def test_names_that_cannot_be_compared_are_refused(runs):
+def test_duplicate_names_and_a_lone_head_without_a_run_are_refused(runs):
     with pytest.raises(RecipeError, match="named twice"):
         read_recipes([runs[0], runs[0]], [])
     with pytest.raises(RecipeError, match="named twice"):
@@ -222,14 +222,14 @@ def test_the_advice_follows_from_the_figures(speeds, minutes, told):
     assert re.search(told, advice(figures(**speeds), costs(**minutes)))
 
 
-def test_who_failed_at_a_prompt_is_not_recommended():
+def test_a_drafter_that_failed_on_a_prompt_is_not_recommended():
     rows = figures(a=2.0, b=9.0)
     rows[2]["failures"] = ["math-00"]
     assert advice(rows, costs(a=1.0, b=1.0)).startswith("Take a: 2.00 x")
 
 
-def test_a_head_that_was_only_trained_drafts_by_its_tree(tiny, small, tmp_path):
-    """As those of the papers' tables are: their recipes decode plainly."""
+def test_a_head_whose_recipe_decodes_plainly_drafts_by_its_tree(tiny, small, tmp_path):
+    """As in the runs of the papers' tables."""
     name = finished(tmp_path, "plain", falcon(tiny, 3), (), "eval.methods=[plain]")
     other = finished(tmp_path, "lr0.1", falcon(tiny, 3))
     (first, second), _ = enter(read_recipes([name, other], small), tiny)
@@ -237,12 +237,12 @@ def test_a_head_that_was_only_trained_drafts_by_its_tree(tiny, small, tmp_path):
     assert (first.name, second.name) == (str(tmp_path / "plain"), "lr0.1")
 
 
-def test_the_frontier_joins_those_that_no_cheaper_one_outruns():
+def test_the_frontier_has_the_drafters_that_none_cheaper_outruns():
     points = {"slow": (1.0, 1.1), "dear": (9.0, 2.0), "fast": (3.0, 2.5), "same": (1.0, 1.0)}
     assert outrun_by_none(points) == ["slow", "fast"]
 
 
-def test_names_of_the_frontier_have_room_and_stand_apart():
+def test_names_in_the_frontier_plot_fit_and_do_not_overlap():
     minutes = {"a/very/long/name/of/a/run/of/2026": 480.0, "near": 479.0, "far": 3.0}
     speeds = {**dict.fromkeys(minutes, 2.0), "far": 1.1}
     plot = frontier({"runs": figures(**speeds), "contestants": costs(**minutes)})
@@ -254,7 +254,7 @@ def test_names_of_the_frontier_have_room_and_stand_apart():
     assert all(low.y - high.y >= FONT for high, low in pairwise(names))
 
 
-def test_it_fits_80_columns_and_is_written_whole(report, tmp_path):
+def test_a_comparison_fits_80_columns_and_is_written_with_plot_and_advice(report, tmp_path):
     with_one_out = report | {"left_out": {"runs/gone": "no head"}}
     console = Console(width=80, record=True, file=io.StringIO())
     print_comparison(with_one_out, console)
@@ -270,7 +270,7 @@ def test_it_fits_80_columns_and_is_written_whole(report, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["advice"] == report["advice"]
 
 
-def test_a_narrow_terminal_folds_a_long_name_and_cuts_no_figure(report):
+def test_a_narrow_terminal_wraps_a_long_name_and_truncates_no_figure(report):
     *rows, last = report["runs"]
     named = last | {"method": "a/run/of/2026/that/has/a/long/name"}
     for width in (40, 80):
@@ -282,8 +282,8 @@ def test_a_narrow_terminal_folds_a_long_name_and_cuts_no_figure(report):
             assert line[1:3] == [f"{run[key]:.2f}" for key in ("tokens_per_step", "speedup")]
 
 
-def test_the_command_compares(runs, small, tmp_path):
-    swept = shutil.copytree(runs[0], tmp_path / "lr=3e-4")  # a name, and no setting
+def test_the_command_compares_runs_and_refuses_settings_without_runs(runs, small, tmp_path):
+    swept = shutil.copytree(runs[0], tmp_path / "lr=3e-4")  # a folder, not a setting
     names = str(swept), runs[1]
     done = run_here("eval/compare.py", *names, *small, "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
@@ -291,7 +291,7 @@ def test_the_command_compares(runs, small, tmp_path):
     assert run_here("eval/compare.py", "eval.limit=3").returncode == 2
 
 
-def test_the_command_compares_them_at_the_cost_of_a_larger_target(
+def test_the_command_compares_runs_at_the_size_of_a_larger_target(
     runs, tiny, small, report, tmp_path
 ):
     (tmp_path / "larger.json").write_text(LARGER.config.to_json_string(use_diff=False))
@@ -309,7 +309,7 @@ def test_the_command_compares_them_at_the_cost_of_a_larger_target(
         assert one["training_minutes"] == own["training_minutes"]
 
 
-def test_room_is_asked_for_all_of_them_before_any_is_enlarged(runs, tiny, small, monkeypatch):
+def test_memory_for_all_entrants_is_checked_before_any_is_enlarged(runs, tiny, small, monkeypatch):
     entered, _ = enter(read_recipes(runs, [*small, "target.prepack_gib=0"]), tiny)
     needed = []
     monkeypatch.setattr(enlarged, "check_room", lambda what, count, device: needed.append(count))

@@ -1,4 +1,4 @@
-"""Contexts longer than the rows of training: a target that reads them, prompts, and the table."""
+"""Contexts longer than training rows: a target that reads them, prompts, and the table."""
 
 import itertools
 from pathlib import Path
@@ -21,7 +21,7 @@ def tiny():
     return Target.load("tiny")
 
 
-def test_a_shorter_prompt_is_the_end_of_a_longer_one_and_both_leave_room_for_an_answer(tiny):
+def test_shorter_prompts_are_ends_of_longer_ones_and_all_leave_room_for_an_answer(tiny):
     prompts = context_prompts(tiny.tokenizer, 1, 2, LENGTHS)
     for talks in zip(*(prompts[length] for length in LENGTHS), strict=True):
         assert len({kind for kind, _ in talks}) == 1
@@ -36,10 +36,10 @@ def test_a_shorter_prompt_is_the_end_of_a_longer_one_and_both_leave_room_for_an_
             assert roles == ["user", "assistant"] * (len(roles) // 2)
 
 
-def test_the_windowed_target_is_the_bundled_one_up_to_its_window(tiny, tmp_path):
+def test_the_windowed_target_equals_the_bundled_one_up_to_its_window_only(tiny, tmp_path):
     write_windowed(600, tmp_path)
     windowed = Target.load(str(tmp_path))
-    assert windowed.identity()["weights"] == tiny.identity()["weights"]  # its heads are its own
+    assert windowed.identity()["weights"] == tiny.identity()["weights"]  # shares its heads
     ids = torch.randint(5, 2000, (1, 2 * WINDOW), generator=torch.Generator().manual_seed(0))
     whole, seen = tiny.features(ids), windowed.features(ids)
     torch.testing.assert_close(seen[:, :WINDOW], whole[:, :WINDOW], atol=1e-4, rtol=1e-3)

@@ -1,4 +1,4 @@
-"""Costs: curves that are what was measured, kept points, targets of a shape, and the entry."""
+"""Costs: curves fitted to measurements, stored points, targets of a given shape, the command."""
 
 import io
 import json
@@ -57,7 +57,7 @@ TINY += ["--cached", "16", "--repeats", "2", "train.threads=1"]
 
 
 def surface(rows: int, nodes: int, cached: int) -> float:
-    """A target whose forward costs the same up to 16 tokens, and then by the token."""
+    """The cost of a target whose forward is flat up to 16 tokens and linear after that."""
     return 3 + 0.1 * rows + 0.05 * max(rows * nodes - 16, 0) + 0.002 * rows * cached
 
 
@@ -73,7 +73,7 @@ def loop() -> list[dict]:
     return [{"rows": rows, "nodes": nodes, "ms": 0.2 + 0.01 * rows} for rows, nodes in places]
 
 
-def test_a_fit_recovers_the_surface_that_was_measured_and_what_lies_between():
+def test_a_fit_recovers_a_cost_surface_at_measured_and_other_points():
     costs = fitted(verified(), loop(), [])
     assert costs.verify.worst_error < 1e-6
     for place in [(1, 20, 100), (3, 10, 64), (5, 1, 200), (1, 200, 256)]:
@@ -81,7 +81,7 @@ def test_a_fit_recovers_the_surface_that_was_measured_and_what_lies_between():
     assert costs.loop_ms(4) == pytest.approx(0.24)
 
 
-def test_a_narrow_terminal_is_shown_all_columns_of_the_costs():
+def test_a_narrow_terminal_shows_all_columns_of_the_costs():
     points = [{"what": "verify", **point} for point in verified()]
     screen = Screen(width=30, record=True, file=io.StringIO())
     print_costs(points, fitted(verified(), loop(), []), screen)
@@ -92,7 +92,7 @@ def test_a_narrow_terminal_is_shown_all_columns_of_the_costs():
     assert "…" not in shown
 
 
-def test_no_weight_is_negative_whatever_was_measured():
+def test_a_fit_to_noisy_points_has_no_negative_weight():
     generator = torch.Generator().manual_seed(0)
 
     def noisy(*place: int) -> float:
@@ -105,7 +105,7 @@ def test_no_weight_is_negative_whatever_was_measured():
     assert 0 < costs.verify.median_error < costs.verify.worst_error
 
 
-def test_what_the_widest_row_costs_the_others_is_seen_in_rows_of_two_widths():
+def test_rows_of_two_widths_reveal_the_cost_of_pads():
     at = {"nodes": 8, "widest": 15, "cached": 64}
     ragged = [at | {"rows": n, "ms": surface(n, 8, 64) + 0.7 * n} for n in (2, 4, 8)]
     costs = fitted(verified(), loop(), [], ragged)
@@ -114,7 +114,7 @@ def test_what_the_widest_row_costs_the_others_is_seen_in_rows_of_two_widths():
     assert fitted(verified(), loop(), []).pad_ms == 0
 
 
-def test_the_active_set_finds_what_trying_every_set_does():
+def test_nonnegative_least_squares_equals_trying_every_active_set():
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
         system = torch.randn(12, 4, generator=generator, dtype=torch.float64)
@@ -140,14 +140,14 @@ def solved(system: torch.Tensor) -> torch.Tensor:
     return torch.linalg.lstsq(system, ones).solution[:, 0] if system.shape[1] else ones[:0, 0]
 
 
-def test_columns_that_are_alike_are_no_trouble():
+def test_equal_columns_do_not_break_a_fit():
     terms = [{"passes": n, "rounds": n} for n in (1, 2, 3)]
     curve = fit(terms, [2.0, 4.0, 6.0])
     assert sum(curve.weights.values()) == pytest.approx(2)
     assert curve.worst_error < 1e-9
 
 
-def test_behind_the_last_knot_a_curve_goes_on_as_it_was():
+def test_a_curve_continues_linearly_after_its_last_knot():
     places = knots([1, 2, 4, 8])
     assert places == (1, 2, 4)
     terms = [verify_terms(1, nodes, 0, places) for nodes in (1, 2, 4, 8)]
@@ -155,7 +155,7 @@ def test_behind_the_last_knot_a_curve_goes_on_as_it_was():
     assert curve.ms(verify_terms(1, 16, 0, places)) == pytest.approx(14)
 
 
-def test_a_forward_of_drafts_may_cost_more_than_their_nodes():
+def test_verifying_drafts_may_have_a_fixed_cost_besides_their_nodes():
     places = [(rows, nodes) for rows in (1, 2, 4, 8) for nodes in (1, 2, 6, 16)]
     ms = [2 + 0.1 * rows * nodes + (0.5 + 0.2 * rows) * (nodes > 1) for rows, nodes in places]
     curve = fit([verify_terms(*place, 0, (1,)) for place in places], ms)
@@ -164,7 +164,7 @@ def test_a_forward_of_drafts_may_cost_more_than_their_nodes():
     assert curve.weights["row drafts"] == pytest.approx(0.2)
 
 
-def test_costs_come_back_from_json_as_they_were():
+def test_costs_survive_a_round_trip_through_json():
     draft = fit([{"draft": 1}], [2.0])
     costs = fitted(verified(), loop(), [])
     for one in (costs, CostModel(costs.verify, costs.knots, costs.loop, draft)):
@@ -173,7 +173,7 @@ def test_costs_come_back_from_json_as_they_were():
         costs.draft_ms([1], [1])
 
 
-# What is kept.
+# Stored points.
 
 
 def cells(counted: list) -> list[Cell]:
@@ -200,7 +200,7 @@ def measured(path: Path, subject: dict = SUBJECT, stop: int | None = None) -> tu
     return ledger, counted
 
 
-def test_an_interrupted_measurement_goes_on_where_it_stopped(tmp_path):
+def test_an_interrupted_measurement_resumes_where_it_stopped(tmp_path):
     path, whole = tmp_path / "costs.json", 2 * len(cells([]))
     _, first = measured(path, stop=7)
     assert json.loads(path.read_text())["model"] is None
@@ -228,7 +228,7 @@ def test_of_two_commands_at_once_one_measures_and_the_other_takes_its_costs(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
 
 
-def test_the_turns_are_of_everything_in_an_order_of_their_own():
+def test_every_turn_measures_all_cells_in_its_own_reproducible_order():
     made = list(turns(cells([]), 3))
     orders = [[cell.key for turn, cell in made if turn == number] for number in range(3)]
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
@@ -243,7 +243,7 @@ def test_the_turns_are_of_everything_in_an_order_of_their_own():
         ("environment", {"cpu": "y", "threads": 2}, "another cpu, threads: measuring again"),
     ],
 )
-def test_costs_of_something_else_are_named_and_measured_again(tmp_path, part, value, said):
+def test_costs_of_another_target_or_machine_are_measured_again(tmp_path, part, value, said):
     path = tmp_path / "costs.json"
     _, first = measured(path)
     ledger, again = measured(path, SUBJECT | {part: value})
@@ -265,7 +265,7 @@ def test_costs_of_another_version_are_named_and_measured_again(tmp_path):
     assert again == first
 
 
-def test_a_target_that_is_run_in_another_way_is_measured_again(tmp_path):
+def test_a_target_with_another_weight_layout_is_measured_again(tmp_path):
     target, path = random_target(vocab=40), tmp_path / "costs.json"
     usual = subject(target, Trained(), PassOptions())
     measured(path, usual)
@@ -276,13 +276,13 @@ def test_a_target_that_is_run_in_another_way_is_measured_again(tmp_path):
     assert again
 
 
-def test_another_commit_is_no_other_machine(tmp_path):
+def test_another_commit_does_not_invalidate_costs(tmp_path):
     measured(tmp_path / "costs.json")
     environment = SUBJECT["environment"] | {"commit": "b"}
     assert measured(tmp_path / "costs.json", SUBJECT | {"environment": environment})[1] == []
 
 
-def test_processors_of_one_name_and_two_generations_are_two_machines(tmp_path):
+def test_processors_of_one_name_but_two_generations_are_different_machines(tmp_path):
     lines = "processor\t: 0\ncpu family\t: {}\nmodel\t\t: {}\nmodel name\t: AMD EPYC\n"
     names = []
     for number, generation in enumerate([(25, 1), (26, 2)]):
@@ -293,7 +293,7 @@ def test_processors_of_one_name_and_two_generations_are_two_machines(tmp_path):
     assert processor(tmp_path / "arm") == processor(tmp_path / "absent") == platform.processor()
 
 
-def test_with_another_head_only_drafts_are_measured_again(tmp_path):
+def test_another_head_invalidates_only_the_costs_of_drafting(tmp_path):
     path = tmp_path / "costs.json"
     ledger, _ = measured(path)
     ledger.add(Cell("draft", {"rows": 1, "paths": [1], "levels": [1]}, open=list), 1.0)
@@ -324,7 +324,7 @@ POINT = {"what": "draft", "rows": 1, "paths": [1], "levels": [1], "ms": 2.0, "tr
         {"tries": [2.0, None]}, {"tries": [float("inf")]},
     ],
 )  # fmt: skip
-def test_a_point_that_is_none_is_refused_before_anything_is_measured(tmp_path, change):
+def test_an_invalid_point_is_refused_before_anything_is_measured(tmp_path, change):
     file = tmp_path / "costs.json"
     for point in (POINT, POINT | change):
         file.write_text(json.dumps({"schema": SCHEMA, **SUBJECT, "points": [POINT, point]}))
@@ -342,13 +342,8 @@ def test_a_point_that_is_none_is_refused_before_anything_is_measured(tmp_path, c
         ("weights", {"pads": float("nan")}), ("weights", {"pads": 10**400}), ("weights", {"x": 1}),
     ],
 )  # fmt: skip
-def test_prices_that_are_none_are_refused(tmp_path, part, value):
-    content = {
-        "schema": SCHEMA,
-        **SUBJECT,
-        "model": fitted(verified(), loop(), []).to_dict(),
-        "points": [],
-    }
+def test_an_invalid_cost_model_is_refused(tmp_path, part, value):
+    content = {**SUBJECT, "model": fitted(verified(), loop(), []).to_dict(), "points": []}
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(content))
     load_costs(file)
@@ -360,7 +355,7 @@ def test_prices_that_are_none_are_refused(tmp_path, part, value):
 
 
 @pytest.mark.parametrize("points", [[], None, [None], [{"what": "verify"}], "whole"])
-def test_a_report_is_written_whatever_the_points_have_become(tmp_path, points):
+def test_damaged_points_leave_a_reports_cost_curve_empty(tmp_path, points):
     whole = [{"what": "verify", "tries": [1.0], **point} for point in verified()]
     content = {"schema": SCHEMA, **SUBJECT, "model": fitted(verified(), loop(), []).to_dict()}
     content["points"] = whole if points == "whole" else points
@@ -369,8 +364,8 @@ def test_a_report_is_written_whatever_the_points_have_become(tmp_path, points):
     assert [one["nodes"] for one in shown] == ([*Grid().nodes] if points == "whole" else [])
 
 
-def test_drafts_have_no_price_where_those_of_another_drafter_were_measured(tmp_path):
-    """Kinds of drafters share a run's folder, and a pass of Medusa heads is no pass of a head."""
+def test_drafts_have_no_price_if_costs_are_of_a_drafter_of_another_kind_or_shape(tmp_path):
+    """Kinds of drafters share a run's folder, and their passes cost differently."""
     target = random_target(vocab=40)
     head, other = random_head(target, 3), random_head(target, 3, seed=2)
     heads = MedusaHeads.of(MedusaConfig(target.hidden_size, 40, heads=2), target.lm_head_weight)
@@ -381,8 +376,8 @@ def test_drafts_have_no_price_where_those_of_another_drafter_were_measured(tmp_p
     seen = {"feature_scale": 2.0, "window": 16}
     for trained, options, priced in [
         (Trained(head=head), PassOptions(), True),
-        (Trained(head=other), PassOptions(), True),  # as large
-        (Trained(head=random_head(target, 3, **seen)), PassOptions(), True),  # of other data
+        (Trained(head=other), PassOptions(), True),  # same size
+        (Trained(head=random_head(target, 3, **seen)), PassOptions(), True),  # of other rows
         (Trained(head=head), PassOptions(compiles=True), False),
         (Trained(head=random_head(target, 2)), PassOptions(), False),
         (Trained(medusa=heads), PassOptions(), False),
@@ -399,24 +394,24 @@ def test_drafts_have_no_price_where_those_of_another_drafter_were_measured(tmp_p
     ("there", "told"),
     [
         ({}, None),
-        ({"threads": 64, "torch": "1.0"}, None),  # the same processors
+        ({"threads": 64, "torch": "1.0"}, None),  # the same processor
         ({"cpu": "Abacus"}, "another machine .cpu Abacus, not "),
         ({"gpu": "Abacus"}, "another machine .gpu Abacus, not None"),
     ],
 )
-def test_costs_of_another_machine_are_said_to_be(tmp_path, recwarn, there, told):
+def test_costs_of_another_machine_give_a_warning(tmp_path, recwarn, there, told):
     target = random_target(vocab=40)
     content = {"schema": SCHEMA, **subject(target, Trained(), PassOptions()), "points": []}
     content["model"] = fitted(verified(), loop(), []).to_dict()
     content["environment"] = {**machine(target.device), **there}
     (tmp_path / "costs.json").write_text(json.dumps(content))
-    load_costs(tmp_path / "costs.json")  # of no target, and of none's machine
+    load_costs(tmp_path / "costs.json")  # compared with no target or machine
     assert not recwarn
     load_costs(tmp_path / "costs.json", target)
     assert [bool(re.search(told, str(one.message))) for one in recwarn] == [True] * bool(told)
 
 
-def test_a_busy_machine_is_known_by_its_tries():
+def test_scattered_repeats_reveal_a_busy_machine():
     quiet = {"ms": 1.0, "tries": [1.0, 1.01, 1.02]}
     busy = {"ms": 1.0, "tries": [1.0, 1.3, 2.5, 1.1]}
     assert unrest([quiet, quiet, busy]) < BUSY < unrest([busy, busy, quiet])
@@ -425,12 +420,12 @@ def test_a_busy_machine_is_known_by_its_tries():
 # What is timed.
 
 
-def test_a_grid_keeps_to_the_context_of_a_target():
+def test_a_grid_fits_the_targets_context():
     grid = Grid().within(256)
     assert grid.capacity <= 256
     assert grid.cached == (64,)
     assert max(Grid().within(100).nodes) == 96
-    for nodes in ((1,), (1, 4), (1, 2, 12, 100)):  # of several rows the longest has room, too
+    for nodes in ((1,), (1, 4), (1, 2, 12, 100)):  # the longest of several rows fits, too
         for context in (*range(3, 40), 128):
             assert Grid(nodes, cached=(2000,)).within(context).capacity <= context
     assert len({*Grid().places()}) == len([*Grid().places()])
@@ -442,7 +437,7 @@ def trees_of(bench: DraftBench) -> list[tuple]:
 
 
 @pytest.mark.parametrize("target", [random_target(vocab=40), random_seq2seq("bart", vocab_size=40)])
-def test_everything_that_drafts_can_be_timed(target):
+def test_every_kind_of_drafter_can_be_timed(target):
     layers = TargetBench(target, SMALL)
     assert all(visit(cell) > 0 for cell in layers.cells())
     coupled = {"coupling": "recurrent", "reads": "both", "fusion": "linear"}
@@ -462,7 +457,7 @@ def test_everything_that_drafts_can_be_timed(target):
 
 
 def keep(made: list, maker: type, *sizes, **settings):
-    """Make a drafter, and note it."""
+    """Make a drafter and record it."""
     made.append(maker(*sizes, **settings))
     return made[-1]
 
@@ -470,7 +465,7 @@ def keep(made: list, maker: type, *sizes, **settings):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", ["coupled", "eagle", "student"])
 @torch.inference_mode()
-def test_what_is_chosen_best_first_is_timed_as_deep_as_it_says(monkeypatch, kind, rows):
+def test_a_best_first_draft_is_timed_with_the_stated_number_of_passes(monkeypatch, kind, rows):
     target = random_target(vocab=40)
     coupled = {"coupling": "recurrent", "reads": "both", "fusion": "linear"}
     trained = {
@@ -493,11 +488,11 @@ def test_what_is_chosen_best_first_is_timed_as_deep_as_it_says(monkeypatch, kind
             before = made[-1].forwards
             go()
             done = made[-1].forwards - before
-            # The prompts are drafted behind, too. A student reads what is committed in a forward.
+            # Twice: the prompts are drafted for, too. Reading committed tokens costs no extra.
             assert done == 2 * rows * len(cell.at["paths"])
 
 
-def test_what_the_host_chooses_has_a_price_of_its_own():
+def test_choosing_nodes_on_the_host_has_its_own_price():
     def ms(rows: int, passes: int, best_first: bool) -> float:
         return (
             0.5
@@ -520,7 +515,7 @@ def test_what_the_host_chooses_has_a_price_of_its_own():
 
 
 @torch.inference_mode()
-def test_between_two_of_a_kind_comes_one_of_the_other_of_as_many_rows():
+def test_timed_forwards_and_drafts_of_as_many_rows_alternate():
     target, done = random_target(vocab=40), []
     forwards = TargetBench(target, SMALL)
     drafts = DraftBench(target, Trained(head=random_head(target, 2)), SMALL)
@@ -529,7 +524,7 @@ def test_between_two_of_a_kind_comes_one_of_the_other_of_as_many_rows():
         for cell in bench.cells():
             done.clear()
             visit(cell)
-            plain = cell.at.get("nodes") == 1  # makes no drafts
+            plain = cell.at.get("nodes") == 1  # has no drafts
             assert {*done} == (set() if plain else {cell.at["rows"]})
     done.clear()
     for rows in (1, 2):
@@ -539,8 +534,8 @@ def test_between_two_of_a_kind_comes_one_of_the_other_of_as_many_rows():
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_drafter_that_compiles_is_made_once_for_all_visits(compiles):
-    """A graph for each visit of each head is more than torch.compile makes in one process."""
+def test_a_compiling_drafter_is_made_once_per_row_count_for_all_visits(compiles):
+    """torch.compile's limit per process is too low for a graph per visit and head."""
     target = random_target(vocab=40)
     head, made = random_head(target, 2), []
     bench = DraftBench(target, Trained(head=head), SMALL, PassOptions(compiles))
@@ -557,7 +552,7 @@ def test_a_drafter_that_compiles_is_made_once_for_all_visits(compiles):
 
 
 @pytest.mark.parametrize(("nodes", "brought"), [(1, 1), (2, 2), (4, FRESH), (16, FRESH)])
-def test_the_steps_of_the_loop_accept_tokens_of_their_trees(nodes, brought):
+def test_timed_loop_steps_accept_tokens_of_their_trees(nodes, brought):
     bench = TargetBench(random_target(vocab=40), Grid((1, nodes), (1, 2), (8,)))
     at = {"rows": 2, "nodes": nodes}
     (cell,) = (one for one in bench.cells() if one.what == "loop" and one.at == at)
@@ -571,13 +566,13 @@ def test_the_steps_of_the_loop_accept_tokens_of_their_trees(nodes, brought):
     assert {*counts} == {brought}
 
 
-def test_the_steps_of_the_loop_know_the_shapes_of_their_trees_as_those_of_decoding_do():
+def test_timed_loop_steps_reuse_tree_shapes_as_decoding_does():
     guesser = TargetBench(random_target(vocab=40), SMALL).guesser
     for nodes in (1, 2, 4, 16):
         assert guesser.tree(nodes).topology is guesser.tree(nodes, [3]).topology
 
 
-def test_several_rows_are_timed_behind_caches_of_different_lengths():
+def test_several_rows_are_timed_with_caches_of_different_lengths():
     bench = TargetBench(random_target(vocab=40), Grid((1, 4), (1, 3), (8,)))
     found = {}
     for cell in bench.cells():
@@ -588,7 +583,7 @@ def test_several_rows_are_timed_behind_caches_of_different_lengths():
     assert found == {1: [8], 3: [4, 8, 12]}
 
 
-def test_several_rows_are_timed_with_trees_of_two_sizes_too():
+def test_several_rows_are_also_timed_with_trees_of_two_sizes():
     bench = TargetBench(random_target(vocab=40), Grid((1, 3, 9), (1, 2, 3), (8,)))
     ragged = {cell.at["rows"]: cell for cell in bench.cells() if cell.what == "ragged"}
     assert ragged.keys() == {2, 3}
@@ -603,7 +598,7 @@ def test_several_rows_are_timed_with_trees_of_two_sizes_too():
     assert read == [[1, 5], [1, 5, 3]]
 
 
-def test_a_head_with_layers_of_the_target_is_timed_with_them():
+def test_a_head_that_reads_layers_of_the_target_can_be_timed():
     target = random_target(vocab=40)
     head = random_head(target, 2, feature_layers=(1,))
     cell = next(DraftBench(target, Trained(head=head), SMALL).cells())
@@ -611,7 +606,7 @@ def test_a_head_with_layers_of_the_target_is_timed_with_them():
     assert visit(next(TargetBench(target, SMALL, (1,)).cells())) > 0
 
 
-def test_the_shape_of_a_tree_is_what_a_head_does_for_it():
+def test_a_trees_shape_lists_the_heads_paths_and_levels_per_pass():
     paths = [(0,), (1,), (0, 0), (0, 0, 0), (0, 0, 1), (1, 0), (1, 0, 0)]
     assert shape_of(StaticTree(paths, 2)) == ([1, 2], [2, 2])
     assert shape_of(StaticTree(paths, 2, coupled=True)) == ([1, 2], [1, 2, 2])
@@ -622,19 +617,19 @@ def test_the_shape_of_a_tree_is_what_a_head_does_for_it():
 PUBLISHED = {"llama1b": 1.236e9, "llama7b": 6.738e9, "llama13b": 13.016e9, "llama70b": 68.977e9}
 
 
-def test_every_shape_has_the_parameters_of_its_model():
+def test_every_named_shape_has_its_models_published_parameter_count():
     assert PUBLISHED.keys() == shapes.SHAPES.keys()
     for name, count in PUBLISHED.items():
         assert shapes.SHAPES[name].parameters == pytest.approx(count, rel=0.05)
 
 
-def test_a_sketch_counts_what_a_model_has():
+def test_a_sketch_counts_a_models_parameters_and_bytes():
     skeleton = shapes.sketch(shapes.find_shape("llama1b"), load_recipe("recipes/tiny.yaml"))
     assert skeleton.parameters == pytest.approx(PUBLISHED["llama1b"], rel=0.01)
     assert skeleton.bytes > 4 * skeleton.parameters
 
 
-def test_what_has_no_room_is_refused_before_anything_is_allocated():
+def test_a_shape_too_large_for_memory_is_refused_before_it_is_built():
     recipe = load_recipe("recipes/tiny.yaml")
     skeleton = shapes.sketch(shapes.find_shape("llama1b"), recipe)
     with (
@@ -645,7 +640,7 @@ def test_what_has_no_room_is_refused_before_anything_is_allocated():
         shapes.build(skeleton, recipe, 384, torch.device("cpu"))
 
 
-def test_a_shape_that_lies_here_has_the_name_of_its_folder(tmp_path, monkeypatch):
+def test_a_shape_given_by_path_is_named_after_its_folder(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.chdir(tmp_path / "mine")
@@ -653,7 +648,7 @@ def test_a_shape_that_lies_here_has_the_name_of_its_folder(tmp_path, monkeypatch
         assert shapes.find_shape(name).name == "mine"
 
 
-def test_a_shape_that_nobody_knows_is_refused_with_the_nearest(tmp_path):
+def test_an_unknown_shape_is_refused_with_the_nearest_name_or_the_reason(tmp_path):
     with pytest.raises(RecipeError, match="nearest is llama7b"):
         shapes.find_shape("llama7")
     for values, said in [
@@ -667,10 +662,10 @@ def test_a_shape_that_nobody_knows_is_refused_with_the_nearest(tmp_path):
             shapes.find_shape(str(tmp_path))
 
 
-# The entry.
+# The command.
 
 
-def test_the_entry_measures_draws_and_goes_on(tmp_path):
+def test_the_command_measures_plots_and_reuses_its_points(tmp_path):
     out = tmp_path / "costs.json"
     done = run_here(*TINY, f"output.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
@@ -693,7 +688,7 @@ def test_the_entry_measures_draws_and_goes_on(tmp_path):
     assert json.loads(out.read_text()) == content
 
 
-def test_the_entry_prices_a_shape_with_its_head(tmp_path):
+def test_the_command_measures_a_shape_with_its_head(tmp_path):
     done = run_here(*TINY, "--repeats", "1", "--shape", "models/tiny", f"output.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "GB with its head, random weights on cpu" in done.stderr
@@ -714,7 +709,7 @@ def test_the_entry_prices_a_shape_with_its_head(tmp_path):
         (["--out", "README.md/costs.json"], "cannot be written"),
     ],
 )
-def test_bad_input_is_one_message(options, said):
+def test_bad_input_gives_one_message(options, said):
     done = run_here(*TINY, *options)
     assert done.returncode == 2
     assert said in done.stderr

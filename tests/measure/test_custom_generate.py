@@ -1,4 +1,4 @@
-"""`model.generate(.., custom_generate=Speculative(..))` is generate, sooner, or a clear refusal."""
+"""`model.generate(.., custom_generate=Speculative(..))` equals generate or refuses clearly."""
 
 import gc
 import weakref
@@ -37,7 +37,7 @@ def model():
 
 
 class Drafting(Speculative):
-    """Fails when its drafter drafts nothing in a whole call: its output would be right, too."""
+    """Fails if its drafter drafts nothing in a whole call, as the output alone does not show it."""
 
     def __init__(self, make):
         super().__init__(lambda *sizes: self.watched(make(*sizes)))
@@ -82,9 +82,9 @@ def one() -> dict:
 
 
 @pytest.mark.parametrize("inputs", [one(), batch()], ids=["batch 1", "padded batch 3"])
-def test_greedy_tokens_are_those_of_generate(model, inputs):
+def test_greedy_tokens_equal_those_of_generate(model, inputs):
     free = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    # An id that ends the last row in its middle, other rows earlier, later or not at all.
+    # An id that ends the last row midway, and other rows earlier, later or not at all.
     eos = int(free[-1, inputs["input_ids"].shape[1] + 4])
     for settings in (
         {"max_new_tokens": NEW},
@@ -99,7 +99,7 @@ def test_greedy_tokens_are_those_of_generate(model, inputs):
             assert torch.equal(out, expected), settings
 
 
-def test_ids_of_four_bytes_are_answered_in_eight_as_by_generate(model):
+def test_int32_ids_give_int64_output_as_in_generate(model):
     ids = one()["input_ids"].int()
     expected = model.generate(ids, max_new_tokens=4)
     out = model.generate(ids, max_new_tokens=4, custom_generate=Speculative())
@@ -107,7 +107,7 @@ def test_ids_of_four_bytes_are_answered_in_eight_as_by_generate(model):
     assert out.dtype == expected.dtype == torch.long
 
 
-def test_an_end_of_sequence_token_of_the_model_counts_and_one_of_the_call_replaces_it(model):
+def test_an_end_token_of_the_call_replaces_the_models(model):
     free = model.generate(**one(), max_new_tokens=NEW)[0, -NEW:].tolist()
     model.generation_config.eos_token_id = free[3]
     method = Speculative(prompt_lookup())
@@ -118,7 +118,7 @@ def test_an_end_of_sequence_token_of_the_model_counts_and_one_of_the_call_replac
         assert expected.shape[1] < one()["input_ids"].shape[1] + NEW
 
 
-def test_sampled_tokens_are_those_of_plain_seeded_decoding(model):
+def test_sampled_tokens_equal_those_of_plain_seeded_decoding(model):
     settings = {"do_sample": True, "temperature": 1.3, "top_k": 15, "top_p": 0.95}
     inputs, decoder = batch(), Decoder(Target.of_model(model), None, 1, 64)
     torch.manual_seed(11)
@@ -132,7 +132,7 @@ def test_sampled_tokens_are_those_of_plain_seeded_decoding(model):
         out = model.generate(**inputs, **settings, max_new_tokens=NEW, custom_generate=method)
         assert out[:, -NEW:].tolist() == expected
     again = model.generate(**inputs, **settings, max_new_tokens=NEW, custom_generate=method)
-    assert again[:, -NEW:].tolist() != expected  # the generator has moved on
+    assert again[:, -NEW:].tolist() != expected  # the generator has advanced
 
 
 PROCESSED = {
@@ -153,7 +153,7 @@ PROCESSED = {
 
 @pytest.mark.parametrize("inputs", [one(), batch()], ids=["batch 1", "padded batch 3"])
 @pytest.mark.parametrize("settings", PROCESSED.values(), ids=PROCESSED)
-def test_processors_that_depend_on_a_rows_tokens_alone_are_honoured(model, settings, inputs):
+def test_logits_processors_that_depend_only_on_a_rows_tokens_are_honoured(model, settings, inputs):
     settings = {"max_new_tokens": NEW, "pad_token_id": 0} | settings
     expected = model.generate(**inputs, **settings)
     for method in methods(model):
@@ -161,15 +161,15 @@ def test_processors_that_depend_on_a_rows_tokens_alone_are_honoured(model, setti
         assert torch.equal(out, expected)
 
 
-def test_processors_change_what_would_have_been_said(model):
-    """Or the test above would pass for a decoder that leaves them out."""
+def test_the_tested_logits_processors_change_the_output(model):
+    """Otherwise the test above would pass for a decoder that ignores them."""
     free = model.generate(**batch(), max_new_tokens=NEW)
     for name in ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "sequence_bias"):
         processed = model.generate(**batch(), **PROCESSED[name], max_new_tokens=NEW)
         assert not torch.equal(processed, free)
 
 
-def test_processed_samples_are_those_of_plain_seeded_decoding(model):
+def test_sampling_with_a_processor_gives_the_same_tokens_for_all_methods(model):
     settings = {"do_sample": True, "temperature": 1.3, "top_k": 15, "repetition_penalty": 1.8}
     rows = []
     for method in methods(model):
@@ -187,7 +187,7 @@ def test_sampling_settings_default_to_those_of_generate(model):
     torch.manual_seed(5)
     seed = torch.randint(2**63 - 1, (1,)).item()
     prompt = one()["input_ids"][0].tolist()
-    # top_k=50 is generate's default; a vocabulary of 23 does not notice.
+    # generate's default of top_k=50 has no effect on a vocabulary of 23.
     request = Request(prompt, NEW, temperature=1.0, seed=seed)
     expected = next(Decoder(Target.of_model(model), None, 1, 64).run([request])).tokens
     torch.manual_seed(5)
@@ -195,7 +195,7 @@ def test_sampling_settings_default_to_those_of_generate(model):
     assert out[0, -NEW:].tolist() == expected
 
 
-def test_sequences_per_prompt_are_drawn_with_seeds_of_their_own(model):
+def test_each_sequence_returned_for_a_prompt_is_sampled_with_its_own_seed(model):
     settings = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": NEW}
     torch.manual_seed(0)
     out = model.generate(**one(), **settings, custom_generate=Speculative(prompt_lookup()))
@@ -208,7 +208,7 @@ def test_greedy_decoding_leaves_the_global_generator_alone(model):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_dictionary_is_returned_where_it_is_asked_for(model):
+def test_return_dict_in_generate_returns_generates_output_class(model):
     settings = {"max_new_tokens": 5, "return_dict_in_generate": True}
     expected = model.generate(**one(), **settings)
     out = model.generate(**one(), **settings, custom_generate=Speculative())
@@ -217,7 +217,7 @@ def test_a_dictionary_is_returned_where_it_is_asked_for(model):
 
 
 class EndsWith(StoppingCriteria):
-    """Stops a row whose newest token is a given one, or one of them."""
+    """Stops a row whose newest token is a given one, or one of several."""
 
     def __init__(self, token: int | torch.Tensor):
         self.token = token
@@ -242,7 +242,7 @@ def test_stopping_criteria_end_rows_at_the_same_token(model, inputs):
         assert torch.equal(out, expected)
 
 
-def test_without_an_end_token_all_rows_go_on_until_a_criterion_has_stopped_the_last(model):
+def test_without_an_end_token_all_rows_continue_until_a_criterion_stops_the_last(model):
     inputs = batch()
     new = model.generate(**inputs, max_new_tokens=NEW)[:, -NEW:].tolist()
     tokens = torch.tensor([row[2 * n + 1] for n, row in enumerate(new)])
@@ -256,7 +256,7 @@ def test_without_an_end_token_all_rows_go_on_until_a_criterion_has_stopped_the_l
         assert method.last.tokens >= expected[:, inputs["input_ids"].shape[1] :].numel()
 
 
-def test_time_that_has_run_out_ends_a_row_after_one_token(model):
+def test_max_time_zero_ends_a_row_after_one_token_as_in_generate(model):
     settings = {"max_new_tokens": NEW, "max_time": 0.0}
     expected = model.generate(**one(), **settings)
     assert torch.equal(model.generate(**one(), **settings, custom_generate=Speculative()), expected)
@@ -279,7 +279,7 @@ class Heard(TextStreamer):
         self.texts.append((text, stream_end))
 
 
-def test_a_streamer_hears_what_it_hears_from_generate(tiny):
+def test_a_streamer_gets_the_same_texts_as_from_generate(tiny):
     tokenizer = Target.load("tiny").tokenizer
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
     expected, streamer = Heard(tokenizer), Heard(tokenizer)
@@ -288,7 +288,7 @@ def test_a_streamer_hears_what_it_hears_from_generate(tiny):
     ours = tiny.generate(ids, max_new_tokens=20, do_sample=False, custom_generate=method)
     assert torch.equal(ours, out)
     assert streamer.texts == expected.texts
-    handed, other = Heard(tokenizer), Speculative(prompt_lookup(1, 4))  # as one expects
+    handed, other = Heard(tokenizer), Speculative(prompt_lookup(1, 4))  # passed to generate itself
     settings = {"max_new_tokens": 20, "do_sample": False, "streamer": handed}
     assert torch.equal(tiny.generate(ids, **settings, custom_generate=other), out)
     assert handed.texts == expected.texts
@@ -296,7 +296,7 @@ def test_a_streamer_hears_what_it_hears_from_generate(tiny):
         tiny.generate(ids.repeat(2, 1), max_new_tokens=4, custom_generate=method)
 
 
-def test_stop_strings_come_as_a_criterion(tiny):
+def test_stop_strings_work_as_a_stopping_criterion(tiny):
     tokenizer = Target.load("tiny").tokenizer
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
     free = tiny.generate(ids, max_new_tokens=40, do_sample=False)
@@ -311,12 +311,12 @@ def test_stop_strings_come_as_a_criterion(tiny):
     assert expected.shape[1] < free.shape[1]
     for method in (Speculative(), Speculative(prompt_lookup(1, 6))):
         assert torch.equal(tiny.generate(ids, **settings, custom_generate=method), expected)
-    # generate keeps a tokenizer from a callable as it does a streamer, and says so itself.
+    # generate does not pass a tokenizer on to `custom_generate`, and raises this itself.
     with pytest.raises(ValueError, match="could not locate a tokenizer"):
         tiny.generate(ids, stop_strings=["."], tokenizer=tokenizer, custom_generate=method)
 
 
-def test_a_head_is_known_by_the_files_of_the_model(tiny, tmp_path):
+def test_a_head_is_matched_to_its_model_by_the_models_weights(tiny, tmp_path):
     target = Target.of_model(tiny)
     assert target.identity()["weights"] == Target.load("tiny").identity()["weights"]
     random_head(target, 2).save_pretrained(tmp_path)
@@ -330,7 +330,7 @@ def test_a_head_is_known_by_the_files_of_the_model(tiny, tmp_path):
         other.generate(one()["input_ids"], max_new_tokens=4, custom_generate=method)
 
 
-def test_the_callers_model_is_left_as_it_was(model):
+def test_the_callers_model_is_left_unchanged(model):
     model.train().requires_grad_(True)
     model.lm_head.weight.requires_grad_(False)
     before = {name: (p, p.requires_grad) for name, p in model.named_parameters()}
@@ -341,7 +341,7 @@ def test_the_callers_model_is_left_as_it_was(model):
     assert model.generation_config.to_dict() == config
     after = {name: (p, p.requires_grad) for name, p in model.named_parameters()}
     assert all(after[n][0] is p and after[n][1] == grad for n, (p, grad) in before.items())
-    model(one()["input_ids"]).logits.sum().backward()  # and it can still be trained
+    model(one()["input_ids"]).logits.sum().backward()  # it can still be trained
 
 
 def test_a_decoder_is_kept_for_the_next_call_and_follows_the_weights(model):
@@ -358,7 +358,7 @@ def test_a_decoder_is_kept_for_the_next_call_and_follows_the_weights(model):
     ours = model.generate(**inputs, max_new_tokens=NEW, custom_generate=method)
     assert torch.equal(ours, expected)
     assert method._borrowed is borrowed
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))  # other tensors
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))  # another tensor
     expected = model.generate(**inputs, max_new_tokens=NEW)
     ours = model.generate(**inputs, max_new_tokens=NEW, custom_generate=method)
     assert torch.equal(ours, expected)
@@ -379,10 +379,10 @@ def test_a_conversation_that_grows_loads_its_head_once(tiny, tmp_path, monkeypat
         made.add(method._borrowed._decoder)
         ids = torch.cat((ours[:1], torch.arange(20)[None] + 5 + turn), 1)
     assert len(loads) == 1
-    assert len(made) == 3  # for 1, 2 and 3 rows: what is there serves fewer
+    assert len(made) == 3  # made for 1, 2 and 3 rows; fewer rows reuse one
 
 
-def test_a_row_does_not_grow_beyond_the_positions_of_its_model(model):
+def test_a_row_longer_than_the_models_positions_is_refused(model):
     model.config.max_position_embeddings = limit = 20
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
     method, spare = Speculative(prompt_lookup(1, 4)), 4
@@ -391,7 +391,7 @@ def test_a_row_does_not_grow_beyond_the_positions_of_its_model(model):
         model.generate(**one(), max_new_tokens=NEW, custom_generate=method)
 
 
-def test_a_call_says_what_it_has_gained(model):
+def test_a_call_records_its_tokens_and_steps(model):
     fast = Speculative(prompt_lookup(1, 4))
     assert fast.last is None
     out = model.generate(**batch(), max_new_tokens=NEW, custom_generate=fast)
@@ -413,7 +413,7 @@ def test_a_model_is_not_kept_alive(model):
 
 
 def sampling(*warpers) -> dict:
-    """Settings of a call that samples behind warpers of its own alone."""
+    """Settings of a call that samples with only its own warpers."""
     return {"do_sample": True, "top_k": 0, "logits_processor": LogitsProcessorList(warpers)}
 
 
@@ -453,31 +453,31 @@ def sampling(*warpers) -> dict:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_what_cannot_be_honoured_is_refused_by_name(model, settings, message):
+def test_settings_that_cannot_be_honoured_are_refused_by_name(model, settings, message):
     with pytest.raises(DataError, match=message):
         model.generate(
             **{**one(), **settings}, max_new_tokens=4, custom_generate=Speculative(prompt_lookup())
         )
 
 
-def test_a_field_nobody_has_heard_of_is_refused(model):
+def test_an_unknown_field_of_the_generation_config_is_refused(model):
     model.generation_config.future_field = 0.5
     with pytest.raises(DataError, match=r"future_field=0\.5 cannot be honoured"):
         model.generate(**one(), max_new_tokens=4, custom_generate=Speculative())
 
 
-def test_what_the_decoder_refuses_is_raised(model):
+def test_a_request_the_decoder_refuses_raises_its_error(model):
     ids = torch.tensor([[1, 2], [1, VOCAB]])
     with pytest.raises(DataError, match=r"request 1: token ids .* outside the vocabulary"):
         model.generate(ids, max_new_tokens=4, custom_generate=Speculative())
 
 
-def test_a_tree_for_other_blocks_than_the_heads_is_refused(model, tmp_path):
+def test_a_tree_for_another_block_size_than_the_heads_is_refused(model, tmp_path):
     tree = tmp_path / "mine.yaml"
     tree.write_text("block_size: 3\npaths: [[0], [1], [0, 0]]\n")
     head = random_head(Target.of_model(model), 2)
     method = Speculative(falcon(head, str(tree)))
     with pytest.raises(RecipeError, match=r"made for blocks of 3, and the head has blocks of 2"):
         model.generate(torch.tensor([[1, 2, 3]]), custom_generate=method, max_new_tokens=4)
-    tree.write_text("paths: [[0], [1], [0, 0]]\n")  # one that says nothing is for any
+    tree.write_text("paths: [[0], [1], [0, 0]]\n")  # without a block size it fits any head
     model.generate(torch.tensor([[1, 2, 3]]), custom_generate=method, max_new_tokens=4)

@@ -1,4 +1,4 @@
-"""The doctor: a healthy run passes every line, a planted fault fails the line that speaks of it."""
+"""The doctor: a healthy run passes every line, and a planted fault fails the line about it."""
 
 import json
 import re
@@ -37,7 +37,7 @@ CACHE = ["tokens", "tokenizer", "template", "mask"]
 CACHE += ["shards", "target of the features", "features", "scale", "shift"]
 HEAD = ["head files", "head's target", "head shape"]
 METHODS = ["prompt_lookup = plain", "falcon_tree = plain"]
-ENGINE = "in an engine"  # nothing was compared with one
+ENGINE = "in an engine"  # no comparison was made
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def healthy(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def ill(healthy: Path, tmp_path: Path) -> Path:
-    """A copy of the run and its caches, to be spoilt."""
+    """A copy of the run and its caches, to be damaged."""
     return Path(shutil.copytree(healthy, tmp_path / "ill"))
 
 
@@ -108,7 +108,7 @@ def cut_the_manifest(folder: Path) -> None:
 
 
 def rewrite_features(folder: Path, change) -> None:
-    """Change every row's features, and state the new checksum as if they had been made so."""
+    """Change every row's features and their checksum, as if they had been computed so."""
     (path,) = folder.glob(f"cache/features-*/{storage.MANIFEST}")
     manifest = json.loads(path.read_text())
     (entry,) = manifest["shards"].values()
@@ -135,14 +135,14 @@ def shift_back(folder: Path) -> None:
 
 
 def enlarge(folder: Path) -> None:
-    """Features of another size throughout, wrong in value, too: two lines speak of it."""
+    """All features scaled, which makes their values wrong as well: two lines fail."""
     rewrite_features(folder, lambda features: features * 3)
 
 
 def another_owner(folder: Path) -> None:
     path = folder / "run" / "falcon" / "config.json"
     path.write_text(path.read_text().replace('"weights": "', '"weights": "0'))
-    write_sums(path.parent)  # as if it had been made so, not changed since
+    write_sums(path.parent)  # as if saved so, not changed later
 
 
 def other_sizes(folder: Path) -> None:
@@ -155,7 +155,7 @@ def other_sizes(folder: Path) -> None:
 def flip_a_bit_of_the_head(folder: Path) -> None:
     path = folder / "run" / "falcon" / "model.safetensors"
     content = bytearray(path.read_bytes())
-    content[-4] ^= 1  # still a number, and nearly the same one
+    content[-4] ^= 1  # a slightly different number
     path.write_bytes(content)
 
 
@@ -179,7 +179,7 @@ def supervise_everything(folder: Path) -> None:
     rows = rows.remove_columns("loss_mask").add_column("loss_mask", masks, feature=kind)
     rows.save_to_disk(str(folder / "rows"))
     meta = read_sealed(cache / "meta.json")
-    del meta["files"]  # as if it had been made so, not damaged since
+    del meta["files"]  # as if built so, not damaged later
     (folder / "rows" / "meta.json").write_text(json.dumps(meta))
     shutil.rmtree(cache)
     (folder / "rows").rename(cache)
@@ -210,7 +210,7 @@ def cut_the_rows(folder: Path) -> None:
         (cut_the_rows, ["tokens"], "delete", []),
     ],
 )
-def test_a_fault_fails_exactly_its_own_line(doctor, ill, fault, lines, remedy, unseen):
+def test_a_planted_fault_fails_exactly_its_own_lines(doctor, ill, fault, lines, remedy, unseen):
     fault(ill)
     code, outcomes, remedies, _ = doctor(ill)
     assert code == 1
@@ -220,14 +220,14 @@ def test_a_fault_fails_exactly_its_own_line(doctor, ill, fault, lines, remedy, u
     assert [line for line, outcome in outcomes.items() if outcome == "skipped"] == unseen
 
 
-def test_a_method_that_cannot_draft_is_told_with_its_own_remedy(doctor, ill):
+def test_a_method_that_cannot_draft_fails_with_its_own_remedy(doctor, ill):
     (ill / "run" / "falcon" / "tree.yaml").unlink()
     _, outcomes, remedies, _ = doctor(ill, "eval.tree=auto")
     assert failing(outcomes) == ["falcon_tree = plain"]
     assert remedies["falcon_tree = plain"].startswith("fit one: python eval/fit.py RECIPE")
 
 
-def test_what_lies_elsewhere_or_drafts_together_is_judged_where_it_lies(doctor, ill, tmp_path):
+def test_all_files_of_a_combined_drafter_are_checked_wherever_they_are(doctor, ill, tmp_path):
     table = tmp_path / "elsewhere"
     both = ["eval.methods=[plain,falcon_maxgram]", f"maxgram.table={table}"]
     code, outcomes, remedies, _ = doctor(ill, *both)
@@ -243,10 +243,10 @@ def test_what_lies_elsewhere_or_drafts_together_is_judged_where_it_lies(doctor, 
     (table / "model.safetensors").write_bytes((table / "model.safetensors").read_bytes()[:-4])
     code, outcomes, remedies, _ = doctor(ill, *both)
     assert (code, failing(outcomes)) == (1, ["head and table files"])
-    assert remedies["head and table files"] == "take a copy that is whole"  # not ours to delete
+    assert remedies["head and table files"] == "take a copy that is whole"  # may be another's file
 
 
-def test_a_student_that_cannot_be_read_fails_the_line_of_its_files(tmp_path):
+def test_an_unreadable_student_fails_the_line_of_its_files(tmp_path):
     student, tiny = tmp_path / "student", Target.load("tiny")
     shutil.copytree(bundled_target_dir(), student)
     alone = ["eval.methods=[ssd]", f"student.model={student}", "student.training=none"]
@@ -269,13 +269,13 @@ def test_another_template_and_another_tokenizer_fail_their_lines(doctor, ill, tm
     tokenizer = AutoTokenizer.from_pretrained(target)
     tokenizer.add_tokens(["<|odd|>"])
     tokenizer.save_pretrained(target)
-    prompts = f"eval.prompts={bundled_file('prompts.jsonl')}"  # as anybody's own
+    prompts = f"eval.prompts={bundled_file('prompts.jsonl')}"  # as a user's own file
     code, outcomes, remedies, _ = doctor(ill, f"target.model={target}", prompts)
     assert (code, failing(outcomes)) == (1, ["tokenizer"])
     assert "rebuild both caches" in remedies["tokenizer"]
 
 
-def test_other_weights_fail_what_was_made_with_the_old_ones(doctor, healthy, ill, tmp_path):
+def test_other_target_weights_fail_the_old_features_and_heads(doctor, healthy, ill, tmp_path):
     target = Path(shutil.copytree(ill / "target", tmp_path / "target"))
     path = target / "model.safetensors"
     tensors = safetensors.torch.load(path.read_bytes())
@@ -288,7 +288,7 @@ def test_other_weights_fail_what_was_made_with_the_old_ones(doctor, healthy, ill
     assert outcomes["features"] == outcomes["falcon_tree = plain"] == "skipped"
 
 
-def test_what_is_not_there_yet_is_skipped_with_the_way_to_get_it(doctor, ill):
+def test_missing_parts_are_skipped_with_the_command_that_makes_them(doctor, ill):
     shutil.rmtree(ill / "cache")
     shutil.rmtree(ill / "run" / "falcon")
     code, outcomes, remedies, _ = doctor(ill)
@@ -299,13 +299,13 @@ def test_what_is_not_there_yet_is_skipped_with_the_way_to_get_it(doctor, ill):
     assert "make one with" in remedies["head files"]
 
 
-def test_another_recipes_cache_is_nobodys_fault(doctor, ill):
+def test_the_cache_of_another_recipe_is_skipped(doctor, ill):
     code, outcomes, _, _ = doctor(ill, "data.max_length=100")
     assert code == 0
     assert {outcomes[line] for line in CACHE} == {"skipped"}
 
 
-def test_a_method_that_changes_one_token_is_found(doctor, ill, monkeypatch):
+def test_a_method_that_changes_one_token_fails(doctor, ill, monkeypatch):
     measure = drafter_checkup.measure
 
     def spoilt(recipe, target, trained, prompts, methods):
@@ -321,7 +321,7 @@ def test_a_method_that_changes_one_token_is_found(doctor, ill, monkeypatch):
     assert "report it" in remedies["falcon_tree = plain"]
 
 
-def test_a_drafter_that_raises_is_found_though_every_answer_is_right(doctor, ill, monkeypatch):
+def test_a_drafter_that_raises_fails_although_every_answer_is_right(doctor, ill, monkeypatch):
     def broken(self, rows):
         raise RuntimeError("no draft today")
 
@@ -341,7 +341,7 @@ def test_a_drafter_that_raises_is_found_though_every_answer_is_right(doctor, ill
         (["of another head"], True, "skipped", "other weights"),
     ],
 )
-def test_a_comparison_with_an_engine_is_told_of(weights, passed, outcome, note, tmp_path):
+def test_an_engine_comparison_needs_the_same_weights(weights, passed, outcome, note, tmp_path):
     trained = Trained(head=random_head(random_target()))
     report = {"method": "falcon_chain", "engine": "vllm 0.32.0", "passed": passed}
     report["weights"] = weights or trained.weights()

@@ -1,4 +1,4 @@
-"""A run at the size of a larger model: what is refused, what is kept apart, what is said of it."""
+"""A run at the size of a larger model: refusals, separate files, and what its report says."""
 
 from dataclasses import replace
 from io import StringIO
@@ -45,19 +45,19 @@ def large(tiny, tmp_path_factory) -> Target:
     return enlarge(LARGER, recipe(tmp_path_factory.mktemp("run")), tiny, Trained())[0]
 
 
-def test_costs_of_an_enlarged_run_lie_beside_its_own(tiny, large, tmp_path):
+def test_an_enlarged_runs_costs_have_their_own_file_in_its_folder(tiny, large, tmp_path):
     own = recipe(tmp_path)
     assert costs_file(own, tiny) == tmp_path / "costs.json"
     assert costs_file(own, large) == tmp_path / "costs_tiny_at_the_size_of_larger.json"
 
 
-def test_its_report_goes_to_a_place_of_its_own(tmp_path):
+def test_an_enlarged_runs_report_has_its_own_folder(tmp_path):
     bench = tmp_path / "bench"
     assert place_of("tiny", [recipe(tmp_path)]) == bench / "tiny_chat-b1-t0"
     assert place_of("tiny", [recipe(tmp_path)], LARGER) == bench / "tiny_chat-b1-t0-larger"
 
 
-def test_its_report_says_what_was_measured(tiny, large, tmp_path):
+def test_an_enlarged_runs_report_names_the_size_and_has_the_same_acceptance(tiny, large, tmp_path):
     overrides = ("eval.max_new_tokens=12", "eval.methods=[plain,generate,hf_prompt_lookup]")
     answers = []
     for target in (tiny, large):
@@ -77,7 +77,7 @@ def prompt_of(target: Target) -> Prompt:
     return load_prompts(load_recipe("tiny", ["eval.limit=1"]), target.tokenizer)[0]
 
 
-def test_a_head_keeps_the_tree_that_was_fitted_to_it(tiny, tmp_path):
+def test_an_enlarged_head_keeps_the_tree_fitted_to_it(tiny, tmp_path):
     head = random_head(tiny, 2)
     head.folder = tmp_path
     (tmp_path / TREE).write_text("block_size: 2\npaths: [[0], [0, 0]]\n")
@@ -88,7 +88,7 @@ def test_a_head_keeps_the_tree_that_was_fitted_to_it(tiny, tmp_path):
     assert trained.weights() == Trained(head=head).weights()
 
 
-def test_a_table_goes_on_where_nothing_was_seen(tiny, tmp_path):
+def test_an_enlarged_table_fills_new_tokens_with_its_fallback(tiny, tmp_path):
     table = MaxGramTable(MaxGramConfig(tiny.vocab_size, fallback=5))
     for part in (table.next_id, table.seen, table.agreed):
         part.fill_(3)
@@ -106,7 +106,7 @@ def test_an_eagle3_head_is_refused(tiny, tmp_path):
         enlarge(LARGER, recipe(tmp_path), tiny, Trained(head=random_eagle3(random_target())))
 
 
-def test_another_family_is_refused(tiny, tmp_path):
+def test_enlarging_to_or_from_another_family_is_refused(tiny, tmp_path):
     with pytest.raises(RecipeError, match="--shape other: a qwen3; models are enlarged to a Llama"):
         enlarge(Shape("other", Qwen3Config()), recipe(tmp_path), tiny, Trained())
     other = random_target()
@@ -115,14 +115,14 @@ def test_another_family_is_refused(tiny, tmp_path):
         enlarge(LARGER, recipe(tmp_path), other, Trained())
 
 
-def test_what_has_no_room_is_refused_before_anything_is_made(tiny, tmp_path, monkeypatch):
+def test_a_size_too_large_for_memory_is_refused_before_it_is_made(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(room, "free_bytes", lambda device: 10**7)
     monkeypatch.setattr(Target, "__init__", None)
     with pytest.raises(RecipeError, match=f"{NAME}, float32: needs 0.1 GB of memory"):
         enlarge(LARGER, recipe(tmp_path), tiny, Trained())
 
 
-def test_attention_heads_that_do_not_divide_are_refused_before_anything_is_made(
+def test_an_indivisible_head_size_is_refused_before_anything_is_made(
     tiny, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(Target, "__init__", None)

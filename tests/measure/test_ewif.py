@@ -1,4 +1,4 @@
-"""EWIF equals what coins give, mixing drafters gains nothing, figures show what was measured."""
+"""EWIF equals enumerated coin flips, mixing drafters gains nothing, plots show measured shares."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def drafters(seed: int, count: int) -> list[Proposer]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_expected_tokens_are_those_of_every_outcome_weighed(seed):
+def test_expected_tokens_equal_the_weighted_sum_over_all_outcomes(seed):
     alphas = [one.alpha for one in drafters(seed, 5)]
     total = 0.0
     for coins in product((True, False), repeat=5):
@@ -44,7 +44,7 @@ def test_expected_tokens_are_those_of_every_outcome_weighed(seed):
     assert expected_tokens(alphas) == pytest.approx(total, abs=1e-12)
 
 
-def test_ewif_of_one_drafter_is_the_closed_form():
+def test_ewif_of_one_drafter_equals_the_closed_form():
     alpha, cost = 0.7, 0.1
     for k in (0, 1, 4, 9):
         closed = (1 - alpha ** (k + 1)) / ((1 - alpha) * (1 + k * cost))
@@ -57,7 +57,7 @@ def test_simulated_steps_agree_with_the_formula(seed):
     team = drafters(seed, 4)
     alphas, cost = [one.alpha for one in team], sum(one.cost for one in team)
     steps = 40_000
-    # Tokens of a step are 1..5: their standard deviation is below 2.
+    # A step gives 1 to 5 tokens: the standard deviation is at most 2.
     allowed = 4 * 2 / steps**0.5 / (1 + cost)
     assert abs(simulate(alphas, cost, steps, seed) - of_assignment(team)) < allowed
     assert abs(simulate([*alphas[1:], 0.0], cost, steps, seed) - of_assignment(team)) > allowed
@@ -65,7 +65,7 @@ def test_simulated_steps_agree_with_the_formula(seed):
 
 @pytest.mark.parametrize(("size", "length", "parts"), [(2, 3, 4), (2, 4, 3), (3, 2, 4)])
 def test_no_mixture_beats_the_best_assignment(size, length, parts):
-    """Theorem 4.4, by trying everything; corners of the grid are the assignments themselves."""
+    """Theorem 4.4, by trying a grid of mixtures, whose corners are the assignments."""
     for seed in range(12):
         team = drafters(seed, size)
         assert mixing_gains(team, length, parts) == pytest.approx(0, abs=1e-12)
@@ -75,7 +75,7 @@ def test_no_mixture_beats_the_best_assignment(size, length, parts):
         assert max(of_mixture(team, shares) for shares in inner) < best
 
 
-def test_the_best_assignment_has_the_surer_drafter_first():
+def test_the_best_assignment_puts_the_drafter_of_higher_acceptance_first():
     for seed in range(20):
         team = drafters(seed, 2)
         alphas = [one.alpha for one in best_assignment(team, 5)]
@@ -92,7 +92,7 @@ RUNS = [
 ]
 
 
-def test_acceptance_is_drawn_as_it_was_measured(tmp_path):
+def test_the_acceptance_plot_shows_the_measured_shares(tmp_path):
     pytest.importorskip("matplotlib")
     drawn = acceptance_by_position(RUNS)
     given, reached = drawn.axes
@@ -115,7 +115,7 @@ def test_ewif_figures_have_a_line_per_cost_and_per_tail():
     assert several[2].get_ydata()[3] == of_assignment([large] * 3 + [small] * 2)
 
 
-def test_what_is_no_report_is_named(tmp_path):
+def test_an_invalid_report_and_an_unknown_run_are_refused(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         read_report(tmp_path / "gone.json")
     path = tmp_path / "report.json"

@@ -1,4 +1,4 @@
-"""The table to paste: every figure is the report's, and no cell breaks Markdown or LaTeX."""
+"""The table for a paper: every figure is the report's, and no cell breaks Markdown or LaTeX."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ from specdraft.recipes.load import load_recipe
 
 @pytest.fixture(scope="module")
 def report() -> dict:
-    """Of an untrained head: what is drafted is what counts here."""
+    """With an untrained head; only how it drafts matters here."""
     tiny, small = shallow_tiny(), ["eval.limit=3", "eval.max_new_tokens=40", "eval.threads=1"]
     recipe = load_recipe("recipes/tiny.yaml", [*small, "eval.tree=tiny_k2"])
     torch.manual_seed(0)
@@ -38,13 +38,13 @@ def write(folder, report, name="report.json"):
 
 
 def cells(text: str) -> list[dict[str, str]]:
-    """The rows of a Markdown table by their headings."""
+    """The rows of a Markdown table as dicts by heading."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     head, _, *rows = ([c.strip() for c in line.strip("|").split("|")] for line in lines)
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-def test_every_cell_is_a_figure_of_the_report(tmp_path, report):
+def test_every_cell_shows_a_figure_of_the_report(tmp_path, report):
     table = field_table([write(tmp_path, report)])
     for row, run in zip(cells(table.markdown()), report["runs"], strict=True):
         assert (row["method"], row["prompts"], row["T"]) == (run["method"], run["prompt_set"], "0")
@@ -66,7 +66,7 @@ def test_every_cell_is_a_figure_of_the_report(tmp_path, report):
     assert report["environment"]["cpu"] in table.caption
 
 
-def test_rows_at_once_are_columns_and_temperatures_are_rows(tmp_path, report):
+def test_batch_sizes_are_columns_and_temperatures_are_rows(tmp_path, report):
     other, changed = copy.deepcopy(report), {4: 4000.0, 16: 16000.0}
     runs = []
     for temperature in (0.0, 1.0):
@@ -88,7 +88,7 @@ def test_rows_at_once_are_columns_and_temperatures_are_rows(tmp_path, report):
     assert {(r["tokens/s at 4"], r["tokens/s at 16"]) for r in found} == {("4000", "16000")}
 
 
-def test_latex_has_as_many_cells_and_no_bare_special(tmp_path, report):
+def test_latex_rows_have_all_cells_and_escaped_special_characters(tmp_path, report):
     text = field_table([write(tmp_path, report)]).latex()
     body = text.split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
     assert len(body) == len(report["runs"])
@@ -108,7 +108,7 @@ def test_latex_has_as_many_cells_and_no_bare_special(tmp_path, report):
         (("environment", "gpu", "H200"), "the machine is .*H200"),
     ],
 )
-def test_figures_of_two_are_no_comparison(tmp_path, report, change, message):
+def test_reports_of_different_targets_or_machines_are_refused(tmp_path, report, change, message):
     other = copy.deepcopy(report)
     *path, key, value = change
     part = other
@@ -119,7 +119,7 @@ def test_figures_of_two_are_no_comparison(tmp_path, report, change, message):
         field_table([write(tmp_path / "a", report), write(tmp_path / "b", other)])
 
 
-def test_of_two_drafters_none_hides_the_other(tmp_path, report):
+def test_conflicting_figures_for_one_method_are_refused(tmp_path, report):
     other = copy.deepcopy(report)
     tree = next(run for run in other["runs"] if run["method"] == "falcon_tree")
     tree |= {"steps": tree["steps"] + 1}
@@ -140,7 +140,7 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, text):
     ("key", "value"),
     [("drafted_per_step", None), ("prompt_set", None), ("acceptance_by_depth", ["x"]), (None, 0)],
 )
-def test_half_a_report_is_refused(tmp_path, report, key, value):
+def test_an_incomplete_report_is_refused(tmp_path, report, key, value):
     half = copy.deepcopy(report)
     tree = next(run for run in half["runs"] if run["method"] == "falcon_tree")
     part = tree if key else half["environment"]
@@ -151,7 +151,7 @@ def test_half_a_report_is_refused(tmp_path, report, key, value):
         field_table([write(tmp_path, half)])
 
 
-def test_a_bar_in_a_name_ends_no_cell(tmp_path, report):
+def test_special_characters_in_a_name_break_no_cell(tmp_path, report):
     named = copy.deepcopy(report)
     for run in named["runs"]:
         run["prompt_set"] = "a|b\\c"
@@ -162,7 +162,7 @@ def test_a_bar_in_a_name_ends_no_cell(tmp_path, report):
     assert r"& a\textbar{}b\textbackslash{}c &" in table.latex()
 
 
-def test_the_command_takes_a_folder_and_says_what_is_missing(tmp_path, report):
+def test_the_command_takes_a_folder_and_names_the_missing_figures(tmp_path, report):
     write(tmp_path, report)
     done = run_here("eval/table.py", str(tmp_path), "--latex")
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,5 @@
-"""What fits: the best of all trees under the costs, replays that are the decoding, the entry, and
-the tree beside the weights, which auto means."""
+"""Fitting: nearly the best of all trees at given costs, replays equal to decoding, the command, and
+the tree beside the weights that `auto` uses."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def curve(terms: dict, **weights: float) -> Curve:
 
 
 def costs(forward: float, node: float, per_pass: float, level: float) -> CostModel:
-    """A machine where so many milliseconds go to each of these."""
+    """A machine with these costs in milliseconds."""
     verify = {"forward": forward, "tokens from 1": node}
     draft = {"draft": per_pass, "passes": per_pass, "levels": level}
     return CostModel(
@@ -86,7 +86,7 @@ MACHINES = {
 
 
 def some_ranks(lengths: list[int], depth: int = 4) -> tuple[list, list[torch.Tensor]]:
-    """Texts of some lengths with prompts of 5, and ranks of 0 to 2 that are mostly 0."""
+    """Texts of given lengths with prompts of 5 tokens, and ranks of 0 to 2, mostly 0."""
     torch.manual_seed(2)
     texts = [Text(5, [0] * length) for length in lengths]
     traces = [torch.rand(length, depth).mul(1.6).pow(2).long() for length in lengths]
@@ -116,8 +116,8 @@ def every_tree(depth: int, nodes: int) -> list[list[tuple[int, ...]]]:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("coupled", [False, True])
-def test_no_tree_is_expected_to_be_much_faster_than_the_first_finalist(machine, coupled):
-    """Trees are grown from shares, as if depths were independent, and priced by replays."""
+def test_no_tree_is_expected_to_be_much_faster_than_the_best_finalist(machine, coupled):
+    """Candidates are grown as if depths were independent, and priced by replays."""
     model, (texts, traces) = MACHINES[machine], some_ranks([300, 250])
     load, ranks = Load(texts, 1), Ranks(texts, traces)
 
@@ -132,7 +132,7 @@ def test_no_tree_is_expected_to_be_much_faster_than_the_first_finalist(machine, 
     assert best.speedup >= 0.97 * max(map(speed, every_tree(depth=4, nodes=6)))
 
 
-def test_the_machine_decides_how_large_a_tree_is():
+def test_a_trees_size_and_passes_depend_on_the_machines_costs():
     texts, traces = some_ranks([300])
     shares, ranks, load = shares_of(traces, texts), Ranks(texts, traces), Load(texts, 1)
     every = (TreePrices(ranks, model, 2, True, load) for model in MACHINES.values())
@@ -150,17 +150,17 @@ def test_finalists_differ_in_passes_or_in_size():
     assert finalists([best, close], 4) == [best]
 
 
-def test_rows_end_one_after_the_other():
+def test_the_price_of_several_rows_accounts_for_rows_that_end_earlier():
     texts = [Text(5, [0] * (5 + answer)) for answer in (3, 9, 4)]
     load, model = Load(texts, 2), MACHINES["a node costs nothing"]
     assert load.tokens == 16
     prompts_ms = load.prompts_ms(model)
     two, one = (load.step_ms(model, rows, 1) for rows in (2, 1))
-    # Two rows until the shorter answer ends, one until the longer does; then the third alone.
+    # Two rows until the shorter answer ends, then one; then the third answer alone.
     assert load.plain_ms(model) == pytest.approx(prompts_ms + 2 * two + 6 * one + 3 * one)
 
 
-# -- replays and rehearsals are the decoding -------------------------------------------------------
+# -- replays and rehearsals equal decoding ---------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["decoder", "flan-t5"])
@@ -178,7 +178,7 @@ def texts(target) -> list[Text]:
 
 
 def decoded_steps(target, drafter, texts) -> list[int]:
-    """Steps of every answer, the prompt's included, when it is really decoded."""
+    """Steps of every answer, with the prompt's, in real decoding."""
     requests = [
         Request(ids[:start], len(ids) - start, source=source) for start, ids, source in texts
     ]
@@ -188,7 +188,7 @@ def decoded_steps(target, drafter, texts) -> list[int]:
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("reads", ["own", "both"])
-def test_a_replayed_tree_takes_the_steps_of_the_decoded_one(target, texts, k, reads):
+def test_a_replayed_tree_takes_as_many_steps_as_decoding_with_it(target, texts, k, reads):
     forms = {"own": {}, "both": {"reads": "both", "coupling": "recurrent", "fusion": "linear"}}
     head = random_head(target, k, **(forms[reads] if k > 1 else {}))
     ranks = Ranks(texts, rank_traces(head, target, texts, 6))
@@ -200,7 +200,7 @@ def test_a_replayed_tree_takes_the_steps_of_the_decoded_one(target, texts, k, re
     assert min(ranks.steps(wide)) < 20  # something was accepted
 
 
-def test_a_replayed_tree_of_medusa_heads_takes_the_steps_of_the_decoded_one(target, texts):
+def test_a_replayed_tree_of_medusa_heads_takes_as_many_steps_as_decoding_with_it(target, texts):
     config = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "heads": 3}
     heads = MedusaHeads.of(MedusaConfig(**config), target.lm_head_weight)
     ranks = Ranks(texts, medusa_rank_traces(heads, target, texts, 3))
@@ -210,7 +210,7 @@ def test_a_replayed_tree_of_medusa_heads_takes_the_steps_of_the_decoded_one(targ
     assert steps == decoded_steps(target, drafter, texts)
 
 
-def test_a_rehearsal_takes_the_steps_of_the_decoding(target, texts):
+def test_a_rehearsal_takes_as_many_steps_as_decoding(target, texts):
     student, model = deepcopy(target), MACHINES["a node costs nothing"]
     with torch.no_grad():
         for weight in student.model.parameters():
@@ -247,7 +247,7 @@ def tree_text(fit: Fit | None = FIT) -> str:
     return yaml.safe_dump(content)
 
 
-def test_auto_is_the_tree_that_was_fitted_to_these_weights(tmp_path):
+def test_auto_means_the_tree_fitted_to_these_weights(tmp_path):
     with pytest.raises(RecipeError, match=r"= auto: no tree.yaml in .*: python eval/fit.py RECIPE"):
         fitted_tree(tmp_path, "abc")
     with pytest.raises(RecipeError, match="beside weights that were never saved"):
@@ -261,11 +261,11 @@ def test_auto_is_the_tree_that_was_fitted_to_these_weights(tmp_path):
     assert load_tree_paths(str(file)) == [(0,), (0, 0)]
     with pytest.raises(RecipeError, match="was fitted to other weights than lie beside it"):
         fitted_tree(tmp_path, "abd")
-    file.write_text(tree_text(fit=None))  # one's own
+    file.write_text(tree_text(fit=None))  # a tree of the user's own
     assert fitted_tree(tmp_path, "abd") == file
 
 
-def test_a_named_tree_is_left_beside_the_weights_unless_one_was_fitted_to_them(tmp_path):
+def test_a_named_tree_is_written_beside_the_weights_unless_one_was_fitted_to_them(tmp_path):
     random_head(random_target(vocab=40), 2).save_pretrained(tmp_path)
     head = FalconHead.from_pretrained(tmp_path)
     drafter = TreeDrafter("falcon_tree", Trained(head=head), 2, coupled=False, deepest=16)
@@ -290,14 +290,14 @@ def test_a_named_tree_is_left_beside_the_weights_unless_one_was_fitted_to_them(t
         ({"more": 1}, "must have weights"),
     ],
 )
-def test_a_fit_from_anywhere_is_data(change, message, tmp_path):
+def test_an_invalid_fit_in_a_tree_file_is_refused(change, message, tmp_path):
     file = tmp_path / "tree.yaml"
     file.write_text(yaml.safe_dump({"paths": [[0]], "fit": plain(asdict(FIT)) | change}))
     with pytest.raises(InvalidRecipeError, match=message):
         read_fit(file)
 
 
-def test_speeds_are_of_tokens_where_samples_differ_in_length(monkeypatch):
+def test_speedups_compare_tokens_per_second_if_samples_differ_in_length(monkeypatch):
     def outcome(tokens: int, seconds: float) -> Outcome:
         return Outcome([Completion(0, [1] * tokens, [], "length")], seconds, Timing())
 
@@ -308,13 +308,13 @@ def test_speeds_are_of_tokens_where_samples_differ_in_length(monkeypatch):
     assert race.speedups("falcon_tree", [recipe], None, None, asked, 1.0) == [2.0]
 
 
-# -- the entry -------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("out", "said"), [("tree.json", "ends in .yaml"), ("README.md/tree.yaml", "cannot be written")]
 )
-def test_where_nothing_can_be_written_nothing_is_fitted(tmp_path, out, said):
+def test_an_unwritable_output_path_is_refused_before_fitting(tmp_path, out, said):
     done = run_here("eval/fit.py", "recipes/tiny.yaml", f"output.dir={tmp_path}", "--out", out)
     assert done.returncode == 2
     assert out in done.stderr
@@ -329,10 +329,10 @@ def test_a_tree_may_be_written_into_a_new_folder(tmp_path):
     assert load_tree_paths(str(file)) == [(0,), (0, 0)]
 
 
-def test_a_fit_that_gains_no_time_says_so(capsys):
+def test_a_fit_that_never_beats_plain_decoding_says_so(capsys):
     trial = {"nodes": 2, "depth": 2, "passes": 1, "tokens": 1.5, "expected": 1.1}
     machine = {"cpu": "a slow one"}
-    # The first is kept, and another may have been the fastest of the race.
+    # The first trial is kept, though another may have been measured faster.
     for others, said in (((), True), ((0.9,), True), ((1.3,), False)):
         trials = tuple({**trial, "measured": measured} for measured in (0.93, *others))
         fit = Fit(weights="w", machine=machine, rows=24, trials=trials)
@@ -342,7 +342,7 @@ def test_a_fit_that_gains_no_time_says_so(capsys):
         assert ("the best runs at 0.93 x" in shown) is said
 
 
-def test_settings_with_long_names_are_shown_with_their_figures(capsys, monkeypatch):
+def test_long_setting_names_do_not_hide_their_figures(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     setting = {"drafting.depth": 10, "drafting.out_degree": 3, "drafting.theta_prob": 0.1}
     found = [PricedSetting({**setting, "drafting.tau": 3}, 2.25, 1.75, 1.5)]
@@ -351,13 +351,13 @@ def test_settings_with_long_names_are_shown_with_their_figures(capsys, monkeypat
     assert line.split()[-3:] == ["2.25", "1.75", "1.50"]
 
 
-def test_neither_a_price_nor_a_race_of_seconds_decides_alone():
-    """The pairs of two trees of the quickstart on two days, by price and by race."""
+def test_the_expected_and_the_measured_speedup_both_decide():
+    """Expected and measured speedups of two trees of the quickstart, on two days."""
     assert race.combined_speedup(2.61, 2.54) > race.combined_speedup(2.51, 2.63)
     assert race.combined_speedup(2.55, 2.29) < race.combined_speedup(2.51, 2.39)
 
 
-def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
+def test_the_command_writes_a_tree_that_auto_uses_and_the_report_shows(tmp_path):
     tiny = Target.load(shallow_target(tmp_path / "target"))
     of_two_layers = [f"target.model={tiny.name}", "data.feature_layers=[1]"]
     places = [*of_two_layers, f"output.dir={tmp_path}", "eval.limit=2", "eval.validation=2"]
@@ -390,7 +390,7 @@ def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
     chosen, other_tree = (
         race.combined_speedup(trial.expected, trial.measured) for trial in fit.tried()
     )
-    assert chosen > other_tree - 1e-3  # they are rounded
+    assert chosen > other_tree - 1e-3  # figures are rounded
 
     measured = run_here(*bench)
     assert measured.returncode == 0, measured.stderr
@@ -414,7 +414,7 @@ def test_the_entry_writes_a_tree_that_auto_finds_and_the_report_shows(tmp_path):
         falcon(str(tmp_path / "head"))(tiny, 1, 64)
 
 
-def test_the_entry_fits_the_settings_of_a_drafter_without_a_tree(tmp_path):
+def test_the_command_fits_the_settings_of_a_drafter_without_a_tree(tmp_path):
     target = shallow_target(tmp_path / "target")
     of_two_layers = [f"target.model={target}", "data.feature_layers=[1]"]
     lengths = ["eval.validation=2", "eval.max_new_tokens=16"]
@@ -433,7 +433,7 @@ def test_the_entry_fits_the_settings_of_a_drafter_without_a_tree(tmp_path):
     assert "nothing to fit of 'plain'; known: prompt_lookup" in unknown.stderr
 
 
-def test_a_recipe_with_falcons_tree_fits_one_to_any_head(tmp_path):
+def test_a_recipe_with_a_falcon_tree_can_fit_a_tree_for_any_head(tmp_path):
     tiny = Target.load("tiny")
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64, "block_size": 1}
     config = FalconConfig(128, tiny.vocab_size, **shape, fusion="linear", input_norm=False)

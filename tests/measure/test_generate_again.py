@@ -1,4 +1,4 @@
-"""What happens to a model between two calls, or around one, is what `generate` makes of it."""
+"""Changes to a model between calls, or around one, have the effect they have on `generate`."""
 
 import threading
 
@@ -26,7 +26,7 @@ def generated(model, prompts=PROMPTS[:1], **options) -> list[list[int]]:
     return model.generate(input_ids=prompts, **options)[:, prompts.shape[1] :].tolist()
 
 
-def test_adapters_that_are_set_disabled_and_merged_are_followed():
+def test_setting_disabling_and_merging_adapters_takes_effect_in_the_next_call():
     lora = LoraConfig(
         r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False
     )
@@ -50,7 +50,7 @@ def test_adapters_that_are_set_disabled_and_merged_are_followed():
 
 
 @pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
-def test_virtual_tokens_before_a_prompt_are_refused(kind):
+def test_prompt_and_prefix_tuning_are_refused(kind):
     model = get_peft_model(random_target().model, kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
     generated(model)
     with pytest.raises(DataError, match="prompt or prefix tuning"):
@@ -59,7 +59,7 @@ def test_virtual_tokens_before_a_prompt_are_refused(kind):
     assert generated(inside, custom_generate=Speculative()) == generated(inside)
 
 
-def test_a_hook_that_comes_and_goes_is_followed():
+def test_adding_and_removing_a_hook_takes_effect_in_the_next_call():
     model, fast = random_target().model, Speculative()
     before = generated(model, custom_generate=fast)
     push = 3 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -71,8 +71,8 @@ def test_a_hook_that_comes_and_goes_is_followed():
 
 
 @pytest.mark.parametrize("has_history", [False, True])
-def test_a_hook_that_is_an_object_is_the_callers_own(has_history):
-    """Steering vectors are turned up and down between calls."""
+def test_changing_a_hook_object_takes_effect_in_the_next_call(has_history):
+    """For example a steering vector whose strength changes between calls."""
 
     class Steering:
         strength = 3.0
@@ -93,7 +93,7 @@ def test_a_hook_that_is_an_object_is_the_callers_own(has_history):
     assert generated(model, custom_generate=fast) == before
 
 
-def test_settings_and_buffers_that_change_are_followed():
+def test_changed_config_values_and_buffers_take_effect_in_the_next_call():
     model = random_model("Mistral", **GQA, head_dim=8, sliding_window=64).eval()
     fast, prompt = Speculative(prompt_lookup()), PROMPTS[:1].repeat(1, 4)
     before = generated(model, prompt, custom_generate=fast)
@@ -114,13 +114,13 @@ def test_a_model_that_cannot_be_copied_is_refused_with_the_reason():
         generated(model, custom_generate=Speculative())
 
 
-def test_a_call_that_is_refused_leaves_room_for_the_next():
+def test_a_refused_call_leaves_the_next_ones_working():
     model = random_model("GPT2", n_positions=1024, max_position_embeddings=1024).eval()
     fast, prompt = Speculative(prompt_lookup()), 1 + torch.arange(1000)[None] % (VOCAB - 1)
     generated(model, prompt[:, :100], custom_generate=fast)
     with pytest.raises(TargetError, match="exceeds the 1024 positions"):
         generated(model, prompt, max_new_tokens=200, custom_generate=fast)
-    # No positions are left for drafts: plainly, this once.
+    # No positions are left for drafts: this call decodes plainly.
     last = {"max_new_tokens": 20}
     assert generated(model, prompt, custom_generate=fast, **last) == generated(
         model, prompt, **last
@@ -131,7 +131,7 @@ def test_a_call_that_is_refused_leaves_room_for_the_next():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_under_autocast_the_tokens_are_those_of_generate_under_it(rows):
+def test_under_autocast_plain_tokens_equal_generates_and_a_head_can_draft(rows):
     model = random_target().model
     head = random_head(Target.of_model(model), 2)
     with torch.autocast("cpu", torch.bfloat16):
@@ -149,7 +149,7 @@ def test_under_autocast_the_tokens_are_those_of_generate_under_it(rows):
     ],
     ids=["order", "filter_value"],
 )
-def test_processors_that_would_be_read_otherwise_are_refused(processors, message):
+def test_processors_whose_order_or_options_cannot_be_honoured_are_refused(processors, message):
     options = {"do_sample": True, "top_k": 0, "logits_processor": LogitsProcessorList(processors)}
     with pytest.raises(DataError, match=message):
         generated(random_target().model, custom_generate=Speculative(), **options)

@@ -22,7 +22,7 @@ from specdraft.recipes.static_trees import TREES as BUNDLED
 
 KINDS = ("falcon", "eagle", "eagle3", "medusa", "student", "table")
 TREES = {"falcon": "tiny_k2", "eagle": "tiny_k1", "eagle3": "tiny_k1", "medusa": "tiny_medusa_k4"}
-# What a user writes; Any, for mypy accepts no `generate` of transformers' Auto classes.
+# What a user writes; Any because mypy accepts no `generate` of transformers' Auto classes.
 LINES = """
 from typing import Any
 
@@ -80,7 +80,7 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_drafter_of_any_kind_is_loaded_by_its_folder(run, kind, model, tokenizer, tmp_path):
+def test_a_drafter_of_any_kind_is_loaded_from_its_folder(run, kind, model, tokenizer, tmp_path):
     copied = shutil.copytree(run / kind, tmp_path / "mine")
     inputs = tokenizer(["Once upon a time", "Hello"], padding=True, return_tensors="pt")
     plain = model.generate(**inputs, do_sample=False, max_new_tokens=10)
@@ -94,14 +94,14 @@ def test_a_drafter_of_any_kind_is_loaded_by_its_folder(run, kind, model, tokeniz
 
 
 def test_a_student_may_be_a_pickled_model(run, model, tokenizer, tmp_path):
-    """As a small model of the target's family may be: it is no export of ours, which is asked."""
+    """A student may be any small model of the target's family, not only an export of ours."""
     copied = shutil.copytree(run / "student", tmp_path / "mine")
     torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
     (copied / "model.safetensors").unlink()
     inputs = tokenizer("Once upon a time", return_tensors="pt")
     fast = load(copied)
     model.generate(**inputs, do_sample=False, max_new_tokens=10, custom_generate=fast)
-    assert fast.last.tokens_per_step > 2  # it is the target itself
+    assert fast.last.tokens_per_step > 2  # it equals the target
 
 
 def test_students_of_a_cascade_are_given_by_their_folders(run, model, tokenizer):
@@ -131,7 +131,7 @@ def test_students_of_a_cascade_may_be_models(run, tiny, model, tokenizer):
 
 
 @pytest.mark.parametrize("vocab", [40, 5000])
-def test_what_drafts_other_tokens_is_refused_as_objects_are(tiny, model, tokenizer, vocab):
+def test_a_drafter_object_of_another_vocabulary_is_refused(tiny, model, tokenizer, vocab):
     inputs, config = tokenizer("Once", return_tensors="pt"), MaxGramConfig(vocab)
     students = random_target(vocab=vocab)
     for make in (ssd(students), method("cascade", cascade=students), maxgram(MaxGramTable(config))):
@@ -139,7 +139,7 @@ def test_what_drafts_other_tokens_is_refused_as_objects_are(tiny, model, tokeniz
             model.generate(**inputs, custom_generate=Speculative(make))
 
 
-def test_what_no_method_of_ours_drafts_with_is_told(model, tokenizer):
+def test_an_unknown_drafter_argument_and_a_transformers_method_are_refused(model, tokenizer):
     with pytest.raises(
         DataError, match=r"method\('ssd'\): teacher is nothing that drafts; .*student"
     ):
@@ -149,7 +149,7 @@ def test_what_no_method_of_ours_drafts_with_is_told(model, tokenizer):
         model.generate(**inputs, custom_generate=Speculative(method("hf_prompt_lookup")))
 
 
-def test_a_run_with_one_drafter_is_its_name_and_one_with_several_is_asked(run, tmp_path):
+def test_a_run_with_one_drafter_loads_it_and_one_with_several_asks_which(run, tmp_path):
     with pytest.raises(HeadError, match=rf"several drafters in .*, falcon, .*one: {run}/falcon"):
         load(run)
     with pytest.raises(HeadError, match=r"no drafter in .*train one"):
@@ -158,11 +158,11 @@ def test_a_run_with_one_drafter_is_its_name_and_one_with_several_is_asked(run, t
     load(tmp_path)
     (tmp_path / "medusa").rename(tmp_path / "head")
     shutil.rmtree(tmp_path / "head")
-    shutil.copytree(run / "falcon", tmp_path / "head")  # a run from before heads had kinds
+    shutil.copytree(run / "falcon", tmp_path / "head")  # the layout of older runs
     load(str(tmp_path))
 
 
-def test_three_lines_stream_a_chat_and_sample_a_batch(run, model, tokenizer, capsys):
+def test_the_readmes_three_lines_stream_a_chat_and_sample_a_batch(run, model, tokenizer, capsys):
     names: dict = {}
     text = LINES.format(target=str(bundled_target_dir()), drafter=str(run / "student"))
     exec(compile(text, "three_lines.py", "exec"), names)
@@ -180,7 +180,7 @@ def test_three_lines_stream_a_chat_and_sample_a_batch(run, model, tokenizer, cap
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="no mypy")
-def test_the_lines_and_those_of_the_readme_for_our_decoder_have_types(run, tmp_path):
+def test_the_three_lines_and_the_readmes_decoder_example_pass_mypy(run, tmp_path):
     lines, queue = tmp_path / "three_lines.py", tmp_path / "of_requests.py"
     lines.write_text(LINES.format(target="models/tiny", drafter="you/head"))
     readme = (Path(__file__).parents[2] / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""A benchmark goes on where it was cut off, and a method that fails is shown, never dropped."""
+"""A benchmark resumes where it was interrupted, and a failing method is shown, never dropped."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> list[dict]:
-    """The rows of a benchmark that nothing cut off, without wall-clock."""
+    """The rows of an uninterrupted benchmark, without wall-clock times."""
     return rows(tmp_path_factory.mktemp("whole"), run_here)
 
 
@@ -58,7 +58,7 @@ def rows(out, run) -> list[dict]:
 
 
 def killed_after(lines: int, out) -> list[str]:
-    """Start the benchmark, kill -9 it once so many lines are measured; return what is there."""
+    """Start the benchmark, kill -9 it once so many lines are written; return the lines."""
     process = start(*BENCH, "--out", out)
     deadline = time.monotonic() + 300
     while not (out / NAME).exists() or (out / NAME).read_bytes().count(b"\n") < lines:
@@ -70,11 +70,11 @@ def killed_after(lines: int, out) -> list[str]:
     return (out / NAME).read_text().splitlines()
 
 
-def test_a_killed_benchmark_goes_on_where_it_stopped(tmp_path, whole):
+def test_a_killed_benchmark_resumes_where_it_stopped(tmp_path, whole):
     lines = killed_after(4, tmp_path)
     assert 4 <= len(lines) < 1 + TURNS
     head, first, *others = (json.loads(line) for line in lines)
-    first["outcomes"]["plain"]["seconds"] = 1e6  # seen again, if this turn is not made again
+    first["outcomes"]["plain"]["seconds"] = 1e6  # shows below unless this turn is repeated
     kept = [json.dumps(line) for line in (head, first, *others)]
     torn = '{"place": [0, 5, 0], "outcomes": {"plain": {"comp'
     (tmp_path / NAME).write_text("\n".join([*kept, torn]))
@@ -88,13 +88,13 @@ def test_a_killed_benchmark_goes_on_where_it_stopped(tmp_path, whole):
     assert rows(tmp_path, noting) == whole
     assert f"continuing from the {len(lines) - 1} turns of this benchmark" in shown[0]
     plain = json.loads((tmp_path / "report.json").read_text())["runs"][0]
-    assert plain["seconds"] > 4e5  # the median of two
+    assert plain["seconds"] > 4e5  # the median of two repeats
 
 
-def test_ctrl_c_keeps_what_was_measured_for_the_same_benchmark_alone(tmp_path):
+def test_ctrl_c_keeps_measurements_that_only_the_same_benchmark_reuses(tmp_path):
     command = ["eval/bench.py", "recipes/tiny.yaml", "--methods", "plain,generate"]
     command += ["--out", str(tmp_path), "eval.limit=3", "eval.max_new_tokens=4", "train.threads=1"]
-    # Whole forwards of the model: one looks at it, four warm up, four are the first answer.
+    # Forwards of the whole model: one inspects it, four warm up, four give the first answer.
     with everywhere("LlamaForCausalLM", Failing(10, error=KeyboardInterrupt)):
         done = run_here(*command)
     assert done.returncode == 130
@@ -121,7 +121,7 @@ def never():
     raise AssertionError("this was measured before")
 
 
-def test_rounds_are_remembered_as_they_were(tmp_path):
+def test_recorded_turns_are_reused_unchanged(tmp_path):
     turn = {"plain": OUTCOME, "falcon_tree": FAILED}
     with Logbook(tmp_path, {"recipe": "a", "cpu": "x"}) as book:
         assert book.note == ""
@@ -134,7 +134,7 @@ def test_rounds_are_remembered_as_they_were(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_figures_of_two_machines_are_not_put_together(tmp_path):
+def test_measurements_of_another_machine_are_discarded(tmp_path):
     with Logbook(tmp_path, {"recipe": "a", "cpu": "x", "torch": "2"}) as book:
         book.remember(0, (0, 0), lambda: {"plain": OUTCOME})
     with Logbook(tmp_path, {"recipe": "a", "cpu": "y", "torch": "2"}) as book:
@@ -144,7 +144,7 @@ def test_figures_of_two_machines_are_not_put_together(tmp_path):
         assert book.remember(0, (0, 0), never) == {"plain": FAILED}
 
 
-def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path):
+def test_a_full_disk_is_reported_with_the_file_and_what_to_do(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Logbook(tmp_path, {"machine": "this"}) as logbook:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
@@ -187,10 +187,10 @@ def console_of(report: dict) -> str:
     return console.export_text()
 
 
-def test_a_method_that_fails_on_a_prompt_is_shown_and_goes_on(tiny, tmp_path):
+def test_a_failure_on_one_prompt_is_shown_and_the_method_goes_on(tiny, tmp_path):
     _, whole = measured(tiny, ["plain", "generate"], Trained())
-    # Only `generate` calls the model as a whole. Its warm-up takes 8 forwards; the third prompt's
-    # first one fails.
+    # Only `generate` calls the model as a whole. Its warm-up takes 8 forwards; the first one for
+    # the third prompt fails.
     counted = Failing(10**9)
     with hooked(tiny.model, counted):
         measured(tiny, ["generate"], Trained(), "eval.limit=2")
@@ -203,8 +203,8 @@ def test_a_method_that_fails_on_a_prompt_is_shown_and_goes_on(tiny, tmp_path):
     assert (row["failed"], row["outputs"], row["identical"]) == (1, 5, 5)
     assert (plain["failed"], plain["outputs"], plain["identical"]) == (0, 6, 6)
     assert found["prompt_lookup"]["identical"] == 6
-    assert found["prompt_lookup"]["speedup_over_generate"] is None  # which did something else
-    # Its speedup is over plain decoding of the same five prompts.
+    assert found["prompt_lookup"]["speedup_over_generate"] is None  # it answered fewer
+    # Its speedup compares with plain decoding of the same five prompts.
     assert row["tokens"] < whole["generate"]["tokens"]
     assert row["speedup"] != row["tokens_per_second"] / plain["tokens_per_second"]
     shown = console_of(report)
@@ -214,7 +214,7 @@ def test_a_method_that_fails_on_a_prompt_is_shown_and_goes_on(tiny, tmp_path):
     assert "1 failed" in page
 
 
-def test_a_method_that_fails_in_its_warm_up_is_asked_no_more(tiny, tmp_path):
+def test_a_method_that_fails_in_its_warm_up_is_not_called_again(tiny, tmp_path):
     hook = Failing()
     with hooked(tiny.model, hook):
         report, found = measured(tiny, ["generate", "plain"], Trained(), "eval.batch_size=2")
@@ -228,7 +228,7 @@ def test_a_method_that_fails_in_its_warm_up_is_asked_no_more(tiny, tmp_path):
     write_report(report, tmp_path)
 
 
-def test_a_failure_in_one_repeat_is_one_of_its_batch(tiny):
+def test_a_failure_in_one_repeat_fails_its_batch(tiny):
     counted = Failing(10**9)
     with hooked(tiny.model, counted):
         measured(tiny, ["generate"], Trained(), "eval.limit=1", "eval.repeats=2")
@@ -244,7 +244,7 @@ def head(tiny):
     return FalconHead(FalconConfig(hidden_size=128, vocab_size=tiny.vocab_size, **shape))
 
 
-def test_requests_that_a_drafter_gave_up_are_counted(tiny, head):
+def test_requests_whose_drafter_raised_are_counted_as_fallbacks(tiny, head):
     with hooked(head.layers[0], Failing(40)), pytest.warns(RuntimeWarning, match="drafter raised"):
         report, found = measured(tiny, ["plain", "falcon_tree"], Trained(head))
     row = found["falcon_tree"]
@@ -255,7 +255,7 @@ def test_requests_that_a_drafter_gave_up_are_counted(tiny, head):
     assert "1 fell back" in console_of(report)
 
 
-def test_choosing_a_drafter_stops_at_a_failure(tiny, head):
+def test_scoring_a_single_method_raises_its_failure(tiny, head):
     recipe = load_recipe("recipes/tiny.yaml", [*SMALL, "eval.limit=2"])
     prompts = load_prompts(recipe, tiny.tokenizer)
     _, found = measured(tiny, ["falcon_tree"], Trained(head), "eval.limit=2")
@@ -271,7 +271,7 @@ def test_a_benchmark_with_a_failure_ends_with_exit_code_1(tmp_path):
     with everywhere("LlamaForCausalLM", Failing(10)):  # the second answer's first, as above
         done = run_here(*command)
     assert "1 failed" in done.stdout
-    assert "not all methods decoded all prompts" in done.returncode  # which a shell shows, and is 1
+    assert "not all methods decoded all prompts" in done.returncode  # a shell prints it and gets 1
     report = json.loads((tmp_path / "report.json").read_text())
     assert [run["failed"] for run in report["runs"]] == [0, 1]
     assert not (tmp_path / NAME).exists()
@@ -298,15 +298,15 @@ def everywhere(kind: str, hook):
     handle.remove()
 
 
-def test_a_later_turn_counts_for_its_own_question_where_the_first_one_failed(tiny):
+def test_a_later_turn_counts_as_its_own_conversation_if_the_first_failed(tiny):
     recipe = load_recipe("recipes/tiny.yaml", ["eval.limit=2"])
     one, other = load_prompts(recipe, tiny.tokenizer)
-    prompts = [replace(one, later=()), replace(other, turn=2)]  # of `other`, the second turn alone
+    prompts = [replace(one, later=()), replace(other, turn=2)]  # only the second turn of `other`
     parts = [replace(OUTCOME, seconds=seconds) for seconds in (1.0, 4.0)]
     assert macro(prompts, parts)["macro_tokens_per_second"] == (2 / 1 + 2 / 4) / 2
 
 
-def test_a_report_has_a_place_for_its_settings_and_among_several_kinds_for_its_drafter(tmp_path):
+def test_a_reports_folder_names_the_settings_and_the_drafter_if_a_run_has_several(tmp_path):
     run = tmp_path / "mine"
     (run / "falcon").mkdir(parents=True)
     (run / "falcon" / "config.json").write_text("{}")

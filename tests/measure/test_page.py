@@ -1,4 +1,4 @@
-"""report.html shows the numbers of report.json, in a real browser, and nothing that it must not."""
+"""report.html shows the figures of report.json in a real browser, and no injected content."""
 
 import copy
 import errno
@@ -74,7 +74,7 @@ class Page(HTMLParser):
 
 
 def browse(path: Path, *options: str) -> str:
-    """The document as Chromium has it after its scripts have run."""
+    """The document in Chromium after its scripts have run."""
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={path.parent / 'profile'}", "--virtual-time-budget=2000"]
     command += [*options, path.as_uri()]
@@ -106,7 +106,7 @@ def shown(value: float | None, digits: int) -> str:
 
 
 def check_numbers(page: Page, report: dict) -> None:
-    """Every figure of every run stands in its table and, where it has one, in its plot."""
+    """Every figure of every run is in its table and, if it has one, in its plot."""
     tables = page.all("table", _class="runs")
     rows = [row for table in tables for row in page.all("tr", table) if "data-batch" in
             row["attributes"]]  # fmt: skip
@@ -165,13 +165,13 @@ def check_replay(page: Page, report: dict) -> None:
 
 
 @needs_browser
-def test_the_page_in_a_browser_shows_the_numbers_of_the_json(report, tmp_path):
+def test_the_page_in_a_browser_shows_the_figures_of_the_json(report, tmp_path):
     write_report(report, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     page = parse(browse(tmp_path / "report.html"))
     check_numbers(page, report)
     check_replay(page, report)
-    # Its own script runs under its own policy: the controls are there and know the steps.
+    # The page's policy lets its own script run: the controls are shown and know the steps.
     first = report["samples"][0]
     assert "hidden" not in page.all("div", _class="controls")[0]["attributes"]
     told = page.all("output")[0]["text"]
@@ -181,7 +181,7 @@ def test_the_page_in_a_browser_shows_the_numbers_of_the_json(report, tmp_path):
 
 
 @needs_browser
-def test_a_report_from_before_some_figures_were_measured_is_shown(report, tmp_path):
+def test_an_older_report_without_newer_figures_is_shown(report, tmp_path):
     older = copy.deepcopy(report)
     for key in LATER:
         del older[key]
@@ -193,7 +193,7 @@ def test_a_report_from_before_some_figures_were_measured_is_shown(report, tmp_pa
 
 
 @needs_browser
-def test_what_models_and_prompts_say_stays_text(report, tmp_path):
+def test_html_in_model_output_and_prompts_stays_text(report, tmp_path):
     hostile = copy.deepcopy(report)
     hostile["recipe"]["target"]["model"] = hostile["date"] = hostile["headline"] = HOSTILE
     hostile["recipe"]["output"]["dir"] = f"runs/{HOSTILE.replace('/', '')}"
@@ -228,7 +228,7 @@ def test_what_models_and_prompts_say_stays_text(report, tmp_path):
 @needs_browser
 def test_the_page_fits_a_phone(report, tmp_path):
     write_report(report, tmp_path)
-    # As wide as a card is; and how far right what matters most ends, unscrolled.
+    # The widths of cards, and the right edges of the most important figures, unscrolled.
     measure = (
         "[...f.contentDocument.querySelectorAll('.card')].map(c => c.clientWidth), "
         "...[...f.contentDocument.querySelectorAll('[data-key=speedup], [data-key=identical], "
@@ -245,7 +245,7 @@ def test_the_page_fits_a_phone(report, tmp_path):
     assert max(widths) <= 390
 
 
-def test_the_page_asks_for_nothing_from_elsewhere(report, tmp_path):
+def test_the_page_loads_nothing_from_elsewhere(report, tmp_path):
     text = write_page(report, tmp_path).read_text()
     page = Page(text)
     assert not any({"src", "href"} & element["attributes"].keys() for element in page.elements)
@@ -255,7 +255,7 @@ def test_the_page_asks_for_nothing_from_elsewhere(report, tmp_path):
     assert policy.startswith("default-src 'none'")
 
 
-def test_plots_are_written_as_png_where_the_extra_is_there(report, tmp_path, monkeypatch):
+def test_plots_are_written_as_png_if_matplotlib_is_installed(report, tmp_path, monkeypatch):
     if not importlib.util.find_spec("matplotlib"):
         pytest.skip("no matplotlib: pip install specdraft[plots]")
     text = write_page(report, tmp_path).read_text()
@@ -269,7 +269,7 @@ def test_plots_are_written_as_png_where_the_extra_is_there(report, tmp_path, mon
     assert [path.name for path in without.parent.iterdir()] == ["report.html"]
 
 
-def test_prompts_of_two_files_with_one_name_are_two(report, tmp_path):
+def test_prompt_files_of_the_same_name_get_separate_plots(report, tmp_path):
     runs = [run | {"prompt_set": f"{place}/x.jsonl"} for place in "ab" for run in report["runs"]]
     page = Page(write_page(report | {"runs": runs}, tmp_path).read_text())
     plots = [svg["attributes"]["data-plot"] for svg in page.all("svg")]
@@ -277,7 +277,7 @@ def test_prompts_of_two_files_with_one_name_are_two(report, tmp_path):
     assert {name[6] for name in plots if name.startswith("batch-")} == {"a", "b"}
 
 
-def test_a_disk_too_full_for_a_plot_is_told_with_its_file(tmp_path, monkeypatch):
+def test_a_disk_too_full_for_a_plot_is_reported_with_the_file(tmp_path, monkeypatch):
     if not importlib.util.find_spec("matplotlib"):
         pytest.skip("no matplotlib: pip install specdraft[plots]")
 
@@ -298,7 +298,7 @@ def test_draft_lines_put_every_node_below_its_parent():
     ]  # fmt: skip
 
 
-def test_no_two_nodes_of_a_tree_share_a_place():
+def test_no_two_nodes_of_a_drawn_tree_overlap():
     paths = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 1], [1, 0, 0]]
     nodes = [{"path": path, "drafted": 4, "accepted": 4 - len(path)} for path in paths]
     tree = node_tree("n", "t", nodes, "#1f77c4")
@@ -307,14 +307,14 @@ def test_no_two_nodes_of_a_tree_share_a_place():
     assert all(dot.x < 360 for dot in dots)
 
 
-def test_of_a_tree_that_changes_the_nodes_of_few_drafts_are_not_drawn():
+def test_rarely_drafted_nodes_of_a_dynamic_tree_are_not_drawn():
     drafted = {(0,): 100, (1,): 9, (0, 0): 10, (1, 0): 3}
     nodes = [{"path": list(path), "drafted": n, "accepted": 1} for path, n in drafted.items()]
     tips = [getattr(shape, "tip", "") for shape in node_tree("n", "t", nodes, "#1f77c4").shapes]
     assert {tip.split(":")[0] for tip in tips if "accepted 1" in tip} == {"ranks 0", "ranks 0.0"}
 
 
-def test_the_headline_is_of_what_was_trained_even_where_it_is_slower(report, tmp_path):
+def test_the_headline_is_about_the_trained_drafter_even_if_it_is_slower(report, tmp_path):
     for speedup, faster in ((0.5, 1), (2.5, 0)):
         other = copy.deepcopy(report)
         for run in other["runs"]:
@@ -325,7 +325,7 @@ def test_the_headline_is_of_what_was_trained_even_where_it_is_slower(report, tmp
         assert sum(p["text"].startswith("Faster here: ") for p in page.all("p")) == faster
 
 
-def test_a_report_says_when_and_of_which_run(report, tmp_path):
+def test_a_report_states_its_date_and_run(report, tmp_path):
     named = copy.deepcopy(report)
     named["recipe"]["output"]["dir"] = "runs/evening"
     text = write_page(named | {"date": "2031-05-04T03:02:01+00:00"}, tmp_path).read_text()
@@ -335,7 +335,7 @@ def test_a_report_says_when_and_of_which_run(report, tmp_path):
     assert report["date"][:2] == "20"
 
 
-def test_the_training_curve_is_the_mean_of_neighbours(report, tmp_path):
+def test_the_training_curve_averages_neighbouring_steps(report, tmp_path):
     lines = [
         {"kind": "train", "step": n, "loss": float(n), "accuracy": [n / 200, 0.5]}
         for n in range(1, 2 * POINTS + 1)
@@ -369,7 +369,7 @@ def test_a_method_has_one_colour_in_every_plot(report, tmp_path):
 
 
 @pytest.mark.parametrize("paper", ["#ffffff", "#1b222a"])
-def test_colours_are_seen_on_light_and_dark(paper):
+def test_colours_have_enough_contrast_on_light_and_dark(paper):
     def luminance(colour: str) -> float:  # WCAG 2.1
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         parts = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
@@ -380,7 +380,7 @@ def test_colours_are_seen_on_light_and_dark(paper):
         assert (light + 0.05) / (dark + 0.05) > 2.2, method
 
 
-def test_every_colour_of_the_page_changes_in_the_dark(report, tmp_path):
+def test_every_colour_of_the_page_has_a_dark_version(report, tmp_path):
     style = Page(write_page(report, tmp_path).read_text()).all("style")[0]["text"]
     light, dark = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     names = [re.findall(r"(--[a-z]+):", part) for part in (light, dark)]
@@ -389,7 +389,7 @@ def test_every_colour_of_the_page_changes_in_the_dark(report, tmp_path):
     assert re.findall(r"#[0-9a-f]{3,6}\b", rest) == ["#0003"]  # a shadow
 
 
-def test_figures_and_names_of_bars_are_not_cut_off():
+def test_figures_and_names_of_bars_fit_the_plot():
     values = {"falcon": 1208.93, "runs/a_very_long_name_of_an_experiment_of_2026/falcon": 107.28}
     colours = dict.fromkeys(values, INK)
     parts = {name: {"draft": value / 2, "verify": value / 2} for name, value in values.items()}
@@ -403,6 +403,6 @@ def test_figures_and_names_of_bars_are_not_cut_off():
 
 
 @pytest.mark.parametrize("losses", [(0.0, 0.0), (1e8, 2e8)])
-def test_a_loss_of_nothing_and_a_huge_one_are_drawn(losses):
+def test_a_zero_loss_and_a_huge_one_are_plotted(losses):
     points = [{"step": n, "loss": loss, "accuracy": [1.0]} for n, loss in enumerate(losses)]
     assert next(plot.name for plot in training_plots({"training": points})) == "training-loss"

@@ -1,4 +1,4 @@
-"""The registry: a new drafter is one row, and everything that knows of methods knows of it."""
+"""The registry: a new drafter is one row, and everything that handles methods handles it."""
 
 import re
 from contextlib import suppress
@@ -42,7 +42,7 @@ SMALL = ["eval.limit=4", "eval.max_new_tokens=32", "train.threads=1"]
 
 
 class Period:
-    """Drafts what stood `distance` tokens before, again and again."""
+    """Drafts by repeating the last `distance` tokens."""
 
     from_tokens, rules = True, frozenset()
 
@@ -75,7 +75,7 @@ PERIOD = Method(
 
 @pytest.fixture
 def row():
-    """The row of a drafter that the package does not have."""
+    """The row of a drafter that is not in the package."""
     with registered(PERIOD):
         yield PERIOD
     assert "period" not in METHODS
@@ -115,7 +115,7 @@ def test_a_new_row_is_tuned_described_and_offered_to_generate(row):
     assert ours[0].tolist() == prompt + plain_tokens(target, prompt, 9)
 
 
-def test_a_row_that_is_gone_is_unknown_everywhere():
+def test_a_removed_row_is_unknown_everywhere():
     with pytest.raises(RecipeError, match=r"entry 0 \('period'\) must be one of plain, generate"):
         recipe("eval.methods=[period]")
     with pytest.raises(RecipeError, match="unknown method 'period'; known: plain, generate"):
@@ -126,7 +126,7 @@ def test_a_row_that_is_gone_is_unknown_everywhere():
         registered(METHODS["plain"]).__enter__()
 
 
-def test_rows_are_whole():
+def test_every_row_is_complete_and_found_by_its_names():
     for name, row in METHODS.items():
         assert row.name == name
         assert (row.make is None) == (row.generate is not None), name
@@ -142,14 +142,14 @@ def test_rows_are_whole():
             find(wrong)
 
 
-def test_every_space_is_of_keys_that_a_recipe_has():
+def test_every_tuning_space_uses_keys_of_the_recipe():
     base = load_recipe("recipes/tiny_cascade.yaml")
     for row in METHODS.values():
         if row.tuned:
             assert sample_settings(base, row.name, 3)
 
 
-def test_all_that_is_wrong_with_methods_is_told_at_once_with_what_else_is_wrong():
+def test_all_errors_about_methods_are_reported_at_once_with_all_others():
     with pytest.raises(RecipeError) as caught:
         recipe(
             "eval.methods=[falcon_three, ssd:padded, cascade, medusa_tree, generate, hf_asisted]",
@@ -175,7 +175,7 @@ def test_all_that_is_wrong_with_methods_is_told_at_once_with_what_else_is_wrong(
     assert "8 errors" in text
 
 
-def test_a_recipe_of_a_hundred_thousand_unknown_methods_is_one_message():
+def test_a_hundred_thousand_unknown_methods_give_one_short_message():
     tree = {"name": "x", "data": {"sources": ["tiny"]}, "train": {"steps": 1}}
     names = [f"method_{number}" * 50 for number in range(100_000)]
     with pytest.raises(RecipeError, match="nearest is") as caught:
@@ -183,15 +183,15 @@ def test_a_recipe_of_a_hundred_thousand_unknown_methods_is_one_message():
     assert len(str(caught.value)) < 20_000
 
 
-def test_an_unsound_section_hides_nothing_of_the_others():
+def test_an_invalid_section_does_not_hide_errors_of_others():
     with pytest.raises(RecipeError) as caught:
         recipe("eval.methods=[ssd, nothing]", "student.layers=0")
     assert "student.layers = 0" in str(caught.value)
     assert "'nothing'" in str(caught.value)
-    assert "ssd drafts" not in str(caught.value)  # nobody knows whether there is a student
+    assert "ssd drafts" not in str(caught.value)  # whether there is a student is unknown
 
 
-def test_a_run_loads_what_its_methods_need_and_nothing_else(tmp_path):
+def test_a_run_loads_only_what_its_methods_need(tmp_path):
     tiny = Target.load("tiny")
     nothing = recipe("eval.methods=[plain, generate, prompt_lookup:padded]")
     assert load_trained(nothing, tiny) == Trained()
@@ -199,7 +199,7 @@ def test_a_run_loads_what_its_methods_need_and_nothing_else(tmp_path):
         load_trained(recipe("eval.methods=[falcon_tree:padded]", f"output.dir={tmp_path}"), tiny)
 
 
-def test_the_commands_describe_every_method():
+def test_the_help_of_commands_describes_every_method():
     for script in ("eval/bench.py", "eval/generate.py"):
         shown = run_here(script, "--help").stdout
         for row in METHODS.values():
@@ -207,7 +207,7 @@ def test_the_commands_describe_every_method():
 
 
 class Reads:
-    """A section that remembers which of its keys were asked for."""
+    """A section that records which of its keys are read."""
 
     def __init__(self, section):
         self.section, self.keys = section, set()
@@ -217,7 +217,7 @@ class Reads:
         return getattr(self.section, key)
 
 
-def test_a_key_of_drafting_names_the_methods_that_read_it(monkeypatch):
+def test_comments_on_drafting_keys_name_exactly_the_methods_that_read_them(monkeypatch):
     monkeypatch.setattr(registry, "measured_costs", lambda setup, kind: None)
     lines = Path(drafting.__file__).read_text(encoding="utf-8").splitlines()
     told, read = set(), set()
@@ -228,7 +228,7 @@ def test_a_key_of_drafting_names_the_methods_that_read_it(monkeypatch):
     for name, row in METHODS.items():
         section = Reads(DraftingSection())
         setup = Setup(SimpleNamespace(drafting=section), *[MagicMock()] * 4)
-        with suppress(Exception):  # what is made of mocks: only what it is made with matters
+        with suppress(Exception):  # mocks may break it: only the keys read matter
             (row.make or row.generate)(setup)
         read |= {(name, key) for key in section.keys}
     assert told == read

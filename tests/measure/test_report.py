@@ -57,7 +57,7 @@ def tiny():
     return shallow_tiny()
 
 
-def test_figures_are_those_counted_by_hand():
+def test_figures_equal_a_count_by_hand():
     outcome = Outcome(
         [Completion(0, list(range(8)), STEPS)], 2.0, Timing(verify=0.9, forwards=4), (9,), 0.3
     )
@@ -72,7 +72,7 @@ def test_figures_are_those_counted_by_hand():
     assert figures["graph_success"] == 1 / 4
     assert figures["swi_params"] == 8 / (4 + 9 * 0.25)
     assert figures["swi_measured"] == 8 / (4 + 9 * 0.5)
-    # Drafts cost 9 forwards over 3 steps that drafted; conditional acceptance by depth is below.
+    # 9 draft forwards over 3 drafting steps; the next test but two has the acceptance by depth.
     assert figures["ewif_params"] == (1 + 2 / 3 + 1 / 3 + 1 / 3 + 0) / (1 + 3 * 0.25)
     assert figures["mbsu"] == 2.0 / (1 + 0.25 * 9 / 4)
     clock = times([outcome], tokens=8)
@@ -81,7 +81,7 @@ def test_figures_are_those_counted_by_hand():
     assert clock["overhead_ms_per_step"] == pytest.approx(200)
 
 
-def test_a_draft_of_any_depth_is_expected_to_bring_what_it_does():
+def test_expected_tokens_count_drafts_of_all_depths():
     steps = [Step(1, 0, 0, 0), Step(7, 6, 6, 6), Step(1, 2, 2, 0), Step(2, 1, 1, 1)]
     outcome = Outcome([Completion(0, [0] * 11, steps)], 1.0, Timing(forwards=4), (6,), 0.1)
     figures = counts([outcome], Costs(by_parameters=0.25, measured=None))
@@ -89,7 +89,7 @@ def test_a_draft_of_any_depth_is_expected_to_bring_what_it_does():
     assert figures["ewif_measured"] is None
 
 
-def test_drafts_that_are_not_known_are_no_zeros():
+def test_figures_of_unknown_drafts_are_none_not_zero():
     outcome = Outcome([Completion(0, [0] * 4, [Step(3, 0, 0, 2), Step(1, 0, 0, 0)])], 1.0, Timing())
     figures = counts([outcome], Costs(0.0, None))
     unknown = ("drafted_per_step", "verified_per_step", "graph_success", "matchness")
@@ -97,7 +97,7 @@ def test_drafts_that_are_not_known_are_no_zeros():
     assert figures["tokens_per_step"] == 2.0
 
 
-def test_a_drafters_pass_costs_what_it_does_beside_a_plain_step_of_a_row():
+def test_a_drafters_pass_is_priced_in_plain_steps_of_one_row():
     rows = [Completion(n, [0] * 5, [Step(1, 0, 0, 0)] * 5) for n in range(4)]
     plain = [Outcome(rows, 2.0, Timing(verify=1.0, forwards=5))]
     ours = [Outcome(rows, 1.0, Timing(verify=0.5, forwards=2), (8,), 0.2)]
@@ -111,7 +111,7 @@ def test_acceptance_by_depth_is_conditional_on_the_depth_before():
     assert acceptance_by_depth([Step(1, 0, 0, 0)]) == []
 
 
-def test_of_drafts_of_several_depths_all_count_at_every_depth():
+def test_acceptance_by_depth_counts_drafts_of_all_depths():
     steps = [Step(1, 0, 0, 0), Step(3, 2, 2, 2), Step(2, 1, 1, 1), Step(1, 4, 4, 0)]
     assert acceptance_by_depth(steps) == [2 / 3, 1 / 1, 0 / 1][:2]
     assert accepted_by_depth(steps) == [2 / 3, 1 / 3]
@@ -126,14 +126,14 @@ def test_acceptance_by_node_counts_paths_of_ranks():
         Step(3, 4, 2, 2, 0, tree, (1, 2, 3, 4), (0, 1, 4)),
         Step(2, 4, 2, 1, 0, tree, (1, 2, 3, 4), (0, 2)),
         Step(2, 1, 1, 1, 0, chain, (1,), (0, 1)),
-        Step(1, 0, 0, 0),  # not ours
+        Step(1, 0, 0, 0),  # a baseline's: no tree is known
     ]
     found = {tuple(n["path"]): (n["drafted"], n["accepted"]) for n in acceptance_by_node(steps)}
     assert found == {(0,): (3, 2), (1,): (2, 1), (0, 0): (2, 0), (0, 1): (2, 1)}
     assert [n["path"] for n in acceptance_by_node(steps, limit=2)] == [[0], [1]]
 
 
-def test_repeats_are_kept_and_paired_with_plain():
+def test_repeats_are_kept_and_paired_with_those_of_plain_decoding():
     times_of = {"plain": [(2.0, 4.0), (6.0, 4.0)], "ours": [(1.0, 1.0), (1.0, 3.0)]}
     done = Completion(0, [1, 2], [Step(1, 0, 0, 0)] * 2)
     rows = {
@@ -147,7 +147,7 @@ def test_repeats_are_kept_and_paired_with_plain():
     assert repeat_speedups(rows["ours"], rows["plain"]) == [4.0, 2.0]
 
 
-def test_of_an_odd_number_of_repeats_the_figures_are_those_of_the_middle_one():
+def test_an_odd_number_of_repeats_gives_the_figures_of_the_median_one():
     seconds = iter([9.0, 5.0, 1.0, 3.0])  # the first is the warm-up
 
     def run(requests):
@@ -161,7 +161,7 @@ def test_of_an_odd_number_of_repeats_the_figures_are_those_of_the_middle_one():
     assert outcome.tries == (5.0, 1.0, 3.0)
 
 
-def test_spread_lengths_are_log_uniform_in_an_order_of_the_seed_and_no_end_cuts_them():
+def test_spread_lengths_are_log_uniform_shuffled_by_the_seed_and_ignore_end_tokens():
     prompts = [Prompt(str(n), "x", [n], "") for n in range(7)]
 
     def lengths(**settings) -> list[int]:
@@ -178,7 +178,7 @@ def test_spread_lengths_are_log_uniform_in_an_order_of_the_seed_and_no_end_cuts_
     assert lengths(spread=8.0) == spread != lengths(spread=8.0, seed=1)
 
 
-def test_a_request_samples_as_the_recipe_says_with_a_seed_of_its_own():
+def test_a_request_has_the_recipes_sampling_settings_and_its_own_seed():
     settings = EvalSection(temperature=0.7, top_k=5, top_p=0.9, acceptance="walk", seed=40)
     asked = make_requests(settings, [Prompt(str(n), "x", [n], "") for n in range(3)])
     assert [request.seed for request in asked] == [40, 41, 42]
@@ -186,7 +186,7 @@ def test_a_request_samples_as_the_recipe_says_with_a_seed_of_its_own():
     assert found == {(0.7, 5, 0.9, "walk")}
 
 
-def test_a_replay_tells_of_every_token_and_draft(tiny):
+def test_a_replay_shows_every_token_and_draft(tiny):
     recipe = load_recipe("recipes/tiny.yaml", ["eval.limit=3", "eval.max_new_tokens=32"])
     for prompt in load_prompts(recipe, tiny.tokenizer):
         drafter = PromptLookup(1, 5, 1, tiny.device)
@@ -207,7 +207,7 @@ def test_a_replay_tells_of_every_token_and_draft(tiny):
                 assert shown["draft"]["texts"][node] == tiny.tokenizer.decode([token])
 
 
-def test_a_wrong_output_is_no_near_tie_and_a_tie_is():
+def test_a_wrong_token_is_no_near_tie_but_an_equally_likely_one_is():
     target, request = random_target(), Request([1, 2, 3], 2)
     logits = target.model(torch.tensor([request.prompt])).logits[0, -1]
     best, second = logits.topk(2).indices.tolist()
@@ -222,13 +222,13 @@ def test_a_wrong_output_is_no_near_tie_and_a_tie_is():
 
 
 def move_logit(target: Target, prompt: list[int], token: int, by: float) -> None:
-    """Change what a target says of one token behind a prompt."""
+    """Change a target's logit of one token after a prompt."""
     with torch.no_grad():
         feature = target.features(torch.tensor([prompt]))[0, -1]
         target.lm_head.weight[token] += by * feature / feature.dot(feature)
 
 
-def test_a_near_tie_of_sampling_is_one_of_what_is_drawn_from():
+def test_a_near_tie_of_sampling_compares_scores_with_their_noise():
     target, request = random_target(), Request([1, 2, 3], 1, temperature=0.7, seed=5)
     logits = target.model(torch.tensor([request.prompt])).logits[0, -1]
     scores = perturbed(logits, 3, 5, 0.7, 0, 1.0)
@@ -242,7 +242,7 @@ def test_a_near_tie_of_sampling_is_one_of_what_is_drawn_from():
     assert not first_difference(target, greedy, [first], [second]).near_tie
 
 
-def test_a_token_that_is_cut_is_a_near_tie_at_the_cut_alone():
+def test_a_token_cut_by_top_k_is_a_near_tie_only_close_to_the_cut():
     target, request = random_target(), Request([1, 2, 3], 1, temperature=1.0, top_k=2)
     logits = target.model(torch.tensor([request.prompt])).logits[0, -1]
     best, second, third = logits.topk(3).indices.tolist()
@@ -253,8 +253,8 @@ def test_a_token_that_is_cut_is_a_near_tie_at_the_cut_alone():
     assert first_difference(target, request, [best], [third]).near_tie
 
 
-def test_how_near_a_near_tie_is_depends_on_the_largest_logit():
-    """Sums that are a hundred times as large round a hundred times as much."""
+def test_the_limit_of_a_near_tie_scales_with_the_largest_logit():
+    """Rounding errors grow with the size of the sums."""
     for sharpness in (0.1, 8.0, 800.0):
         target, request = random_target(sharpness=sharpness), Request([1, 2, 3], 1)
         logits = target.model(torch.tensor([request.prompt])).logits[0, -1]
@@ -266,7 +266,7 @@ def test_how_near_a_near_tie_is_depends_on_the_largest_logit():
             assert first_difference(target, request, [best], [second]).near_tie == near
 
 
-def test_pieces_put_together_are_the_answer(tiny):
+def test_the_pieces_of_an_answer_add_up_to_its_text(tiny):
     tokens = tiny.tokenizer("Once there was a café, and it was blue.")["input_ids"]
     rest = len(tokens) - 4
     steps = [Step(1, 0, 0, 0), Step(3, 5, 3, 2), Step(rest, rest, rest, rest - 1)]
@@ -275,20 +275,20 @@ def test_pieces_put_together_are_the_answer(tiny):
     assert [kind == ACCEPTED for _, kind in runs].count(True) == 2
 
 
-def test_an_end_within_a_draft_leaves_no_bonus():
+def test_an_end_token_within_a_draft_leaves_no_bonus_token():
     cut = [Step(1, 0, 0, 0), Step(2, 5, 3, 3), Step(2, 5, 3, 1)]
     assert [kinds(step) for step in cut] == [["plain"], ["accepted"] * 2, ["accepted", "bonus"]]
-    unknown = Step(3, 0, 0, 2)  # of transformers
+    unknown = Step(3, 0, 0, 2)  # as reported for transformers
     assert kinds(unknown) == ["bonus"] * 3
 
 
-# EAGLE-1 and Medusa heads have runs of their own in their tests.
+# EAGLE-1 and Medusa heads are measured in their own tests.
 MEASURED = [name for name in METHODS if not name.startswith(("eagle", "medusa"))]
 
 
 @pytest.fixture(scope="module")
 def report(tiny, tmp_path_factory):
-    """Every method on real prompts, with an untrained head and a table that says one thing."""
+    """Every method on real prompts, with an untrained head and a table that predicts one token."""
     overrides = ["eval.limit=3", "eval.max_new_tokens=14", "train.threads=1"]
     overrides += ["eval.tree=tiny_k2", f"output.dir={tmp_path_factory.mktemp('run')}"]
     recipe = load_recipe("recipes/tiny.yaml", overrides)
@@ -316,7 +316,7 @@ def test_every_method_gives_plain_decodings_tokens(report):
     assert rows["falcon_tree"]["drafter_forwards_per_step"] > 2.0
 
 
-def test_every_key_of_a_run_is_described_and_every_description_is_of_a_key(report):
+def test_the_report_page_describes_exactly_the_keys_of_a_run(report):
     page = (ROOT / "eval" / "report.md").read_text(encoding="utf-8")
     described = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE))
     for run in report["runs"]:
@@ -351,7 +351,7 @@ def test_baselines_run_in_the_same_mode_as_ours(tiny):
     runner = {
         name: make_method(name, recipe, tiny, Trained(student=student), 600) for name in methods
     }
-    modes.clear()  # of what the making reads
+    modes.clear()  # forwards while making methods
     prompts = load_prompts(recipe, tiny.tokenizer)
     with seen:
         for name in methods:
@@ -361,7 +361,7 @@ def test_baselines_run_in_the_same_mode_as_ours(tiny):
             modes.clear()
 
 
-def test_generate_is_the_target_itself_whatever_its_files_ask_for():
+def test_the_generate_baseline_ignores_the_models_generation_config():
     target, requests = random_target(), [Request([n, 3, n], 12) for n in range(1, 5)]
     target.model.generation_config.repetition_penalty = 3.0
     target.model.generation_config.no_repeat_ngram_size = 2
@@ -372,7 +372,7 @@ def test_generate_is_the_target_itself_whatever_its_files_ask_for():
     assert target.model.generation_config.repetition_penalty == 3.0
 
 
-def test_80_columns_hold_a_table_of_what_matters_most(report, capsys):
+def test_the_most_important_figures_fit_80_columns(report, capsys):
     for run in report["runs"]:
         run["tokens_per_second_repeats"] = [110.0, 12000.0]
     print_report(report, Console(width=80))
@@ -387,7 +387,7 @@ def test_80_columns_hold_a_table_of_what_matters_most(report, capsys):
     assert "verify" in capsys.readouterr().out
 
 
-def test_a_terminal_that_is_too_narrow_even_so_has_the_last_column(report, capsys):
+def test_a_terminal_that_is_too_narrow_still_shows_the_last_column(report, capsys):
     print_report(report, Console(width=40))
     shown = capsys.readouterr().out
     for run in report["runs"]:
@@ -403,7 +403,7 @@ def test_speedups_by_batch_size_are_shown_whole_on_a_narrow_terminal(capsys, mon
     assert line.split() == ["plain", *["1.25"] * 6]
 
 
-def test_an_unknown_method_is_answered_with_the_known_ones(tiny):
+def test_an_unknown_method_or_one_without_its_drafter_is_refused(tiny):
     recipe = load_recipe("recipes/tiny.yaml")
     with pytest.raises(RecipeError, match=r"medusa.*known: plain, generate"):
         make_method("medusa", recipe, tiny, Trained(), 64)
@@ -413,18 +413,18 @@ def test_an_unknown_method_is_answered_with_the_known_ones(tiny):
         make_method("maxgram", recipe, tiny, Trained(), 64)
 
 
-def test_a_rule_that_a_methods_drafts_are_not_for_is_named_with_both(tiny):
+def test_a_rule_that_does_not_fit_a_method_is_refused_naming_both(tiny):
     recipe = load_recipe("recipes/tiny.yaml", ["eval.acceptance=recursive"])
-    make_method("prompt_lookup", recipe, tiny, Trained(), 64)  # greedy: no rule is asked for
+    make_method("prompt_lookup", recipe, tiny, Trained(), 64)  # greedy needs no rule
     recipe = load_recipe("recipes/tiny.yaml", ["eval.acceptance=recursive", "eval.temperature=1"])
     make_method("plain", recipe, tiny, Trained(), 64)
     with pytest.raises(RecipeError, match=r"eval\.acceptance = recursive: .*prompt_lookup.*walk"):
         make_method("prompt_lookup", recipe, tiny, Trained(), 64)
 
 
-def test_a_method_that_samples_is_accepted_by_the_rule_of_its_paper(tiny):
+def test_a_sampling_method_uses_the_acceptance_rule_of_its_paper(tiny):
     methods = ["plain", "ssd", "gsd:dynamic", "rsd_c", "rsd_s", "specinfer:padded", "spectr"]
-    methods += ["generate"]  # which draws from a generator of its own
+    methods += ["generate"]  # samples with its own generator
     options = ["eval.limit=2", "eval.max_new_tokens=12", "eval.temperature=1.0", "train.threads=1"]
     recipe = load_recipe("recipes/tiny_distill.yaml", [*options, "drafting.gamma=3"])
     student = make_student(StudentSection(keep_layers=[0]), tiny).as_target()
@@ -459,7 +459,7 @@ def test_batches_of_rows_change_no_output(tiny, report):
         assert row["tokens"] == report["runs"][0]["tokens"]
 
 
-def test_the_grown_tree_is_the_best_by_brute_force():
+def test_the_grown_tree_equals_the_best_tree_by_brute_force():
     shares = torch.tensor([[0.6, 0.2, 0.1], [0.5, 0.3, 0.05], [0.4, 0.1, 0.1]])
     everything = [p for depth in (1, 2, 3) for p in itertools.product(range(3), repeat=depth)]
 
@@ -474,7 +474,7 @@ def test_the_grown_tree_is_the_best_by_brute_force():
         assert total == pytest.approx(sum(map(probability, by_value[:nodes])))
 
 
-def test_an_answer_that_ends_within_a_character_keeps_what_is_before_it(tiny):
+def test_an_answer_that_ends_within_a_character_keeps_the_text_before_it(tiny):
     tokens = tiny.tokenizer.encode("Hello \N{GRINNING FACE}", add_special_tokens=False)[:-1]
     pieces = Pieces(tiny.tokenizer)
     assert pieces.add(tokens, [Step(len(tokens), 8, 8, len(tokens))]) == [("Hello ", ACCEPTED)]

@@ -1,4 +1,4 @@
-"""The table of families tells what works, what is special, and why others are refused."""
+"""The table of families shows which work, their special features, and why others are refused."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from commands import run_here
 from specdraft.eval.checkup import survey
 
 
-def test_families_are_tried_each_by_itself_and_once(tmp_path, monkeypatch):
+def test_every_family_is_tried_once_in_its_own_process(tmp_path, monkeypatch):
     kept = tmp_path / "families.json"
     names = ["llama", "gpt_oss", "cohere", "mamba", "bloom", "lfm2", "jetmoe"]  # views attention
     rows = {row["family"]: row for row in survey.survey(kept, names)}
@@ -27,7 +27,7 @@ def test_families_are_tried_each_by_itself_and_once(tmp_path, monkeypatch):
     assert "| gpt_oss | windows in some layers, sinks | works | 6 identical |  |" in line
 
 
-def test_what_differs_hangs_or_breaks_is_a_row_too(tmp_path, monkeypatch):
+def test_a_family_that_differs_hangs_or_crashes_gets_a_row_too(tmp_path, monkeypatch):
     monkeypatch.setattr(survey, "_own_tokens", lambda target, prompt, **_: [0] * survey.NEW)
     assert survey.examine("llama")["result"] == "differs"
     monkeypatch.setattr(survey, "examine", lambda family: os._exit(3))
@@ -39,13 +39,13 @@ def test_what_differs_hangs_or_breaks_is_a_row_too(tmp_path, monkeypatch):
         assert next(survey.survey(tmp_path / name, ["llama"]))["why"] == why
 
 
-def test_the_command_writes_the_table(tmp_path):
+def test_the_command_writes_the_table_and_keeps_earlier_families(tmp_path):
     done = run_here("eval/survey.py", "llama", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "families.json").read_text())
     assert [row["family"] for row in written["rows"]] == ["llama"]
     assert "| llama |" in (tmp_path / "families.md").read_text()
-    # Another by itself leaves the others on the page.
+    # Trying another family keeps those on the page.
     assert run_here("eval/survey.py", "mistral", "--out", str(tmp_path)).returncode == 0
     page = (tmp_path / "families.md").read_text()
     assert "| llama |" in page

@@ -1,4 +1,4 @@
-"""The fitted tree beside others: all are decoded with, and what is kept is what was seen."""
+"""The fitted tree compared with others: all decode, and the table keeps what was measured."""
 
 import json
 
@@ -18,12 +18,12 @@ TABLE = all_tables()["trees"]
 FEW = ("eval.limit=3", "eval.validation=2", "eval.max_new_tokens=12", "eval.repeats=1")
 
 
-def test_others_are_the_best_trees_of_their_sizes_that_reach_their_depths():
+def test_the_other_trees_are_the_best_of_each_size_and_depth():
     shares = torch.tensor([0.6, 0.2, 0.1]).expand(4, 3)
     table = with_settings(TABLE, ["table.nodes=[1,3,9]", "table.depths=[1,2,4]"])
     found = dict(table.others(shares))
-    # Three tokens at depth 1, no nine; one node is no depth 2; of three nodes to depth 4 the best
-    # three lie at depths 1 to 3.
+    # Depth 1 has three tokens, not nine; one node cannot reach depth 2; the best three nodes to
+    # depth 4 reach only depth 3.
     assert found["3 nodes to depth 1"] == ((0,), (1,), (2,))
     assert found["3 nodes to depth 2"] == ((0,), (0, 0), (1,))
     assert {*found} == {"1 nodes to depth 1", "9 nodes to depth 4"} | {
@@ -33,7 +33,7 @@ def test_others_are_the_best_trees_of_their_sizes_that_reach_their_depths():
         assert name == f"{len(paths)} nodes to depth {max(map(len, paths))}"
 
 
-def test_trees_decode_in_turns_beside_the_fitted_one(tmp_path):
+def test_every_tree_decodes_exactly_and_is_compared_with_the_fitted_one(tmp_path):
     target = Target.load(shallow_target(tmp_path / "target"))
     of_two_layers = (f"target.model={target.name}", "data.feature_layers=[1]")
     run = finished(tmp_path, "run", falcon(target, 0), (), *of_two_layers)
@@ -50,7 +50,7 @@ def test_trees_decode_in_turns_beside_the_fitted_one(tmp_path):
     assert json.loads(json.dumps(made)) == made
 
 
-def test_sizes_that_no_search_tries_are_refused():
+def test_sizes_outside_the_search_are_refused():
     with pytest.raises(RecipeError, match=r"table\.nodes"):
         with_settings(TABLE, ["table.nodes=[65]"])
     with pytest.raises(RecipeError, match=r"table\.depths"):

@@ -1,4 +1,4 @@
-"""Tuning halves the field, never sees a measured prompt, and writes what a recipe can take."""
+"""Tuning halves its candidates, never sees a benchmark prompt, and writes a valid recipe part."""
 
 from math import prod
 
@@ -50,7 +50,7 @@ def test_halving_keeps_the_better_half_and_doubles_the_prompts():
 
     def measure(candidate: int, budget: int) -> float:
         asked.append((candidate, budget))
-        # A few prompts cannot tell 7 from 6; many can.
+        # Few prompts cannot tell candidates 6 and 7 apart; many can.
         return 6.5 if budget < 16 and candidate in (6, 7) else candidate
 
     rungs = list(successive_halving(range(12), measure, 2, 16))
@@ -61,7 +61,7 @@ def test_halving_keeps_the_better_half_and_doubles_the_prompts():
     assert list(successive_halving([5], measure, 2, 16)) == [(16, [(5, 5)])]
 
 
-def test_candidates_are_valid_different_and_begin_with_the_recipes_own():
+def test_candidates_are_valid_and_distinct_and_start_with_the_recipes_own():
     places = ["cascade.students=[a, b]", "cascade.k=[[4, 2, 1], [0, 2, 0], [0, 0, 3]]"]
     recipe = load_recipe(RECIPE, places)
     found = sample_settings(recipe, "cascade", 30)
@@ -78,19 +78,19 @@ def test_candidates_are_valid_different_and_begin_with_the_recipes_own():
         assert own.eval == recipe.eval
 
 
-def test_leniency_is_not_tuned_for_a_lone_student():
+def test_leniency_is_not_tuned_with_a_single_student():
     found = sample_settings(load_recipe(RECIPE), "cascade", 10_000)
     assert "cascade.leniency" not in found[0]
     sizes = [len(values) for values in space_of(load_recipe(RECIPE), "cascade").values()]
     assert len(found) == prod(sizes)
 
 
-def test_a_method_without_a_space_is_answered_with_the_known_ones():
+def test_a_method_without_a_tuning_space_is_refused_with_the_known_ones():
     with pytest.raises(RecipeError, match="nothing to fit of 'plain'; known: prompt_lookup"):
         sample_settings(load_recipe(RECIPE), "plain", 5)
 
 
-def test_a_part_of_a_recipe_is_taken_as_a_file_and_as_overrides(tmp_path):
+def test_part_of_a_recipe_can_be_given_as_a_file_or_as_overrides(tmp_path):
     recipe = load_recipe(RECIPE)
     best = {"cascade.k.0.0": 6, "cascade.k.1.1": 7, "drafting.theta_prob": 0.2}
     part = recipe_part(recipe, best)
@@ -107,7 +107,7 @@ def test_a_part_of_a_recipe_is_taken_as_a_file_and_as_overrides(tmp_path):
         load_recipe(RECIPE, ["gone.yaml"])
 
 
-def test_settings_are_measured_beside_plain_decoding(tiny):
+def test_settings_are_scored_against_plain_decoding(tiny):
     recipe = load_recipe(RECIPE, ["eval.max_new_tokens=12"])
     ones = torch.ones(tiny.vocab_size, dtype=torch.long)
     table = MaxGramTable.of_counts(MaxGramConfig(tiny.vocab_size), ones, ones, ones)
@@ -115,7 +115,7 @@ def test_settings_are_measured_beside_plain_decoding(tiny):
     prompts = tuning_prompts(recipe, tiny.tokenizer, 2)
     for method in ("cascade", "ssd"):
         by_swi = Scorer(recipe, method, tiny, trained, prompts, "swi")
-        # The target as its own student costs about one target forward a pass: nothing is gained.
+        # The target as its own student costs a target forward per pass: nothing is gained.
         assert 0 < by_swi(sample_settings(recipe, method, 1)[0], 1) < 1.5
     free = Scorer(recipe, "maxgram", tiny, trained, prompts, "swi")
     assert free({"maxgram.n": 5}, 2) >= 1.0
