@@ -1,4 +1,4 @@
-"""A head that drafts among some tokens alone is the head whose other logits are minus infinity."""
+"""A head with a draft vocabulary equals the head whose other logits are minus infinity."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from specdraft.recipes.load import load_recipe
 from specdraft.train.heads import head_kind
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
-NO_LAYERS = "data.feature_layers=[]"  # of random targets, which have few
+NO_LAYERS = "data.feature_layers=[]"  # random targets have few tokens
 IDS = torch.tensor([0, 2, 3, 5, 8, 9, 13, 14, 17, 20, 21, 22])
 
 
@@ -42,7 +42,7 @@ def few_tokens_head(target, k=2, ids=IDS, **changes) -> FalconHead:
 
 
 class Masked(DraftVocabulary):
-    """All tokens, of which some never come: what a draft vocabulary is a short cut for."""
+    """All tokens, some impossible: what a draft vocabulary computes faster."""
 
     def __init__(self, ids, target):
         super().__init__(None, target)
@@ -63,7 +63,7 @@ def drafts(drafter, target, requests) -> list:
     ("k", "changes"), [(1, {}), (2, {}), (2, {"reads": "both", "coupling": "recurrent"})]
 )
 @pytest.mark.parametrize("rule", [None, *RULES])
-def test_drafts_are_those_of_a_head_whose_other_logits_are_minus_infinity(target, k, changes, rule):
+def test_drafts_equal_those_of_a_head_whose_other_logits_are_minus_inf(target, k, changes, rule):
     head = few_tokens_head(target, k, **changes)
     tree = StaticTree.chain(4, k) if rule == "block" else StaticTree(PATHS, k)
     settings = {"rule": rule, **WARP} if rule else {}
@@ -78,7 +78,7 @@ def test_drafts_are_those_of_a_head_whose_other_logits_are_minus_infinity(target
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_greedy_output_is_that_of_plain_decoding(target, k):
+def test_greedy_output_equals_that_of_plain_decoding(target, k):
     expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
     requests = [Request(prompt, 17) for prompt in prompts()]
     for rows in (1, 3):
@@ -86,23 +86,23 @@ def test_greedy_output_is_that_of_plain_decoding(target, k):
         assert decode(Decoder(target, drafter, rows, 256), requests) == expected
 
 
-def test_shared_noise_gives_the_output_of_plain_seeded_sampling(target):
+def test_sampled_output_with_shared_noise_equals_plain_seeded_sampling(target):
     requests = [Request(p, 15, seed=n, **WARP) for n, p in enumerate(prompts())]
     expected = decode(Decoder(target, None, 1, 128), requests)
     drafter = FalconDrafter(few_tokens_head(target), target, StaticTree(PATHS, 2), 3, 128)
     assert decode(Decoder(target, drafter, 3, 256), requests) == expected
 
 
-def test_sampled_outputs_follow_the_targets_law(target):
-    """The law has tokens that the head never drafts."""
+def test_sampled_outputs_follow_the_targets_distribution(target):
+    """It has tokens that the head never drafts."""
     tree = StaticTree(PATHS, 2)
     drafter = FalconDrafter(few_tokens_head(target), target, tree, 100, 128)
     check_law(target, drafter, "recursive", 100)
 
 
 @pytest.mark.parametrize("rule", [name for name in RULES if name != "walk"])
-def test_every_rule_is_exact_for_what_is_drawn_from_a_draft_vocabulary(rule):
-    """By enumeration: two of four tokens are drafted, three siblings are wanted."""
+def test_every_rule_is_lossless_for_drafts_from_a_draft_vocabulary(rule):
+    """By enumeration, with three siblings from two of four tokens."""
     ids, matrix = torch.tensor([1, 3]), torch.eye(4, dtype=torch.float64)
     vocabulary = DraftVocabulary(ids, SimpleNamespace(lm_head_weight=matrix, vocab_size=4))
     p, q = random_laws("alike", 4, 3)
@@ -115,7 +115,7 @@ def test_every_rule_is_exact_for_what_is_drawn_from_a_draft_vocabulary(rule):
     assert played.accepted > 0.3
 
 
-def test_ids_are_saved_with_the_head_and_judged_when_it_is_loaded(target, tmp_path):
+def test_draft_ids_are_saved_with_the_head_and_checked_on_loading(target, tmp_path):
     head = few_tokens_head(target)
     head.save_pretrained(tmp_path / "head")
     for again in (
@@ -137,14 +137,14 @@ def test_a_head_without_a_draft_vocabulary_has_no_ids(target, tmp_path):
     assert FalconHead.load_for(tmp_path, target.identity()).draft_ids is None
 
 
-def test_a_draft_vocabulary_is_at_most_the_targets(target):
+def test_a_draft_vocabulary_larger_than_the_targets_is_refused(target):
     config = random_head(target).config
     with pytest.raises(ValueError, match=r"draft_vocab = 24: must be at most the vocabulary"):
         replace(config, draft_vocab=VOCAB + 1)
 
 
-def test_a_recipe_that_cannot_be_is_refused_before_any_training(target):
-    """Before a cache is made, once the target is there."""
+def test_a_draft_vocabulary_of_an_impossible_size_is_refused_before_any_training(target):
+    """The check runs once the target is loaded, before a cache is made."""
     check = head_kind("falcon").check
     ends = random_target()
     ends.model.generation_config.eos_token_id = [3, 5, 7]
@@ -155,7 +155,7 @@ def test_a_recipe_that_cannot_be_is_refused_before_any_training(target):
             check(load_recipe(RECIPE, [NO_LAYERS, f"head.draft_vocab={size}"]), ends)
 
 
-def test_a_new_head_drafts_among_its_answers_tokens_and_the_ends(target):
+def test_a_new_heads_draft_vocabulary_has_frequent_answer_tokens_and_the_end_token(target):
     data = SimpleNamespace(
         scales={"embed_scale": 1.0, "feature_scale": 1.0},
         answers=lambda: [torch.tensor([4, 4, 9, 9, 9, 1])],
@@ -167,14 +167,14 @@ def test_a_new_head_drafts_among_its_answers_tokens_and_the_ends(target):
     assert head.draft_ids.tolist() == [4, 9, 22]
 
 
-def test_a_tree_of_more_ranks_than_drafted_tokens_is_refused(target):
+def test_a_tree_with_more_ranks_than_draft_tokens_is_refused(target):
     wide = StaticTree([(n,) for n in range(len(IDS) + 1)], 2)
     with pytest.raises(RecipeError, match="rank 12, and the head drafts among 12 tokens; take"):
         FalconDrafter(few_tokens_head(target), target, wide)
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_tree_is_grown_from_ranks_among_the_drafted_tokens(target, k):
+def test_a_tree_is_grown_from_ranks_among_the_draft_tokens(target, k):
     head = few_tokens_head(target, k)
     texts = [Text(3, prompt + plain_tokens(target, prompt, 20)) for prompt in prompts(3)]
     shares = shares_of(rank_traces(head, target, texts, 4), texts, len(IDS))
@@ -188,14 +188,14 @@ def test_a_tree_is_grown_from_ranks_among_the_drafted_tokens(target, k):
     StaticTree(best_paths(shares, 30), k).check_vocabulary(target, len(IDS))
 
 
-def test_the_most_frequent_tokens_are_taken_in_order_of_their_ids():
+def test_the_most_frequent_tokens_are_taken_and_sorted_by_id():
     answers = [torch.tensor([5, 5, 2, 7]), torch.tensor([7, 5, 4]), torch.tensor([], dtype=int)]
-    assert frequent_tokens(answers, 3, 9).tolist() == [2, 5, 7]  # 2 and 4 once each
+    assert frequent_tokens(answers, 3, 9).tolist() == [2, 5, 7]  # 2 and 4 occur once each
     assert frequent_tokens(answers, 3, 9, always={8, 0}).tolist() == [0, 5, 8]
     assert frequent_tokens(answers, 9, 9).tolist() == list(range(9))
 
 
-def test_tokens_have_places_and_probabilities_spread(target):
+def test_a_draft_vocabulary_maps_tokens_to_places_and_spreads_probabilities(target):
     some, every = DraftVocabulary(IDS, target), DraftVocabulary(None, target)
     tokens = torch.arange(VOCAB).view(1, -1)
     listed = IDS.tolist()

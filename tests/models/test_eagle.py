@@ -1,4 +1,4 @@
-"""EAGLE-1: the Falcon head with one token per pass and a linear layer, by its own names."""
+"""EAGLE-1: the Falcon head with one token per pass and a linear layer, under its own name."""
 
 from pathlib import Path
 
@@ -36,22 +36,22 @@ def eagle(target, **changes) -> FalconHead:
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("method", ["eagle_chain", "eagle_tree"])
-def test_output_is_that_of_plain_decoding(target, method, rows):
+def test_output_equals_that_of_plain_decoding(target, method, rows):
     recipe = load_recipe(RECIPE, [f"eval.batch_size={rows}"])
     setup = Setup(recipe, target, Trained(eagle(target)), rows, 128)
     drafter = make_drafter(method, setup)
     check_as_plain(target, drafter, rows)
 
 
-def test_without_input_norm_only_the_first_layer_lacks_it(target):
-    """What it computes then is tested against Llama's own layer in test_export.py."""
+def test_without_input_norm_only_the_first_layer_lacks_an_attention_norm(target):
+    """test_export.py compares what it computes with Llama's own layer."""
     names = {name for name, _ in eagle(target, layers=2).named_parameters()}
     assert "layers.0.attention_norm" not in names
     assert {"layers.1.attention_norm", "layers.0.mlp_norm", "layers.1.mlp_norm"} <= names
     assert "layers.0.attention_norm" in dict(random_head(target).named_parameters())
 
 
-def test_a_saved_head_is_loaded_by_its_methods(target, tmp_path):
+def test_a_saved_head_is_loaded_for_the_eagle_methods(target, tmp_path):
     eagle(target).save_pretrained(tmp_path / "head")
     assert FalconHead.load_for(tmp_path / "head", target.identity()).config.is_eagle
     recipe = load_recipe(RECIPE, [f"output.dir={tmp_path}"])
@@ -71,7 +71,7 @@ def test_training_lowers_the_loss(tmp_path, monkeypatch):
     fit(head, ToyRows(count=4), objective, recipe, make_accelerator(recipe))
     first, *_, last = log_lines(tmp_path)
     assert last["loss"] < 0.5 * first["loss"]
-    assert last["glanced"] == 0.0  # a block of one position has nothing to reveal
+    assert last["glanced"] == 0.0  # a block of one has nothing to reveal
 
 
 @pytest.mark.parametrize("name", ["tiny_eagle", "vicuna7b_eagle"])
@@ -93,12 +93,12 @@ def test_the_recipes_describe_eagle_heads(name):
         (["eval.methods=[medusa_tree]", "medusa.heads=8"], "medusa_tree needs Medusa heads"),
     ],
 )
-def test_a_recipe_that_is_not_eagles_is_refused_before_any_training(overrides, message):
+def test_a_recipe_that_is_not_for_eagle_1_is_refused_before_any_training(overrides, message):
     with pytest.raises(RecipeError, match=message):
         check(head_kind("eagle"), load_recipe(RECIPE, overrides))
 
 
-def test_another_head_does_not_pass_for_eagle(target):
+def test_another_head_is_refused_by_the_eagle_methods(target):
     for head, told in ((random_head(target, 2), "k = 2, lstm"), (random_head(target, 1), "k = 1")):
         with pytest.raises(RecipeError, match=rf"eagle_tree needs an EAGLE-1 head.*{told}"):
             make_method("eagle_tree", load_recipe(RECIPE), target, Trained(head), 64)

@@ -1,5 +1,5 @@
-"""EAGLE-3: layers of the target fused, training over its own outputs, an lm_head of its own; in
-training, while drafting, and as engines have it."""
+"""EAGLE-3: fused layers of the target, training on its own outputs, its own lm_head; in training,
+while drafting, and in the layouts of engines."""
 
 import json
 from dataclasses import replace
@@ -51,7 +51,7 @@ RECIPE = RECIPES / "tiny_eagle3.yaml"
 LAYERS = (1, 2, 3)
 FORMS = [
     {},
-    {"layer_norms": "each", "norm_output": True, "draft_vocab": 12},  # 3.1
+    {"layer_norms": "each", "norm_output": True, "draft_vocab": 12},  # EAGLE-3.1
     {"layer_norms": "joint", "norm_residual": True, "feature_layers": (1, 3)},
     {"rope": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}, "draft_vocab": 9},
 ]
@@ -75,9 +75,9 @@ def read(target, head, ids) -> tuple:
 
 
 @every_form
-def test_a_pass_feeds_each_position_by_hand(target, form):
-    """Pass r at position p == the first pass over p - r + 1 positions, then one after the other,
-    each reading what the one before has given."""
+def test_every_pass_equals_feeding_each_position_by_hand(target, form):
+    """Pass r at position p == the first pass over p - r + 1 positions, then position by position,
+    each reading the state before it."""
     head = random_eagle3(target, **form)
     ids = torch.tensor(prompts()[3][:9])
     ahead, features, blocks = read(target, head, ids)
@@ -86,7 +86,7 @@ def test_a_pass_feeds_each_position_by_hand(target, form):
         given = head.join(features)
         for r in range(3):
             states = given.clone()
-            for position in range(p - r, p):  # the state at `position` becomes the next one's
+            for position in range(p - r, p):  # the state at `position` is fed to the next
                 states[:, position + 1] = once(head, ahead, states)[:, position]
             torch.testing.assert_close(
                 rolled[r, p], once(head, ahead, states)[0, p], atol=1e-5, rtol=1e-4
@@ -94,7 +94,7 @@ def test_a_pass_feeds_each_position_by_hand(target, form):
 
 
 def once(head, ahead, states):
-    """One pass over states [B, T, H], by torch's own causal attention."""
+    """One pass over states [B, T, H] by torch's causal attention."""
 
     def attend(layer, query, key, value):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -105,7 +105,7 @@ def once(head, ahead, states):
 
 @every_form
 def test_drafting_predicts_what_the_head_predicts_in_training(target, form):
-    """A chain of three, incrementally, and by passes over the whole sequence."""
+    """An incremental chain of three against passes over the whole sequence."""
     head = random_eagle3(target, **form)
     vocabulary = vocabulary_of(head, target)
     drafter = Recording(head, target, StaticTree.chain(3, 1), 1, 128)
@@ -127,7 +127,7 @@ def test_drafting_predicts_what_the_head_predicts_in_training(target, form):
         assert draft == expected
 
 
-def test_padding_never_moves_an_output(target):
+def test_padding_changes_no_output(target):
     head = random_eagle3(target)
     ahead, features, blocks = read(target, head, torch.tensor(prompts()[3][:12]))
     expected = head(ahead[:, :6], features[:, :6], blocks[:, :6], passes=3)
@@ -138,14 +138,14 @@ def test_padding_never_moves_an_output(target):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("method", ["eagle3_chain", "eagle3_tree"])
-def test_output_is_that_of_plain_decoding(target, method, rows):
+def test_output_equals_that_of_plain_decoding(target, method, rows):
     recipe = load_recipe(RECIPE, [f"eval.batch_size={rows}"])
     head = random_eagle3(target, draft_vocab=20)
     drafter = make_drafter(method, Setup(recipe, target, Trained(head), rows, 128))
     check_as_plain(target, drafter, rows)
 
 
-def test_another_head_does_not_pass_for_it_nor_it_for_another(target):
+def test_eagle_1_and_eagle_3_methods_refuse_each_others_heads(target):
     recipe, eagle = load_recipe(RECIPE), random_head(target, 1, fusion="linear")
     for name, head, told in (
         ("eagle3_tree", eagle, r"eagle3_tree needs an EAGLE-3 head.* measure eagle_tree"),
@@ -155,7 +155,7 @@ def test_another_head_does_not_pass_for_it_nor_it_for_another(target):
             make_drafter(name, Setup(recipe, target, Trained(head), 1, 64))
 
 
-def test_ranks_are_counted_among_its_own_tokens(target):
+def test_ranks_are_counted_among_the_draft_vocabulary(target):
     head = random_eagle3(target, draft_vocab=7)
     texts = [Text(3, prompts()[4])]
     shares = shares_of(rank_traces(head, target, texts, 3), texts, 7)
@@ -167,7 +167,7 @@ def test_ranks_are_counted_among_its_own_tokens(target):
 
 
 def toy_rows(count=24) -> ToyRows:
-    """Rows whose layers say what the feature says."""
+    """Rows whose layers carry the same information as the feature."""
     rows = ToyRows(count)
     for row in rows.rows:
         row["features"] = torch.cat([row["features"]] * 4, -1)
@@ -191,8 +191,8 @@ def toy_head(**changes) -> Eagle3Head:
 
 @pytest.mark.parametrize("drafted", [None, 12])
 @pytest.mark.parametrize("lk", [0.0, 0.4])
-def test_the_loss_is_the_sum_over_passes_of_what_it_says(tmp_path, drafted, lk):
-    """Value and slopes, by logits that are all kept."""
+def test_the_loss_and_gradients_equal_a_naive_sum_over_passes(tmp_path, drafted, lk):
+    """The naive version keeps all logits."""
     changes = {"train.rollout": 3, "loss.depth_decay": 0.8, "loss.lk_weight": lk}
     recipe = toy_recipe(tmp_path, **changes)
     ends, heads = make_ends(), [toy_head(draft_vocab=drafted) for _ in range(2)]
@@ -230,8 +230,8 @@ def naive(head, ends, batch, counted, loss):
     return loss.distill_weight * total / (1 + 0.8 + 0.64)
 
 
-def test_a_new_heads_lm_head_is_the_targets_at_the_scale_of_its_features():
-    """It reads norms, and so says at once of a feature's norm what the target says of it."""
+def test_a_new_heads_lm_head_is_the_targets_times_the_feature_scale():
+    """It reads normed features, so untrained it gives the target's logits for a normed feature."""
     config, ids = toy_head(draft_vocab=5).config, torch.tensor([1, 4, 7, 8, 20])
     weight = make_ends().lm_head_weight
     head = Eagle3Head.of(config, weight, ids, 6.7)
@@ -240,7 +240,7 @@ def test_a_new_heads_lm_head_is_the_targets_at_the_scale_of_its_features():
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_training_lowers_the_loss_and_learns_every_weight(tmp_path, monkeypatch, normed):
+def test_training_lowers_the_loss_and_changes_every_weight(tmp_path, monkeypatch, normed):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     AcceleratorState._reset_state(True)
     changes = {"optim.lr": 1.0e-2, "train.steps": 60, "train.batch_size": 4}
@@ -264,7 +264,7 @@ def test_checkpointing_changes_no_gradient(target):
     torch.testing.assert_close(*slopes, rtol=0, atol=0)
 
 
-def test_a_new_head_says_what_the_target_says_of_its_norm(target):
+def test_a_new_head_of_a_recipe_has_the_targets_scaled_lm_head_and_its_norms(target):
     data = SimpleNamespace(
         scales={"embed_scale": 1.0, "feature_scale": 6.7},
         answers=lambda: [torch.tensor([4, 4, 9, 9, 9, 1])],
@@ -278,7 +278,7 @@ def test_a_new_head_says_what_the_target_says_of_its_norm(target):
 
 
 @pytest.mark.parametrize("name", ["tiny_eagle3", "qwen3_8b_eagle3", "llama31_8b_eagle3"])
-def test_the_recipes_describe_its_heads(name):
+def test_the_recipes_describe_eagle_3_heads(name):
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     check(head_kind("eagle3"), recipe)
     assert (recipe.head.fusion, len(recipe.data.feature_layers)) == ("layers", 3)
@@ -300,14 +300,14 @@ def test_the_recipes_describe_its_heads(name):
         (["eval.methods=[medusa_tree]", "medusa.heads=8"], "Medusa heads do not read them"),
     ],
 )
-def test_a_recipe_that_is_not_its_own_is_refused_before_any_training(overrides, message):
+def test_a_recipe_that_is_not_for_eagle_3_is_refused_before_any_training(overrides, message):
     with pytest.raises(RecipeError, match=message):
         check(head_kind("eagle3"), load_recipe(RECIPE, overrides))
 
 
 @pytest.mark.parametrize("features", ["cached", "online"])
-def test_a_run_goes_from_tokens_to_an_engine_and_back(tmp_path, features):
-    """As the large recipes have it: few tokens, every pass run again in backward."""
+def test_a_trained_head_is_exported_and_measured_again_with_the_same_acceptance(tmp_path, features):
+    """As in the large recipes: a draft vocabulary, and checkpointing of every pass."""
     small = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=8"]
     small += ["train.checkpointing=true", "head.draft_vocab=500", f"data.features={features}"]
     small += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=8"]
@@ -331,7 +331,7 @@ def test_a_run_goes_from_tokens_to_an_engine_and_back(tmp_path, features):
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_saved_head_is_loaded_again(target, tmp_path):
+def test_a_saved_head_loads_unchanged_and_only_for_its_target(target, tmp_path):
     head = random_eagle3(target, draft_vocab=9, target=target.identity(), **FORMS[2])
     head.save_pretrained(tmp_path)
     for again in (
@@ -347,7 +347,7 @@ def test_a_saved_head_is_loaded_again(target, tmp_path):
         Eagle3Head.load_for(tmp_path / "none", target.identity())
 
 
-def test_a_config_that_no_head_has_is_refused(target):
+def test_an_invalid_config_is_refused(target):
     config = random_eagle3(target).config
     for change, told in (
         ({"feature_layers": ()}, "reads some, each once"),
@@ -363,7 +363,7 @@ def test_a_config_that_no_head_has_is_refused(target):
 
 
 class Eagle3Layout(nn.Module):
-    """EAGLE-3 as engines build it from config.json, of transformers' parts."""
+    """EAGLE-3 as engines build it from config.json, with transformers' modules."""
 
     def __init__(self, config: LlamaConfig, aux: int):
         super().__init__()
@@ -386,7 +386,7 @@ class Eagle3Layout(nn.Module):
         self.config = config
 
     def forward(self, embeddings, layers):
-        """What is fed back, and logits over the whole vocabulary."""
+        """The state fed back, and logits over the whole vocabulary."""
         if self.config.norm_before_fc:
             layers = self.input_norm(layers)
         if self.config.fc_norm:
@@ -406,7 +406,7 @@ class Eagle3Layout(nn.Module):
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @every_form
-def test_an_exported_head_says_the_same_in_an_engines_layout(target, tmp_path, engine, form):
+def test_an_exported_head_gives_the_same_in_an_engines_layout(target, tmp_path, engine, form):
     head = random_eagle3(target, **form)
     if engine == "sglang" and form.get("norm_residual"):
         with pytest.raises(HeadError, match="sglang lacks norms"):
@@ -416,9 +416,9 @@ def test_an_exported_head_says_the_same_in_an_engines_layout(target, tmp_path, e
     content = json.loads((tmp_path / "served" / "config.json").read_text())
     assert content["architectures"] == ["LlamaForCausalLMEagle3"]
     layers, key = list(head.config.feature_layers), "eagle_aux_hidden_state_layer_ids"
-    if engine == "vllm":  # before which layer, from 0
+    if engine == "vllm":  # the layer after the state, from 0
         assert content[key] == layers
-    else:  # behind which layer, from 0
+    else:  # the layer before the state, from 0
         assert content["eagle_config"][key] == [layer - 1 for layer in layers]
     tensors = load_file(tmp_path / "served" / "model.safetensors")
     shift, marked = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -438,11 +438,11 @@ def test_an_exported_head_says_the_same_in_an_engines_layout(target, tmp_path, e
         assert torch.equal(marked.nonzero()[:, 0], head.draft_ids)
 
 
-# -- heads of others -------------------------------------------------------------------------------
+# -- published heads -------------------------------------------------------------------------------
 
 
 def edit(folder: Path, config=None, tensors=None) -> None:
-    """Change what a head's files say; None takes a key or a tensor out."""
+    """Change a head's files; None removes a key or a tensor."""
     for name, changes, load, save in (
         ("config.json", config, lambda p: json.loads(p.read_text()), write_json),
         ("model.safetensors", tensors, load_file, lambda p, c: save_file(c, p)),
@@ -463,7 +463,7 @@ def published(target, folder, engine="vllm", **form) -> Path:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @every_form
-def test_what_is_exported_is_read_back(target, tmp_path, engine, form):
+def test_an_exported_head_is_read_back_unchanged(target, tmp_path, engine, form):
     if engine == "sglang" and form.get("norm_residual"):
         return
     head = random_eagle3(target, **form)
@@ -473,9 +473,9 @@ def test_what_is_exported_is_read_back(target, tmp_path, engine, form):
     assert not again.training
 
 
-def test_other_names_and_orders_of_the_same_head_are_read(target, tmp_path):
-    """As speculators has it: layers.0, a config in parts, the target's embeddings beside; and
-    drafted tokens in any order."""
+def test_the_same_head_with_other_names_and_token_orders_can_be_read(target, tmp_path):
+    """As speculators saves it: `layers.0`, a nested config, the target's embeddings; and draft
+    tokens in any order."""
     folder = published(target, tmp_path / "served", draft_vocab=9, norm_residual=True)
     expected = load_head(folder, target).state_dict()
     tensors = load_file(folder / "model.safetensors")
@@ -500,16 +500,16 @@ def test_other_names_and_orders_of_the_same_head_are_read(target, tmp_path):
     torch.testing.assert_close(load_head(folder, target).state_dict(), expected)
 
 
-def test_the_authors_own_name_for_both_kinds_is_told_apart_by_the_weights(target, tmp_path):
-    """EAGLE's configs call an EAGLE-3 head LlamaForCausalLM, as they do an EAGLE-1 head."""
+def test_weights_tell_eagle_3_from_eagle_1_where_configs_share_a_name(target, tmp_path):
+    """EAGLE's configs call both heads LlamaForCausalLM."""
     folder = published(target, tmp_path / "served", draft_vocab=9)
     expected = load_head(folder, target)
     edit(folder, {"architectures": ["LlamaForCausalLM"]})
     assert load_head(folder, target).config == expected.config
 
 
-def test_embeddings_beside_a_head_may_be_in_another_half_precision(tmp_path):
-    """As EAGLE's are, in float16, of targets that are run in bfloat16."""
+def test_embeddings_saved_with_a_head_may_have_another_half_precision(tmp_path):
+    """As EAGLE's are: in float16, for targets that run in bfloat16."""
     half = random_target().model.half()
     exact = {"embed_tokens.weight": half.model.embed_tokens.weight.detach().clone()}
     target = Target(half.bfloat16(), None, "random-0")
@@ -522,7 +522,7 @@ def test_embeddings_beside_a_head_may_be_in_another_half_precision(tmp_path):
         load_head(tmp_path / "served", target)
 
 
-def test_layers_that_a_config_does_not_name_are_the_engines(tmp_path):
+def test_a_config_without_layers_means_the_engines_default_layers(tmp_path):
     target = random_target(layers=8)
     folder = published(target, tmp_path / "served", feature_layers=(2, 4, 5))
     edit(folder, config={"eagle_aux_hidden_state_layer_ids": None})
@@ -531,8 +531,8 @@ def test_layers_that_a_config_does_not_name_are_the_engines(tmp_path):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_published_eagle_1_head_drafts_as_it_was(target, tmp_path, engine, bias):
-    """Its scales are in its weights: states differ by them, what is drafted does not."""
+def test_a_published_eagle_1_head_drafts_losslessly(target, tmp_path, engine, bias):
+    """Its weights include the scales; only a bias of its own changes its states."""
     head = random_head(target, 1, fusion="linear", input_norm=False, layers=2, feature_scale=3.0)
     head.config = replace(head.config, target={})
     serve_eagle(head, engine, 64).write(tmp_path / "served")
@@ -553,7 +553,7 @@ def test_a_published_eagle_1_head_drafts_as_it_was(target, tmp_path, engine, bia
     assert decode(Decoder(target, drafter, 1, 64), requests, accepts=False) == expected
 
 
-def test_a_published_head_drafts_eagles_tree_until_one_is_fitted_to_it(target, tmp_path):
+def test_a_published_head_drafts_eagles_tree_unless_it_has_its_own(target, tmp_path):
     folder = published(target, tmp_path / "served")
     recipe = load_recipe(RECIPES / "tiny_eagle3.yaml").with_eval(tree="auto")
     head = load_head(folder, target)
@@ -610,7 +610,7 @@ def test_a_head_that_cannot_be_read_is_refused_with_the_reason(
         load_head(folder, target)
 
 
-def test_files_that_are_none_are_told(target, tmp_path):
+def test_invalid_and_missing_weight_files_are_refused(target, tmp_path):
     folder = published(target, tmp_path / "served")
     (folder / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(HeadError, match=r"cannot be read: model.safetensors: "):
@@ -622,15 +622,15 @@ def test_files_that_are_none_are_told(target, tmp_path):
         load_head(tmp_path / "nowhere", target)
 
 
-def test_a_layer_that_the_target_lacks_is_told(target, tmp_path):
+def test_a_head_that_reads_layers_the_target_lacks_is_refused(target, tmp_path):
     head = load_head(published(target, tmp_path / "served", feature_layers=(1, 2, 9)), target)
     recipe = load_recipe(RECIPE)
     with pytest.raises(TargetError, match="the head's feature_layers"):
         make_drafter("eagle3_tree", Setup(recipe, target, Trained(head), 1, 64))
 
 
-def test_a_published_head_is_measured_by_its_folder(tmp_path):
-    """`head=FOLDER`, beside whatever the recipe trains."""
+def test_a_published_head_can_be_benchmarked_by_its_folder(tmp_path):
+    """With `head=FOLDER`, whatever the recipe trains."""
     tiny = json.loads((bundled_target_dir() / "config.json").read_text())
     sizes = {key: tiny[key] for key in ("hidden_size", "vocab_size", "intermediate_size")}
     head = random_eagle3(SimpleNamespace(**sizes), feature_layers=(2, 6, 9), draft_vocab=99)

@@ -1,4 +1,4 @@
-"""A small model in a large one: what it says, and what drafts for it, stays as it was."""
+"""A small model inside a large one: its outputs, and drafts for it, stay the same."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
 
 CPU = torch.device("cpu")
-# Of a small target: hidden 16, 2 layers, heads of 4, 4 of them, 2 of keys and values, inner 32.
+# The small target: hidden 16, 2 layers, 4 heads of size 4, 2 KV heads, MLP 32.
 SHAPES = {
     "each query head its keys": TargetShape(128, 5, 8, 8, 96, 61),
     "groups as they were": TargetShape(48, 3, 6, 3, 40, 29),
@@ -38,11 +38,11 @@ SHAPE = SHAPES["each query head its keys"]
 BLOCKS = [(1, "own", "none"), *product((2, 3), READINGS, COUPLINGS)]
 
 
-EPS = 0.2  # of norms: large enough to be missed
+EPS = 0.2  # norm_eps, large enough to matter
 
 
 def small_target(**changes) -> Target:
-    """Of which the first token never comes, whatever else does."""
+    """It never emits the first token."""
     target = random_target(**changes)
     target.config.rms_norm_eps = EPS
     with torch.no_grad():
@@ -50,7 +50,7 @@ def small_target(**changes) -> Target:
             if isinstance(part, LlamaRMSNorm):
                 part.variance_epsilon = EPS
                 part.weight.uniform_(0.5, 1.5)
-        # All features have something in common.
+        # All features get a common part.
         common = torch.randn(target.hidden_size, generator=torch.Generator().manual_seed(5))
         target.embedding.weight.add_(4 * common)
         feature = target.features(torch.arange(target.vocab_size)[None])[0].mean(0)
@@ -74,12 +74,12 @@ def large(small) -> Target:
 
 @pytest.fixture(scope="module")
 def of_no_more_tokens(small) -> Target:
-    """A head with random weights may well draft the first token, and those that are as probable."""
+    """For heads, which may draft the first token, and with it the added ones, equally probable."""
     return enlarged(small, replace(SHAPE, vocab_size=small.vocab_size))
 
 
 def requests() -> list[Request]:
-    """Greedy and sampled ones."""
+    """Greedy and sampled requests."""
     settings = [{}, {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1.0}]
     return [
         Request(prompt, 12, seed=number, **settings[number % 3])
@@ -93,11 +93,11 @@ def steps(target: Target, drafter) -> list:
 
 
 @pytest.mark.parametrize("which", SHAPES)
-def test_features_are_those_of_the_small_target_and_zeros(small, which):
+def test_features_are_those_of_the_small_target_padded_with_zeros(small, which):
     check_features(small, enlarged(small, SHAPES[which]), SHAPES[which].hidden_size)
 
 
-def test_so_they_are_where_embedding_and_lm_head_are_one():
+def test_so_are_features_of_a_target_with_tied_embeddings():
     tiny = Target.load("tiny")
     tied = enlarged(tiny, TargetShape(256, 13, 8, 4, 400, 2100, tied=True))
     assert tied.lm_head.weight is tied.embedding.weight
@@ -107,7 +107,7 @@ def test_so_they_are_where_embedding_and_lm_head_are_one():
 def check_features(small: Target, large: Target, width: int) -> None:
     ids = torch.tensor(prompts()[-1:])
     close = partial(torch.testing.assert_close, atol=1e-3, rtol=1e-4)
-    # Of the last layer and of the first.
+    # The last feature, and with it that of layer 1.
     expected, *lower = small.features(ids, layers=(1,)).split(small.hidden_size, -1)
     found, *states = large.features(ids, layers=(1,)).split(width, -1)
     for ours, theirs in zip((found, *states), (expected, *lower), strict=True):
@@ -115,25 +115,25 @@ def check_features(small: Target, large: Target, width: int) -> None:
         assert not ours[..., small.hidden_size :].any()
     known, more = large.logits(found).tensor_split([small.vocab_size], -1)
     close(known, small.logits(expected))
-    # A token that the small target lacks is as probable as its padding, or its first.
+    # A token the small target lacks is as probable as its padding token, or its first one.
     close(more, known[..., :1].expand_as(more))
 
 
-def test_an_enlarged_target_has_the_weights_that_its_shape_says(large):
+def test_an_enlarged_target_has_its_shapes_parameters_and_no_zero_weights(large):
     assert sum(weight.numel() for weight in large.model.parameters()) == SHAPE.parameters
-    # Those of layers that were added are no zeros, which a machine may multiply faster.
+    # Added layers have no zeros, which might multiply faster and distort timings.
     last = large.model.model.layers[-1]
     assert last.self_attn.q_proj.weight.all()
     assert last.mlp.up_proj.weight.all()
 
 
-def test_it_writes_what_the_small_target_writes(small, large):
+def test_an_enlarged_target_gives_the_small_targets_output(small, large):
     assert steps(large, None) == steps(small, None)
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize(("k", "reads", "coupling"), BLOCKS)
-def test_a_head_drafts_what_it_drafted(small, of_no_more_tokens, fusion, reads, coupling, k):
+def test_an_enlarged_head_drafts_the_same(small, of_no_more_tokens, fusion, reads, coupling, k):
     parts = {"fusion": fusion, "reads": reads, "coupling": coupling, "feature_scale": 1.7}
     check_head(small, of_no_more_tokens, k, **parts)
 
@@ -149,7 +149,7 @@ def test_a_head_drafts_what_it_drafted(small, of_no_more_tokens, fusion, reads, 
     ],
     ids=str,
 )
-def test_so_does_a_head_of_any_settings(small, of_no_more_tokens, changes):
+def test_an_enlarged_head_of_other_settings_drafts_the_same(small, of_no_more_tokens, changes):
     check_head(small, of_no_more_tokens, 2, **changes)
 
 
@@ -172,7 +172,7 @@ def check_head(small: Target, large: Target, block_size: int, **settings) -> Non
 
 
 @pytest.mark.parametrize("lm_heads", ["own", "shared"])
-def test_so_do_medusa_heads(small, large, lm_heads):
+def test_enlarged_medusa_heads_give_the_same_drafts(small, large, lm_heads):
     heads = random_heads(small, layers=2, lm_heads=lm_heads)
     if heads.lm_heads is not None:
         with torch.no_grad():
@@ -183,7 +183,7 @@ def test_so_do_medusa_heads(small, large, lm_heads):
     assert steps(large, MedusaDrafter(bigger, large, tree, 3)) == expected
 
 
-def test_so_does_a_student(small, large):
+def test_an_enlarged_student_gives_the_same_drafts(small, large):
     student = small_target(seed=7)
     bigger = enlarged(student, TargetShape(48, 3, 6, 6, 40, SHAPE.vocab_size))
     expected = steps(small, SSD(student, 3, 128, 4))

@@ -1,7 +1,7 @@
-"""Exported heads: re-loaded into small modules of each engine's layout, they say the same.
+"""Exported heads give the same outputs when loaded into small modules of each engine's layout.
 
-The layouts are written here from what the engines' loaders read (vLLM: llama_eagle, medusa; SGLang:
-llama_eagle): names, shapes, and which of them exist.
+The layouts follow what the engines' loaders read (vLLM: llama_eagle, medusa; SGLang: llama_eagle):
+which tensors exist, their names and shapes.
 """
 
 import json
@@ -28,11 +28,11 @@ from specdraft.recipes.errors import HeadError
 from specdraft.recipes.load import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-SCALES = {"feature_scale": 6.7}  # embed_scale of a random head is 0.3
+SCALES = {"feature_scale": 6.7}  # a random head has embed_scale 0.3
 
 
 class EagleLayout(nn.Module):
-    """EAGLE-1 as engines build it from config.json: fc, then Llama layers, the first unnormed."""
+    """EAGLE-1 as engines build it: fc, then Llama layers, the first without its input norm."""
 
     def __init__(self, config: LlamaConfig, bias: bool):
         super().__init__()
@@ -83,7 +83,7 @@ class MedusaLayout(nn.Module):
 
 
 def load_exactly(module: nn.Module, folder: Path) -> nn.Module:
-    """Load a file into a module that it fills without rest, neither way."""
+    """Load a file whose tensors are exactly those of the module."""
     tensors = load_file(folder / "model.safetensors")
     assert tensors.keys() == module.state_dict().keys()
     module.load_state_dict(tensors)
@@ -98,7 +98,7 @@ def target():
 def eagle(target, **changes):
     head = random_head(target, 1, fusion="linear", **{"input_norm": False, **SCALES, **changes})
     with torch.no_grad():
-        for parameter in head.parameters():  # norms, too, have something to lose
+        for parameter in head.parameters():  # or the export could lose the norms unseen
             parameter.add_(0.1 * torch.randn_like(parameter))
     return head
 
@@ -128,8 +128,8 @@ def test_an_exported_eagle_head_gives_the_same_features(target, tmp_path, engine
     )
 
 
-def test_engines_read_embeddings_as_they_lie_in_the_targets_file(tmp_path):
-    """Gemma's own module multiplies them by sqrt(H), and a head of ours reads what it gives."""
+def test_an_exported_head_reads_the_unscaled_embeddings_of_the_targets_file(tmp_path):
+    """Gemma's embedding module scales them by sqrt(H), and our head reads the scaled ones."""
     random_model("Gemma", **GQA, head_dim=8).save_pretrained(tmp_path / "target")
     target = Target.of_model(AutoModelForCausalLM.from_pretrained(tmp_path / "target"))
     head = eagle(target)
@@ -158,7 +158,7 @@ def test_exported_medusa_heads_give_the_same_logits(target, tmp_path, lm_heads):
     config = json.loads((tmp_path / "served" / "config.json").read_text())
     assert (config["num_heads"], config["num_hidden_layers"]) == (3, 2)
     assert config["truncated_vocab_size"] == config["vocab_size"] == target.vocab_size
-    # vLLM renames every key with "num" and "heads" in it to num_heads: there must be one.
+    # vLLM renames every key with "num" and "heads" in it to num_heads: only one may exist.
     assert [key for key in config if "num" in key and "heads" in key] == ["num_heads"]
     served = load_exactly(MedusaLayout(config), tmp_path / "served")
     features = torch.randn(5, target.hidden_size, generator=torch.Generator().manual_seed(3))
@@ -167,7 +167,7 @@ def test_exported_medusa_heads_give_the_same_logits(target, tmp_path, lm_heads):
         torch.testing.assert_close(logits, expected)
 
 
-def test_heads_are_exported_in_the_dtype_that_is_asked_for(target, tmp_path):
+def test_heads_are_exported_in_the_requested_dtype(target, tmp_path):
     for served in (
         serve_eagle(eagle(target), "vllm", 64, torch.bfloat16),
         serve_medusa(random_heads(target), "vllm", dtype=torch.bfloat16),
@@ -187,18 +187,18 @@ def test_heads_are_exported_in_the_dtype_that_is_asked_for(target, tmp_path):
         ({"input_norm": True}, "normalises its input.*head.input_norm=false"),
     ],
 )
-def test_what_a_layout_cannot_hold_is_refused_with_the_reason(target, changes, reason):
+def test_a_head_that_a_layout_cannot_express_is_refused_with_the_reason(target, changes, reason):
     settings = {"block_size": 1, "fusion": "linear", "input_norm": False} | changes
     with pytest.raises(HeadError, match=rf"no serving format: .*{reason}"):
         serve_eagle(random_head(target, **settings), "vllm", 64)
 
 
-def test_sglang_has_no_medusa(target):
+def test_medusa_heads_cannot_be_exported_to_sglang(target):
     with pytest.raises(HeadError, match="sglang loads no Medusa heads; engines that do: vllm"):
         serve_medusa(random_heads(target), "sglang")
 
 
-def test_an_export_never_overwrites_and_leaves_nothing_half_written(target, tmp_path):
+def test_an_export_leaves_only_its_folder_and_never_overwrites_one(target, tmp_path):
     served = serve_eagle(eagle(target), "vllm", 64)
     served.write(tmp_path / "served")
     assert {path.name for path in tmp_path.iterdir()} == {"served"}
@@ -210,7 +210,7 @@ def test_an_export_never_overwrites_and_leaves_nothing_half_written(target, tmp_
 @pytest.mark.parametrize(
     ("kind", "told"), [("student", r"a draft LM.* as it is"), ("table", "it is")]
 )
-def test_what_needs_no_export_is_said(tmp_path, kind, told):
+def test_drafters_that_need_no_export_are_refused_with_the_reason(tmp_path, kind, told):
     (tmp_path / kind).mkdir()
     (tmp_path / kind / "config.json").write_text("{}")
     with pytest.raises(HeadError, match=told):
@@ -220,7 +220,7 @@ def test_what_needs_no_export_is_said(tmp_path, kind, told):
 @pytest.mark.parametrize(
     ("kind", "told"), [("student", "is a draft LM"), ("table", "is a Max-Gram table")]
 )
-def test_a_drafter_that_is_named_is_not_taken_for_the_head_beside_it(tmp_path, kind, told):
+def test_a_drafter_given_by_folder_is_not_replaced_by_the_runs_head(tmp_path, kind, told):
     for folder in (tmp_path / "eagle", tmp_path / kind):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
@@ -231,7 +231,7 @@ def test_a_drafter_that_is_named_is_not_taken_for_the_head_beside_it(tmp_path, k
     assert told in done.stderr
 
 
-def test_what_has_an_engines_layout_is_not_exported_again(target, tmp_path):
+def test_a_head_in_an_engines_layout_is_not_exported_again(target, tmp_path):
     head = random_head(target, block_size=1, fusion="linear", input_norm=False)
     serve_eagle(head, "vllm", 64).write(tmp_path / "head")
     recipe = load_recipe(RECIPES / "tiny_eagle.yaml", [f"head.model={tmp_path / 'head'}"])
@@ -239,7 +239,7 @@ def test_what_has_an_engines_layout_is_not_exported_again(target, tmp_path):
         served_head(recipe, "sglang")
 
 
-def test_the_head_of_a_run_is_found_and_checked(tmp_path):
+def test_exporting_a_run_without_a_trained_drafter_is_refused(tmp_path):
     for name, told in (("tiny_eagle", "no trained head"), ("tiny_medusa", "no trained Medusa")):
         with pytest.raises(HeadError, match=told):
             served_head(load_recipe(RECIPES / f"{name}.yaml", [f"output.dir={tmp_path}"]), "vllm")

@@ -1,4 +1,4 @@
-"""The Falcon head: its mask, its rollout, and drafting that meets what training showed."""
+"""The Falcon head: its mask, its rollout, and drafting that equals training."""
 
 from typing import get_args, get_type_hints
 
@@ -25,7 +25,7 @@ def target():
 
 
 class Decaying(LinearFusion):
-    """A fusion of a test's own: what it says fades by half at every position."""
+    """A fusion defined by a test: its output fades by half at every position."""
 
     def start(self, sequences, device):
         return (torch.zeros(1, sequences, self.out_features, device=device),)
@@ -40,7 +40,7 @@ class Decaying(LinearFusion):
 
 @pytest.fixture(params=[*FUSIONS, "decaying"])
 def fusion(request, monkeypatch):
-    """Every fusion by its name, and one that is added as a class and an entry of the table."""
+    """Every fusion by name, and one added as a class with an entry in the table."""
     monkeypatch.setitem(FUSIONS, "decaying", Decaying)
     return request.param
 
@@ -56,11 +56,11 @@ NAMES = [f"{slots['reads']}-{slots['coupling']}" for slots in SLOTS]
 every_slot = pytest.mark.parametrize("slots", SLOTS, ids=NAMES)
 
 
-def test_a_recipe_knows_every_part():
+def test_a_recipe_accepts_every_reading_coupling_and_fusion():
     known = get_type_hints(HeadSection)
     for key, parts in (("reads", READINGS), ("coupling", COUPLINGS)):
         assert get_args(known[key]) == tuple(parts)
-    # EAGLE-3's is no fusion of pairs, and with a bias there are only heads of others.
+    # EAGLE-3's "layers" fuses no pairs, and only published heads are "biased".
     assert {*get_args(known["fusion"])} - {"layers"} == FUSIONS.keys() - {"biased"}
 
 
@@ -73,7 +73,7 @@ def pairs(batch: int, length: int, hidden: int = 16):
 def test_the_lstm_equals_torchs_own():
     torch.manual_seed(0)
     ours, theirs = LSTM(6, 4, 2), torch.nn.LSTM(6, 4, 2, batch_first=True)
-    order = [*range(8), *range(12, 16), *range(8, 12)]  # theirs: input, forget, cell, output
+    order = [*range(8), *range(12, 16), *range(8, 12)]  # torch: input, forget, cell, output
     for n in range(2):
         state = theirs.state_dict()
         state[f"weight_ih_l{n}"].copy_(ours.input[n].weight[order])
@@ -88,7 +88,7 @@ def test_the_lstm_equals_torchs_own():
     torch.testing.assert_close(cell[:, :, -1], last_c)
 
 
-def test_the_lstms_gradient_is_right():
+def test_the_lstms_gradient_passes_gradcheck():
     torch.manual_seed(0)
     lstm = LSTM(3, 2, 2).double()
     start = tuple(torch.randn(2, 2, 2, dtype=torch.double, requires_grad=True) for _ in range(2))
@@ -116,7 +116,7 @@ def test_a_position_sees_its_own_block_and_everything_before(target, phase):
         assert changed.tolist() == [bool(blocks[0, j] <= b) for b in blocks[0]], j
 
 
-def test_padding_never_moves_an_output(target):
+def test_padding_changes_no_output(target):
     head = random_head(target)
     ahead, features = pairs(1, 12)
     blocks = block_index(12, 2, 1)[None]
@@ -133,13 +133,13 @@ def test_rollout_equals_feeding_each_block_by_hand(target, fusion, k, layers):
 
 @every_slot
 @pytest.mark.parametrize("layers", [1, 2])
-def test_rollout_equals_feeding_each_block_by_hand_whatever_slots_read(target, slots, layers):
+def test_rollout_equals_feeding_each_block_by_hand_for_all_slots(target, slots, layers):
     check_rollout(random_head(target, 3, fusion="lstm", layers=layers, **slots))
 
 
 def check_rollout(head):
-    """Pass r at block b == running the head on true pairs up to block b - r, and then block by
-    block on its own predictions."""
+    """Pass r at block b == the head on true pairs up to block b - r, then block by block on its own
+    predictions."""
     k = head.config.block_size
     ahead, features = pairs(1, 4 * k)
     blocks = block_index(4 * k, k, k)[None]
@@ -148,7 +148,7 @@ def check_rollout(head):
         stop = (b + 1) * k
         for number in range(min(3, b + 1)):
             fed = features.clone()
-            for step in range(number):  # predict block by block, from the block before
+            for step in range(number):  # each block from the one before
                 start = (b - number + 1 + step) * k
                 fed[:, start : start + k] = head(ahead, fed, blocks)[0, :, start - k : start]
             expected = head(ahead, fed, blocks)[0]
@@ -157,8 +157,8 @@ def check_rollout(head):
             )
 
 
-def test_a_block_inherits_from_a_whole_block_alone(target):
-    """What drafting goes on from is always whole: a row's first block may not be."""
+def test_rollout_feeds_a_block_only_from_a_complete_one(target):
+    """As in drafting; a row's first block may be incomplete."""
     head = random_head(target, 3)
     given, blocks = pairs(1, 11), block_index(11, 3, 2)[None]
     rolled = head(*given, blocks, passes=2)
@@ -168,9 +168,9 @@ def test_a_block_inherits_from_a_whole_block_alone(target):
 
 @every_slot
 @pytest.mark.parametrize("phase", [1, 2, 3])
-def test_what_a_slot_predicts_depends_on_what_it_may_know(target, slots, phase):
-    """Brute force: move one input or one token at a time and see which outputs of whole blocks
-    move. A coupled slot hears the token before its own, or all of its block's."""
+def test_a_slot_sees_exactly_the_inputs_and_tokens_it_may(target, slots, phase):
+    """Brute force: move one input or token at a time and see which outputs of complete blocks move.
+    A coupled slot sees the token before its own, or all earlier ones of its block."""
     head = random_head(target, 3, fusion="linear", layers=2, **slots)
     (ahead, features), k = pairs(1, 12), 3
     blocks = block_index(12, k, phase)[None]
@@ -186,7 +186,7 @@ def test_what_a_slot_predicts_depends_on_what_it_may_know(target, slots, phase):
 
     for j in range(12):
         assert moved("features", j) == {i for i in whole if blocks[0, j] <= blocks[0, i]}
-        heard = set()  # positions i whose block's slots before drafted the token ahead of j
+        heard = set()  # positions whose earlier slots drafted the token after j
         for i in whole:
             slot = blocks[0, :i].eq(blocks[0, i]).sum()
             drafted_before = range(i + k - 1, i + k - 1 - slot, -1)
@@ -198,8 +198,8 @@ def test_what_a_slot_predicts_depends_on_what_it_may_know(target, slots, phase):
 
 
 def read_block_by_block(head, given, revised, blocks, valid, passes):
-    """What `revised` asks for, the slow way: every block, touched or not, in a row of its own,
-    revised there and nowhere else; later passes as if nothing was ever revised."""
+    """`revised`, the slow way: every block, touched or not, is revised in a row of its own; later
+    passes run as if nothing had been revised."""
     together = head(*given, blocks, valid, passes=passes)
     for row, length in enumerate(valid.sum(1).tolist()):
         for b in blocks[row, :length].unique():
@@ -218,7 +218,7 @@ def read_block_by_block(head, given, revised, blocks, valid, passes):
 
 
 def outcome(predicted, valid, head):
-    """Predictions and the gradient of every weight, for a loss on what is no padding."""
+    """Predictions and the gradient of every weight, for a loss without padding."""
     cotangent = torch.randn(predicted.shape, generator=torch.Generator().manual_seed(5))
     head.zero_grad()
     (predicted * cotangent)[:, valid].sum().backward()
@@ -229,21 +229,21 @@ def outcome(predicted, valid, head):
 @pytest.mark.parametrize(
     ("k", "layers", "share"), [(1, 1, 0.5), (2, 1, 0.2), (2, 2, 1.0), (3, 2, 0.3), (4, 1, 0.15)]
 )
-def test_a_revised_block_is_read_by_itself_alone(target, fusion, checkpointing, k, layers, share):
+def test_a_revised_block_affects_only_itself(target, fusion, checkpointing, k, layers, share):
     head = random_head(target, k, fusion=fusion, layers=layers)
     check_revision(head, checkpointing, share)
 
 
 @every_slot
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_revised_block_is_read_by_itself_alone_whatever_slots_read(target, slots, checkpointing):
+def test_a_revised_block_affects_only_itself_for_all_slots(target, slots, checkpointing):
     check_revision(random_head(target, 3, layers=2, **slots), checkpointing, 0.3)
 
 
 def check_revision(head, checkpointing: bool, share: float):
-    """Rows of other lengths and phases, one without any revision; also what is not revised, and so
-    is not read again, predicts what it would if it were. Blocks that are not whole say nothing
-    unless the head is the paper's."""
+    """Rows of different lengths and phases, one without a revision. Blocks that are not revised,
+    and so not read again, predict the same as if they were. Incomplete blocks count only for the
+    paper's head."""
     k = head.config.block_size
     head.checkpointing = checkpointing
     given, other = pairs(4, 14), [x.flip(0) for x in pairs(4, 14)]
@@ -279,8 +279,8 @@ def test_revising_nothing_changes_nothing(target, fusion):
 
 
 @pytest.mark.parametrize("touched", [1, 3])
-def test_only_what_is_revised_is_read_again(target, touched):
-    """The decoder layer meets every position once, and then the blocks of the fullest row."""
+def test_only_revised_blocks_are_read_again(target, touched):
+    """The decoder layer reads every position, then as many blocks as the row with most has."""
     head = random_head(target, 3)
     given, blocks = pairs(2, 12), block_index(12, 3, 3).expand(2, -1)
     where = torch.zeros(2, 12, dtype=torch.bool)
@@ -292,7 +292,7 @@ def test_only_what_is_revised_is_read_again(target, touched):
 
 
 @pytest.mark.parametrize("revise", [False, True])
-def test_checkpointing_keeps_less_and_changes_no_bit(target, revise):
+def test_checkpointing_keeps_less_memory_and_changes_no_bit(target, revise):
     ahead, features = pairs(2, 12)
     blocks = block_index(12, 2, 1).expand(2, -1)
     touched = torch.rand(2, 12, generator=torch.Generator().manual_seed(0)) < 0.3
@@ -319,15 +319,15 @@ def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k)
 @pytest.mark.parametrize(
     ("fusion", "k", "layers"), [("linear", 2, 2), ("lstm", 3, 1), ("linear", 4, 1)]
 )
-def test_drafting_predicts_what_is_trained_whatever_slots_read(target, slots, fusion, k, layers):
-    # Keys and values of deeper layers that are of each position's own keep the blocks of their day.
+def test_drafting_predicts_what_is_trained_for_all_slots(target, slots, fusion, k, layers):
+    # In deeper layers, slots that read their own position keep keys of earlier block boundaries.
     layers = 1 if slots["reads"] == "own" else layers
     check_draft(random_head(target, k, fusion=fusion, layers=layers, **slots), target)
 
 
 def check_draft(head, target):
-    """Whatever was accepted before, a draft equals the head over the whole sequence at once, with
-    the block boundary right-aligned at the newest position."""
+    """Whatever was accepted, a draft equals the head over the whole sequence at once, with blocks
+    right-aligned at the newest position."""
     k = head.config.block_size
     prompt = torch.randint(VOCAB, (9,), generator=torch.Generator().manual_seed(2)).tolist()
     paths = [(0,) * n for n in range(1, 2 * k + 1)] + [(1,) + (0,) * n for n in range(2 * k)]
@@ -335,7 +335,7 @@ def check_draft(head, target):
     seen = []
 
     class Recorder:
-        """Notes each draft beside the sequence it was made for."""
+        """Records each draft with the sequence it was made for."""
 
         forwards, max_nodes, rules = 0, drafter.max_nodes, drafter.rules
         start, observe, from_tokens = drafter.start, drafter.observe, False
@@ -347,7 +347,7 @@ def check_draft(head, target):
 
     done = next(Decoder(target, Recorder(), 1, 128).run([Request(prompt, 14)]))
     tokens, length = prompt + done.tokens, len(prompt)
-    # The first step reads the prompt, with nothing to draft from.
+    # The first step reads the prompt and drafts nothing.
     assert len(seen) == len(done.steps) - 1 > 3
     for draft, step in zip(seen, done.steps, strict=False):
         length += step.emitted
@@ -357,17 +357,17 @@ def check_draft(head, target):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_a_draft_does_not_depend_on_the_rows_beside_it(target, fusion, k):
+def test_a_draft_does_not_depend_on_other_rows(target, fusion, k):
     check_rows(random_head(target, k, fusion=fusion), target)
 
 
 @every_slot
-def test_a_draft_does_not_depend_on_the_rows_beside_it_whatever_slots_read(target, slots):
+def test_a_draft_does_not_depend_on_other_rows_for_all_slots(target, slots):
     check_rows(random_head(target, 3, fusion="linear", **slots), target)
 
 
 def check_rows(head, target):
-    """Rows that are admitted late bring prompts, short and long, that others are read beside."""
+    """Rows admitted late bring short and long prompts that are read together with other rows."""
     k = head.config.block_size
     tree = StaticTree([(0,), (1,), (0, 0), (0, 0, 0), (1, 0)], k)
     generator = torch.Generator().manual_seed(4)
@@ -398,7 +398,7 @@ def brute_force_draft(head, target, tokens, k):
     return expected
 
 
-def test_a_saved_head_is_the_same_head(target, tmp_path):
+def test_a_saved_head_loads_unchanged(target, tmp_path):
     head = random_head(target, layers=2)
     head.save_pretrained(tmp_path)
     again = FalconHead.from_pretrained(tmp_path)
@@ -410,15 +410,15 @@ def test_a_saved_head_is_the_same_head(target, tmp_path):
     assert expected == {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_head_knows_its_target(target):
+def test_a_head_refuses_another_target(target):
     head = random_head(target)
     head.check_target(target.identity())
     with pytest.raises(TargetError, match="trained for random-0"):
         head.check_target(random_target(seed=9).identity())
 
 
-def test_scales_make_a_head_indifferent_to_the_targets_units(target):
-    """The same head on a target whose embeddings and features are 10 and 100 times larger."""
+def test_scales_make_a_head_independent_of_the_targets_magnitudes(target):
+    """The target's embeddings are 10 times larger, its features 100 times."""
     head = random_head(target)
     large = random_head(target)
     large.config = type(head.config)(

@@ -1,5 +1,5 @@
-"""Layers of the target beside its last feature: what is stored, what a head makes of it in training
-and while drafting, and that nothing changes without them. (Each family: test_families.py.)"""
+"""Layers of the target besides its last feature: storage, training and drafting with them, and no
+change without them. (test_families.py tests each family.)"""
 
 import json
 
@@ -59,7 +59,7 @@ def target() -> Target:
 
 
 def reading_target() -> Target:
-    """The same with a tokenizer and its vocabulary."""
+    """A target with a tokenizer and its vocabulary."""
     tokenizer = small_tokenizer()
     model = random_target(layers=4).model
     torch.manual_seed(5)
@@ -69,7 +69,7 @@ def reading_target() -> Target:
 
 @pytest.fixture
 def make(tmp_path):
-    """Make a recipe with these settings of its data, its token cache and its target."""
+    """Make a recipe with these data settings, its token cache and its target."""
     source, target = write(tmp_path / "a.jsonl", chats(12)), reading_target()
 
     def made(**data):
@@ -84,7 +84,7 @@ def build(made, **options) -> FeatureCache:
 
 
 def hidden_states(target: Target, ids: torch.Tensor, layers=LAYERS) -> torch.Tensor:
-    """The last feature and these layers, as transformers gives all of them: [T, (1 + n) * H]."""
+    """The last feature and these layers [T, (1 + n) * H], as transformers gives them."""
     with torch.inference_mode():
         states = target.model(ids[None], use_cache=False, output_hidden_states=True).hidden_states
     return torch.cat([states[-1][0], *(states[n][0] for n in layers)], -1)
@@ -107,7 +107,7 @@ def test_a_cache_holds_the_models_own_hidden_states(make):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("context", [None, 2])
-def test_online_features_are_the_caches_in_every_format(make, dtype, context):
+def test_online_features_equal_cached_ones_in_every_format(make, dtype, context):
     made = make(feature_layers=LAYERS, feature_dtype=dtype, feature_context=context)
     settings, tokens, target = made
     cache, online = build(made, batch_tokens=1), OnlineFeatures(*made)
@@ -120,7 +120,7 @@ def test_online_features_are_the_caches_in_every_format(make, dtype, context):
         kept = cache.storage.kept(row["loss_mask"])
         parts = row["features"][kept].unflatten(-1, (3, -1))
         whole = hidden_states(target, row["input_ids"])[kept].unflatten(-1, (3, -1))
-        # No part loses to the size of another: an error is one of its own largest value.
+        # Every part has its own scale: its error is relative to its own largest value.
         largest = whole.abs().amax(-1, keepdim=True)
         limit = {"float32": 1e-5, "bfloat16": 2**-8, "float8": 2**-4, "int8": 0.51 / 127}[dtype]
         assert ((parts - whole).abs() <= limit * largest).all()
@@ -130,7 +130,7 @@ def test_online_features_are_the_caches_in_every_format(make, dtype, context):
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
-def test_a_token_has_a_scale_for_each_layer_and_alone_one(dtype):
+def test_a_stored_token_has_one_scale_per_layer(dtype):
     features = torch.randn(5, 3 * 8, generator=torch.Generator().manual_seed(0))
     features[:, 8:16] *= 1e4
     stored = Storage(dtype, layers=(1, 2)).encode(features)
@@ -142,7 +142,7 @@ def test_a_token_has_a_scale_for_each_layer_and_alone_one(dtype):
     assert read_back(nothing).shape == (0, 24)
 
 
-def test_a_build_that_was_cut_off_goes_on_and_ranks_share_it(make, tmp_path):
+def test_an_interrupted_build_resumes_and_several_ranks_build_the_same(make, tmp_path):
     settings, tokens, target = make(feature_layers=LAYERS)
     total = Breaking(target, -1)
     whole = build((settings, tokens, total), batch_tokens=100)
@@ -155,7 +155,7 @@ def test_a_build_that_was_cut_off_goes_on_and_ranks_share_it(make, tmp_path):
     assert same(build(several), whole)
 
 
-def test_without_layers_a_cache_is_the_one_of_before(make):
+def test_a_cache_without_layers_has_the_older_settings_and_format(make):
     made = make()
     assert "layers" not in feature_settings(*made)
     assert Storage("int8").settings() == {"dtype": "int8"}
@@ -163,11 +163,11 @@ def test_without_layers_a_cache_is_the_one_of_before(make):
     assert build(made)[0]["features"].shape[-1] == HIDDEN
 
 
-# -- what a head makes of it -----------------------------------------------------------------------
+# -- training a head -------------------------------------------------------------------------------
 
 
 def widened(rows: ToyRows) -> ToyRows:
-    """The same rows with two layers of noise behind the features, of other sizes."""
+    """The same rows with two layers of noise of other magnitudes appended to the features."""
     generator = torch.Generator().manual_seed(9)
     for row in rows.rows:
         layers = torch.randn(len(row["features"]), 2 * HIDDEN, generator=generator) * 40
@@ -176,8 +176,8 @@ def widened(rows: ToyRows) -> ToyRows:
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_a_head_begins_as_the_head_without_layers(tmp_path, isolated):
-    """Same weights, loss and gradients to the bit, through noise, glancing and rollout."""
+def test_a_new_head_with_layers_equals_one_without_them(tmp_path, isolated):
+    """The same weights, loss and gradients to the bit, with noise, glancing and rollout."""
     outcomes = []
     settings = make_recipe(tmp_path, **{"glance.isolated": isolated})
     for layers, rows in (((), ToyRows()), (LAYERS, widened(ToyRows()))):
@@ -194,7 +194,7 @@ def test_a_head_begins_as_the_head_without_layers(tmp_path, isolated):
     assert head.layer_fusion.grad.abs().max() > 0
 
 
-def test_fused_is_the_last_feature_and_a_matrix_of_normed_layers(target):
+def test_the_head_adds_a_matrix_times_normed_layers_to_the_last_feature(target):
     head = random_head(target, feature_layers=LAYERS, feature_scale=6.7)
     given = torch.randn(2, 5, 3 * HIDDEN, generator=torch.Generator().manual_seed(0)) * 30
     f, *layers = given.chunk(3, -1)
@@ -213,7 +213,7 @@ def test_fused_is_the_last_feature_and_a_matrix_of_normed_layers(target):
 
 
 @pytest.mark.parametrize("kind", ["falcon", "eagle"])
-def test_a_head_learns_from_them_cached_or_online(make, tmp_path, kind):
+def test_training_on_layers_is_the_same_with_cached_and_online_features(make, tmp_path, kind):
     own = {"head.block_size": 1, "head.fusion": "linear"} if kind == "eagle" else {}
     settings, _, target = make()
 
@@ -229,7 +229,7 @@ def test_a_head_learns_from_them_cached_or_online(make, tmp_path, kind):
         fit(head, rows, sar.objective(one, target.embeddings(), head), one, accelerator)
         return FalconHead.from_pretrained(tmp_path / name / kind).state_dict()
 
-    alone = {"train.accumulation": 8}  # every forward has one row
+    alone = {"train.accumulation": 8}  # one row per forward
     build(make(feature_layers=LAYERS), batch_tokens=1)
     cached = train("cached", **alone)
     assert_equal(cached, train("online", **alone, **{"data.features": "online"}))
@@ -237,7 +237,7 @@ def test_a_head_learns_from_them_cached_or_online(make, tmp_path, kind):
     assert log_lines(tmp_path / "cached")
 
 
-def test_a_saved_head_keeps_them_and_one_of_before_has_none(target, tmp_path):
+def test_a_saved_head_keeps_its_layers_and_an_older_head_has_none(target, tmp_path):
     head = random_head(target, feature_layers=LAYERS)
     head.save_pretrained(tmp_path / "new")
     again = FalconHead.from_pretrained(tmp_path / "new")
@@ -267,8 +267,8 @@ class Recording(FalconDrafter):
 @pytest.mark.parametrize("fusion", ["lstm", "linear"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k):
-    """Two passes of a chain, by forwards over the whole sequence; drafted positions have no layers,
-    which is what zeros are once they are normed."""
+    """Two passes of a chain against forwards over the whole sequence; drafted positions have no
+    layers, that is, zeros, which stay zeros when normed."""
     head = random_head(target, k, fusion=fusion, feature_layers=LAYERS)
     drafter = Recording(head, target, StaticTree.chain(2 * k, k), 1, 128)
     prompt = prompts()[2]
@@ -292,8 +292,8 @@ def test_drafting_predicts_what_the_head_predicts_in_training(target, fusion, k)
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_decoding_is_plain_decoding_token_for_token(target, rows, temperature):
-    """Greedy and with shared noise, prompts read in parts, also in front of copied tokens."""
+def test_output_equals_that_of_plain_decoding(target, rows, temperature):
+    """Greedy and with shared noise, prompts read in chunks, also with copied tokens appended."""
     requests = [Request(p, 14, temperature=temperature, seed=n) for n, p in enumerate(prompts())]
     expected = decode(Decoder(target, None, rows, 128), requests)
     head = random_head(target, 2, feature_layers=LAYERS)
@@ -304,12 +304,12 @@ def test_decoding_is_plain_decoding_token_for_token(target, rows, temperature):
         assert decode(decoder, requests, accepts=False) == expected
 
 
-def test_ranks_are_counted_with_the_layers(target):
-    """Position by position, by one forward over each text."""
+def test_rank_shares_equal_a_count_by_whole_text_forwards(target):
+    """For every position, with the layers."""
     head = random_head(target, 1, feature_layers=LAYERS)
     texts = [Text(3, prompts()[4]), Text(5, prompts()[5])]
     found = shares_of(rank_traces(head, target, texts, 1), texts)
-    seen = torch.zeros(1, 21)  # the last: beyond the ranks that are counted
+    seen = torch.zeros(1, 21)  # the last: ranks beyond those counted
     for start, ids, _ in texts:
         wide = hidden_states(target, torch.tensor(ids))[None, :-1]
         ahead = target.embed(torch.tensor([ids[1:]]))
@@ -321,10 +321,10 @@ def test_ranks_are_counted_with_the_layers(target):
     torch.testing.assert_close(found, (seen / seen.sum())[:, :20])
 
 
-# -- what is told ----------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
-def test_layers_that_the_target_lacks_are_told_before_anything_runs(make, target):
+def test_layers_that_the_target_lacks_are_refused_before_anything_runs(make, target):
     settings, _, reader = make(feature_layers=(1, 4))
     with pytest.raises(TargetError, match=r"data.feature_layers = \[1, 4\]: each must be below 4"):
         build_caches(settings, reader, make_accelerator(settings))
@@ -338,7 +338,7 @@ def test_layers_that_the_target_lacks_are_told_before_anything_runs(make, target
         random_head(target, feature_layers=(1, 1))
 
 
-def test_a_cache_without_a_heads_layers_is_told_with_both_and_the_command(make, target):
+def test_a_cache_without_a_heads_layers_is_refused_with_the_command_to_build_it(make, target):
     reader = (made := make())[2]
     cache, wanted = build(made), feature_settings(*make(feature_layers=LAYERS))
     remedy = r"accelerate launch data/cache.py RECIPE data.feature_layers=\[3,1\]"
@@ -361,7 +361,7 @@ def test_a_cache_without_a_heads_layers_is_told_with_both_and_the_command(make, 
     assert (lines["shards"], lines["features"], lines["scale"]) == ("pass",) * 3
 
 
-def test_the_plan_counts_what_layers_take():
+def test_the_plan_counts_the_cost_of_layers():
     plain = load_recipe("recipes/vicuna7b.yaml")
     deep = load_recipe("recipes/vicuna7b.yaml", ["data.feature_layers=[2,16,29]"])
     before, after = make_plan(plain, rows=10, tokens=1000), make_plan(deep, rows=10, tokens=1000)
@@ -373,7 +373,7 @@ def test_the_plan_counts_what_layers_take():
     assert "3 layers beside the feature" in lines["feature cache"]
 
 
-def test_a_run_with_layers_goes_from_tokens_to_the_doctor(tmp_path):
+def test_a_run_with_layers_trains_benchmarks_and_passes_the_doctor(tmp_path):
     small = ["train.steps=2", "train.batch_size=2", "train.threads=1", "data.limit=8"]
     small += ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=8"]
     small += ["eval.methods=[plain,falcon_tree]", "data.feature_layers=[3,9]"]

@@ -1,4 +1,4 @@
-"""Pushing to the Hub and loading from it, with the real client, against a stand-in on loopback."""
+"""Pushing to the Hub and loading from it, with the real client and a local stand-in server."""
 
 import hashlib
 import importlib.util
@@ -37,7 +37,7 @@ from specdraft.recipes.fitted_tree import Fit
 from specdraft.recipes.load import from_dict, load_recipe
 from specdraft.recipes.static_trees import load_tree_paths
 
-# Three small runs are made once for all tests: keep them in one worker.
+# The tests share three small runs: keep them in one worker.
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["data.limit=8", "eval.limit=1", "eval.validation=1", "eval.max_new_tokens=12"]
@@ -68,7 +68,7 @@ def hub():
 
 @pytest.fixture(scope="module")
 def nursery(hub: LocalHub, tmp_path_factory) -> Iterator[Nursery]:
-    """Not that of other tests: huggingface_hub reads its environment when it is imported."""
+    """Separate from other tests', since huggingface_hub reads its environment on import."""
     cache = tmp_path_factory.mktemp("hf")
     nursery = Nursery(os.environ | {"COLUMNS": "200"} | hub.environment(cache))
     yield nursery
@@ -83,7 +83,7 @@ def run(nursery: Nursery, *command: object, **changes: str) -> subprocess.Comple
 
 @pytest.fixture(scope="module")
 def runs(nursery: Nursery, tmp_path_factory) -> Path:
-    """A head, a student and a table, each made and pushed to you/KIND by its own entry."""
+    """A head, a student and a table, each made and pushed to you/KIND by its own command."""
     folder = tmp_path_factory.mktemp("runs")
     for kind, command in ENTRIES.items():
         places = [f"output.dir={folder / kind}", f"data.cache_dir={folder / 'cache'}"]
@@ -95,7 +95,7 @@ def runs(nursery: Nursery, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def push(nursery: Nursery, runs, tmp_path_factory):
-    """Run models/push.py with arguments; a run goes by its name."""
+    """Run models/push.py with arguments; names of runs become their folders."""
     script = tmp_path_factory.mktemp("push") / "push.py"
     script.write_text(PUSH)
 
@@ -115,7 +115,7 @@ def code(card: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ENTRIES)
-def test_a_run_with_a_repository_ends_there_in_one_commit(hub, runs, kind):
+def test_a_run_with_a_repository_is_pushed_there_in_one_commit(hub, runs, kind):
     before, after = hub.commits[f"you/{kind}"]["main"]
     assert hub.private[f"you/{kind}"]
     assert set(before) == {".gitattributes"}
@@ -131,7 +131,7 @@ def test_a_run_with_a_repository_ends_there_in_one_commit(hub, runs, kind):
 
 
 @pytest.mark.parametrize("kind", ENTRIES)
-def test_a_card_says_what_the_drafter_is_and_how_good(hub, runs, kind):
+def test_a_card_describes_the_drafter_and_its_figures(hub, runs, kind):
     files = hub.commits[f"you/{kind}"]["main"][-1]
     card = files["README.md"].decode()
     assert front_matter(card)["license"] == "apache-2.0"
@@ -150,7 +150,7 @@ def test_a_card_says_what_the_drafter_is_and_how_good(hub, runs, kind):
         assert f"| head | {form} |" in card
 
 
-def test_a_card_says_what_a_head_reads_and_drafts_among():
+def test_a_card_names_a_heads_layers_and_draft_vocabulary():
     config = {"block_size": 1, "fusion": "linear", "vocab_size": 32000}
     more = {"feature_layers": [2, 16], "draft_vocab": 8000}
     assert head_facts(config) == "1 token a pass; fusion linear"
@@ -160,7 +160,7 @@ def test_a_card_says_what_a_head_reads_and_drafts_among():
 
 
 @pytest.mark.parametrize("kind", ENTRIES)
-def test_the_real_card_lies_beside_the_drafter(hub, runs, kind):
+def test_the_pushed_card_is_also_in_the_drafters_folder(hub, runs, kind):
     card = (runs / kind / kind / "README.md").read_text()
     assert card == hub.commits[f"you/{kind}"]["main"][-1]["README.md"].decode()
     assert "More Information Needed" not in card
@@ -174,7 +174,7 @@ def test_the_real_card_lies_beside_the_drafter(hub, runs, kind):
     assert told["tokens_per_step"] == round(measured["tokens_per_step"], 3)
 
 
-def test_a_benchmark_has_a_table_of_its_own_where_it_is_of_the_same_weights(head_run):
+def test_a_benchmark_of_the_same_weights_gets_its_own_table_in_the_card(head_run):
     run, pushed = head_run
     report = json.loads((run / "falcon" / "report.json").read_text())
     rows = report["runs"]
@@ -187,13 +187,13 @@ def test_a_benchmark_has_a_table_of_its_own_where_it_is_of_the_same_weights(head
         (run / "bench" / name).mkdir(parents=True)
         (run / "bench" / name / "report.json").write_text(json.dumps(report | more))
     card = pushed()["README.md"].decode()
-    assert card.count("| method |") == 3  # of the training; of the benchmark, by temperature
+    assert card.count("| method |") == 3  # the training's, and the benchmark's at two temperatures
     assert "7 answers to the bundled prompts, up to 12 new tokens, temperature 1, batch 1" in card
     assert "9 answers" not in card
 
 
-def test_a_local_folder_is_no_data_set_wherever_the_push_is_made(head_run, monkeypatch):
-    """`you/chats` was a folder where training ran, and its report could tell."""
+def test_a_local_folder_of_the_training_machine_is_never_listed_as_a_dataset(head_run, monkeypatch):
+    """`you/chats` was a folder on the training machine, as its report shows."""
     run, pushed = head_run
     path = run / "falcon" / "report.json"
     report = json.loads(path.read_text())
@@ -213,7 +213,7 @@ head.push_to_hub("you/mixed")
 """
 
 
-def test_the_librarys_own_push_publishes_no_more_than_ours(hub, nursery, runs, tmp_path):
+def test_push_to_hub_publishes_only_the_drafters_files(hub, nursery, runs, tmp_path):
     (tmp_path / "push.py").write_text(MIXIN)
     done = run(nursery, tmp_path / "push.py", runs / "falcon" / "falcon")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -224,7 +224,7 @@ def test_the_librarys_own_push_publishes_no_more_than_ours(hub, nursery, runs, t
 
 
 @pytest.mark.parametrize("kind", ENTRIES)
-def test_nothing_that_is_pushed_names_a_place_of_this_machine(hub, runs, kind):
+def test_pushed_files_contain_no_local_path(hub, runs, kind):
     for name, content in hub.commits[f"you/{kind}"]["main"][-1].items():
         assert str(runs).encode() not in content, name
         assert str(ROOT).encode() not in content, name
@@ -232,7 +232,7 @@ def test_nothing_that_is_pushed_names_a_place_of_this_machine(hub, runs, kind):
 
 @pytest.fixture
 def head_run(runs, tmp_path):
-    """A copy of the head's run, to add to; and what of it a push would publish."""
+    """A copy of the head's run to modify, and the files a push of it would publish."""
     run = shutil.copytree(runs / "falcon", tmp_path / "run")
 
     def pushed(*overrides: str) -> dict[str, Path | bytes]:
@@ -260,7 +260,7 @@ def test_only_the_files_of_a_drafter_are_pushed(head_run):
 @pytest.mark.parametrize(
     "name", ["falcon/config.json", "falcon/model.safetensors", "falcon/tokenizer.json", "falcon"]
 )
-def test_no_link_is_followed(head_run, tmp_path, name):
+def test_a_push_follows_no_link(head_run, tmp_path, name):
     run, pushed = head_run
     link, secret = run / name, tmp_path / "secret"
     if link.exists():
@@ -281,8 +281,8 @@ def test_a_damaged_drafter_is_not_pushed(head_run):
         pushed()
 
 
-def test_paths_of_target_and_data_become_names(head_run, tmp_path):
-    """Wherever they stand: in the recipe, the head's config, the report, the card."""
+def test_local_paths_of_target_and_data_are_pushed_as_names(head_run, tmp_path):
+    """In the recipe, the head's config, the report and the card."""
     run, pushed = head_run
     model, chats = tmp_path / "private" / "my-model", tmp_path / "private" / "chats.jsonl"
     path = run / "falcon" / "config.json"
@@ -299,7 +299,7 @@ def test_paths_of_target_and_data_become_names(head_run, tmp_path):
     ]  # fmt: skip
     report["recipe"]["target"]["model"], report["recipe"]["data"]["sources"] = str(model), sources
     (run / "report.json").write_text(json.dumps(report))
-    (run / "falcon" / "report.json").unlink()  # as in runs from before it lay there
+    (run / "falcon" / "report.json").unlink()  # as in older runs
     template = tmp_path / "my.jinja"
     template.write_text("{{ messages[0].content }}")
     files = pushed(
@@ -324,8 +324,8 @@ def test_paths_of_target_and_data_become_names(head_run, tmp_path):
     from_dict(recipe)
 
 
-def test_a_cards_lines_ask_in_the_form_that_the_head_was_trained_on():
-    """By the template of its recipe: the target's own tokenizer may have none, or another."""
+def test_a_cards_example_uses_the_recipes_chat_template():
+    """The target's own tokenizer may have no template, or another one."""
     recipe = load_recipe("tiny", ["hub.repo_id=you/t", "target.chat_template=vicuna"])
     lines = usage(recipe, CARDS["falcon"], "you/t", chat=True)
     known: dict = {}
@@ -360,7 +360,7 @@ print(text, told.trust_remote_code)
 """
 
 
-def test_a_recipe_of_the_hub_says_neither_whose_code_runs_nor_where_files_go(
+def test_a_recipe_from_the_hub_cannot_allow_remote_code_or_set_output_paths(
     hub, nursery, runs, tmp_path
 ):
     files = dict(hub.commits["you/falcon"]["main"][-1])
@@ -383,7 +383,7 @@ print(told.target.trust_remote_code, told.output.dir)
 """
 
 
-def test_a_card_shows_what_a_name_would_have_a_terminal_do(runs):
+def test_a_card_shows_control_characters_in_names_as_visible_symbols(runs):
     names = r'data.sources=["a|b\e]52;c;aGk=\a.jsonl", "c\n# d.jsonl"]'
     recipe = load_recipe("tiny", [names, r'target.model="my\e[2J"', "hub.repo_id=you/t"])
     config = json.loads((runs / "falcon" / "falcon" / "config.json").read_text())
@@ -393,7 +393,7 @@ def test_a_card_shows_what_a_name_would_have_a_terminal_do(runs):
     assert not {"\x1b", "\a"} & set(card)
 
 
-def test_the_server_that_answered_is_nobodys_business(head_run):
+def test_the_address_of_the_answering_server_is_not_pushed(head_run):
     _, pushed = head_run
     files = pushed("data.answers=target", "data.server=http://10.0.0.7:8000/v1")
     assert b"10.0.0.7" not in files["recipe.yaml"] + files["README.md"]
@@ -413,11 +413,11 @@ def test_the_server_that_answered_is_nobodys_business(head_run):
         ("a sentence / with a slash", "a sentence / with a slash"),
     ],
 )
-def test_a_path_is_told_from_a_name_of_the_hub(path, name):
+def test_local_paths_are_shortened_and_hub_names_are_kept(path, name):
     assert portable({"key": [path]}) == {"key": [name]}
 
 
-def test_what_would_be_pushed_is_shown_before_it_is(hub, runs, push):
+def test_a_dry_run_shows_what_would_be_pushed_and_pushes_nothing(hub, runs, push):
     (runs / "falcon" / "falcon" / "notes.txt").write_text("mine")
     try:
         dry, calls = push("falcon", "you/shown", "--dry-run"), len(hub.calls)
@@ -434,7 +434,7 @@ def test_what_would_be_pushed_is_shown_before_it_is(hub, runs, push):
         (runs / "falcon" / "falcon" / "notes.txt").unlink()
 
 
-def test_a_head_from_before_heads_had_kinds_is_called_what_its_config_makes_it(tmp_path):
+def test_the_kind_of_a_head_in_an_older_runs_folder_follows_from_its_config(tmp_path):
     one, two = {"block_size": 1, "fusion": "linear"}, {"block_size": 2, "fusion": "linear"}
     (tmp_path / "head").mkdir()
     for config, kind in ((one, "eagle"), (two, "falcon"), ({"architecture": "eagle3"}, "eagle3")):
@@ -443,14 +443,14 @@ def test_a_head_from_before_heads_had_kinds_is_called_what_its_config_makes_it(t
     assert CARDS["eagle"].noun == "An EAGLE-1 head"
 
 
-def test_a_card_says_what_an_eagle_3_head_is():
+def test_a_card_describes_an_eagle_3_head():
     config = {"architecture": "eagle3", "feature_layers": [2, 6, 9], "vocab_size": 2048}
     assert head_facts(config).startswith(
         "1 token a pass; fusion of layers (EAGLE-3); also reads lay"
     )
 
 
-def test_the_pushed_recipe_is_the_one_that_ran_without_the_places_of_this_machine(hub, runs):
+def test_the_pushed_recipe_is_the_one_that_ran_without_local_paths(hub, runs):
     text = hub.commits["you/falcon"]["main"][-1]["recipe.yaml"].decode()
     assert str(runs) not in text
     pushed, ran = from_dict(yaml.safe_load(text)), load_recipe(runs / "falcon" / "recipe.yaml")
@@ -499,7 +499,7 @@ except UserError as error:
 """
 
 
-def test_what_was_pushed_loads_back_by_its_name_and_by_the_lines_of_its_card(
+def test_a_pushed_drafter_loads_by_its_name_and_by_its_cards_example(
     hub, nursery, runs, tmp_path
 ):
     cards = [tmp_path / f"{kind}.py" for kind in ENTRIES]
@@ -520,7 +520,7 @@ def test_what_was_pushed_loads_back_by_its_name_and_by_the_lines_of_its_card(
 
 
 @pytest.mark.parametrize("kind", ENTRIES)
-def test_a_command_takes_a_name_of_the_hub_or_a_copied_folder(hub, nursery, runs, tmp_path, kind):
+def test_a_command_takes_a_hub_name_or_a_copied_folder(hub, nursery, runs, tmp_path, kind):
     few = ["eval.limit=1", "eval.max_new_tokens=4", f"output.dir={tmp_path / 'out'}"]
     copied = shutil.copytree(runs / kind / kind, tmp_path / "mine")
     for name in (f"you/{kind}", copied):
@@ -551,10 +551,10 @@ assert torch.equal(here.lm_head, there.lm_head)
 
 
 @pytest.mark.parametrize(("moment", "shown"), [(1e9, False), (1e-9, True)])
-def test_a_download_has_a_bar_only_for_who_waits_for_it(monkeypatch, moment, shown):
+def test_only_a_slow_download_shows_a_bar(monkeypatch, moment, shown):
     monkeypatch.setattr(download_bar, "MOMENT", moment)
     hub = sys.modules[download_bar.tqdm.__module__]
-    # Commands of other tests may have turned the bars off for this process.
+    # Other tests' commands may have turned off bars in this process.
     monkeypatch.setattr(hub, "are_progress_bars_disabled", lambda name: False)
     screen = io.StringIO()
     bar = download_bar.DownloadBar(total=2, file=screen, mininterval=0)
@@ -566,8 +566,8 @@ def test_a_download_has_a_bar_only_for_who_waits_for_it(monkeypatch, moment, sho
     assert shown or screen.getvalue() == ""
 
 
-def test_a_head_of_others_is_read_by_its_name(nursery, tmp_path):
-    """In an engine's layout; tests/models/test_eagle3.py has what is read of it."""
+def test_a_published_head_in_an_engines_layout_is_read_by_its_hub_name(nursery, tmp_path):
+    """tests/models/test_eagle3.py tests what is read."""
     sizes = json.loads((bundled_target_dir() / "config.json").read_text())
     head = random_eagle3(SimpleNamespace(**sizes), feature_layers=(2, 6, 9), draft_vocab=99)
     serve_eagle3(head, "vllm", 512).write(tmp_path / "head")
@@ -587,7 +587,7 @@ def test_a_head_of_others_is_read_by_its_name(nursery, tmp_path):
         ("POST commit", 500),
     ],
 )
-def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, push, call, how):
+def test_a_failed_push_publishes_nothing_and_says_how_to_retry(hub, runs, push, call, how):
     repo, before = f"you/{call.replace(' ', '-')}-{how}", len(hub.calls)
     hub.objects.clear()
     hub.fail = {call: how}
@@ -605,13 +605,13 @@ def test_a_failed_push_shows_nothing_and_says_how_to_go_on(hub, runs, push, call
     done = push("falcon", repo)
     assert done.returncode == 0, done.stderr
     assert set(hub.commits[repo]["main"][-1]) >= {"model.safetensors", "config.json", "README.md"}
-    # What had arrived before is not sent again.
+    # Files uploaded before are not sent again.
     assert hub.calls[again:].count("PUT lfs") == len(hub.objects) - uploaded
     assert (uploaded > 0) == (call == "POST commit")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_a_push_that_is_stopped_does_not_wait_for_what_it_uploads(
+def test_an_interrupted_push_does_not_wait_for_its_uploads(
     hub, nursery, runs, monkeypatch, number
 ):
     shutil.copytree(runs / "falcon", again := runs / f"stopped-{number}")
@@ -620,7 +620,7 @@ def test_a_push_that_is_stopped_does_not_wait_for_what_it_uploads(
     def store(handler, body, oid):
         began.set()
         released.wait()
-        with suppress(OSError):  # whom it would answer is gone
+        with suppress(OSError):  # the client is gone
             handler.answer({})
 
     monkeypatch.setattr(Handler, "store", store)
@@ -640,7 +640,7 @@ def test_a_push_that_is_stopped_does_not_wait_for_what_it_uploads(
     assert len(hub.commits[name]["main"]) == 1
 
 
-def test_a_repeated_push_replaces_what_is_loaded_and_leaves_other_files_alone(hub, runs, push):
+def test_a_repeated_push_replaces_drafter_files_and_keeps_others(hub, runs, push):
     assert push("falcon", "you/again").returncode == 0
     files = hub.commits["you/again"]["main"][-1]
     older = {"model-00001-of-00002.safetensors", "tree.yaml", "target_template.jinja"}
@@ -654,7 +654,7 @@ def test_a_repeated_push_replaces_what_is_loaded_and_leaves_other_files_alone(hu
     assert files["model.safetensors"] == table
 
 
-def test_a_revision_is_a_branch_of_its_own(hub, runs, push):
+def test_a_revision_is_pushed_to_its_own_branch(hub, runs, push):
     done = push("falcon", "you/branched", "hub.revision=v2")
     assert done.returncode == 0, done.stderr
     branches = hub.commits["you/branched"]
@@ -685,7 +685,7 @@ def test_two_revisions_of_one_name_are_refused():
         fetch("you/x@v2", "v3")
 
 
-def test_nothing_becomes_public_by_accident(hub, runs, push):
+def test_a_push_never_changes_or_ignores_a_repositorys_visibility(hub, runs, push):
     assert push("falcon", "you/open", "hub.private=false").returncode == 0
     assert not hub.private["you/open"]
     refused = push("falcon", "you/open")
@@ -701,7 +701,7 @@ def test_nothing_becomes_public_by_accident(hub, runs, push):
     assert hub.private["you/closed"]
 
 
-def test_without_credentials_training_does_not_even_start(nursery, tmp_path):
+def test_without_hub_credentials_training_does_not_start(nursery, tmp_path):
     arguments = [*ENTRIES["table"], "hub.repo_id=you/no", f"output.dir={tmp_path / 'run'}"]
     done = run(nursery, *arguments, HF_TOKEN="")
     assert done.returncode == 2
@@ -717,7 +717,7 @@ def test_without_credentials_training_does_not_even_start(nursery, tmp_path):
         (["falcon", "you/a--b"], "hub.repo_id = 'you/a--b': the Hub takes no such name"),
     ],
 )
-def test_what_cannot_be_pushed_is_one_clear_message(push, arguments, message):
+def test_what_cannot_be_pushed_gives_one_clear_message(push, arguments, message):
     done = push(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
@@ -736,14 +736,14 @@ def test_a_folder_is_never_looked_for_on_the_hub(tmp_path, monkeypatch):
         fetch("you/head")
 
 
-def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
+def test_without_matplotlib_no_training_curve_is_made(tmp_path, monkeypatch):
     log = tmp_path / "log.jsonl"
     log.write_text('{"kind": "train", "step": 1, "loss": 2.0}\n')
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert curve(log) is None
 
 
-def test_a_log_that_a_killed_run_left_is_read_as_far_as_it_is_whole(tmp_path):
+def test_the_valid_records_of_a_killed_runs_log_are_read(tmp_path):
     log = tmp_path / LOG
     lines = ['{"kind": "train", "step": 1, "loss": 2.0}', "5", "[]", '{"kind": "train"}', "\xff"]
     lines += ['{"kind": "eval", "step": 1}', '{"kind": "train", "step": 2, "lo']
@@ -753,7 +753,7 @@ def test_a_log_that_a_killed_run_left_is_read_as_far_as_it_is_whole(tmp_path):
     assert curve(log) is not None
 
 
-def test_a_card_tells_which_figures_are_of_a_tree_that_was_fitted_anew_since(runs):
+def test_a_card_marks_figures_measured_with_another_tree_than_the_current(runs):
     report = json.loads((runs / "falcon" / "report.json").read_text())
     for run in report["runs"]:
         run["tree"] = "fitted, 7 nodes to depth 6" if run["method"] == "falcon_tree" else None
@@ -771,8 +771,8 @@ def test_a_card_tells_which_figures_are_of_a_tree_that_was_fitted_anew_since(run
 
 
 @pytest.mark.parametrize("repo", [None, "you/t"])
-def test_a_cards_lines_name_the_place_of_the_drafter_that_it_is_about(runs, repo):
-    """By which it is fitted and loaded: the repository, or the folder that the card lies in."""
+def test_a_cards_examples_name_the_drafters_repository_or_folder(runs, repo):
+    """To fit and to load it: the repository, or else the folder of the card."""
     run = runs / "falcon"
     named = [f"hub.repo_id={repo or 'null'}", f"output.dir={run}", "eval.tree=auto"]
     recipe, place = load_recipe(run / "recipe.yaml", named), repo or run / "falcon"
@@ -785,7 +785,7 @@ def test_a_cards_lines_name_the_place_of_the_drafter_that_it_is_about(runs, repo
     assert f'"head": "{place}"' in card
 
 
-def test_the_tree_that_a_recipe_names_lies_beside_the_head_here_and_on_the_hub(runs):
+def test_the_recipes_tree_is_saved_with_the_head_locally_and_on_the_hub(runs):
     named, beside = "tiny_coupled_k3", runs / "falcon" / "falcon" / "tree.yaml"
     assert {*load_tree_paths(str(beside))} == {*load_tree_paths(named)}
     recipe = load_recipe(runs / "falcon" / "recipe.yaml", ["hub.repo_id=you/t"])
@@ -797,7 +797,7 @@ def test_the_tree_that_a_recipe_names_lies_beside_the_head_here_and_on_the_hub(r
     assert yaml.safe_load(files["recipe.yaml"])["eval"]["tree"] == named
 
 
-def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):
+def test_a_users_own_tree_is_pushed_with_the_head(runs, tmp_path):
     tree = tmp_path / "mine.yaml"
     tree.write_text("name: of my own\npaths: [[0], [1], [0, 0]]\n")
     recipe = load_recipe(
@@ -805,7 +805,7 @@ def test_a_tree_of_ones_own_goes_along_with_the_head(runs, tmp_path):
     )
     files = contents(recipe, CARDS["falcon"])
     assert yaml.safe_load(files["tree.yaml"]) == {"paths": [[0], [1], [0, 0]]}
-    assert 'falcon("you/t")' in files["README.md"].decode()  # it lies beside the weights there
+    assert 'falcon("you/t")' in files["README.md"].decode()  # the tree is with the weights
     made = files["custom_generate/generate.py"].decode()
     assert "falcon(source, revision=revision)" in made
     compile(made, "generate.py", "exec")

@@ -1,4 +1,4 @@
-"""Medusa heads: what they learn from, what they draft, and that neither changes the output."""
+"""Medusa heads: their training, their drafts, and that drafts change no output."""
 
 import json
 from itertools import product
@@ -63,7 +63,7 @@ def random_heads(target, heads=DEPTH, layers=1, lm_heads="own", seed=1) -> Medus
 
 
 def naive_logits(heads, target, feature, h):
-    """Head h of 1.. on one feature [H], written as the paper has it."""
+    """Head h (from 1) on one feature [H], as the paper writes it."""
     x = feature
     for number in range(heads.config.layers):
         x = x + torch.nn.functional.silu(
@@ -100,7 +100,7 @@ def train(out, target, evaluate=None, **changes):
     return state, {name: tensor.clone() for name, tensor in heads.state_dict().items()}
 
 
-# -- what they learn from --------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 SETTINGS = [
     {},
@@ -111,8 +111,8 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("changes", SETTINGS)
-def test_loss_and_gradient_are_those_of_every_head_at_every_position(target, changes):
-    """Head h at i answers t_(i+1+h), counts where the mask has it, with weight 0.8^h."""
+def test_loss_and_gradient_equal_a_naive_sum_over_heads_and_positions(target, changes):
+    """Head h at position i predicts t_(i+1+h), which counts if in the mask, with weight 0.8^h."""
     recipe = make_recipe(**changes)
     section = recipe.medusa
     heads = random_heads(target, 3, section.layers, section.lm_heads)
@@ -148,7 +148,7 @@ def test_loss_and_gradient_are_those_of_every_head_at_every_position(target, cha
         torch.testing.assert_close(slope, parameter.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_untrained_heads_say_what_the_target_says_next(target):
+def test_untrained_heads_predict_the_targets_next_token(target):
     for lm_heads in ("own", "shared"):
         config = MedusaConfig(target.hidden_size, target.vocab_size, 2, 2, lm_heads)
         heads, feature = MedusaHeads.of(config, target.lm_head_weight), torch.randn(16)
@@ -169,10 +169,10 @@ def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path, target):
 
 
 class CrashError(Exception):
-    """Stands for whatever ends a process between two steps."""
+    """Stands for anything that ends a process between two steps."""
 
 
-def test_a_run_that_was_cut_off_goes_on_bit_for_bit(tmp_path, target):
+def test_an_interrupted_run_resumes_bit_for_bit(tmp_path, target):
     changes = {"train.save_every": 1, "train.eval_every": 1}
 
     def crash(heads, step):
@@ -198,13 +198,13 @@ def test_training_lowers_the_loss(tmp_path, target, changes):
     assert sum(last["accuracy"]) > sum(first["accuracy"])
 
 
-def test_bfloat16_trains_and_keeps_float32_masters(tmp_path, target):
+def test_bfloat16_training_keeps_float32_master_weights(tmp_path, target):
     _, weights = train(tmp_path, target, **{"train.precision": "bfloat16"})
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
     assert all(record["loss"] > 0 for record in log_lines(tmp_path))
 
 
-# -- what they draft -------------------------------------------------------------------------------
+# -- drafts ----------------------------------------------------------------------------------------
 
 
 def drafters(target, rows):
@@ -220,7 +220,7 @@ def drafters(target, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_greedy_output_is_that_of_the_model_without_a_cache(target, rows):
+def test_greedy_output_equals_that_of_the_model_without_a_cache(target, rows):
     requests = [Request(prompt, 17) for prompt in prompts()]
     expected = [plain_tokens(target, prompt, 17) for prompt in prompts()]
     for name, drafter in drafters(target, rows):
@@ -229,7 +229,7 @@ def test_greedy_output_is_that_of_the_model_without_a_cache(target, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_seeded_sampling_gives_plain_decodings_tokens(target, rows):
+def test_sampled_output_equals_that_of_plain_seeded_sampling(target, rows):
     settings = {"temperature": 1.3, "top_k": 15, "top_p": 0.95}
     requests = [Request(p, 15, seed=n, **settings) for n, p in enumerate(prompts())]
     expected = [decode(Decoder(target, None, 1, 128), [request])[0] for request in requests]
@@ -238,7 +238,7 @@ def test_seeded_sampling_gives_plain_decodings_tokens(target, rows):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_outputs_follow_the_targets_law_where_nodes_of_a_depth_share_their_draw(target, rule):
+def test_outputs_follow_the_targets_distribution_if_nodes_share_their_draw(target, rule):
     paths = CHAIN.paths if rule == "block" else PATHS
     tree = StaticTree(paths, max(map(len, paths)))
     check_law(target, MedusaDrafter(random_heads(target), target, tree, 100), rule, 100)
@@ -249,7 +249,7 @@ def test_generate_drafts_with_the_heads_of_a_folder(target, tmp_path):
     (tmp_path / "tree.yaml").write_text("paths: [[0], [1], [0, 0]]\n")
     ids = torch.tensor([prompts(2)[1]])
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
-    config["target"] = {}  # the copy that `generate` makes has an identity of its own
+    config["target"] = {}  # `generate` copies the model, under another identity
     (tmp_path / "heads" / "config.json").write_text(json.dumps(config))
     (tmp_path / "heads" / "SHA256SUMS").unlink()
     fast = Speculative(medusa(tmp_path / "heads", str(tmp_path / "tree.yaml")))
@@ -258,8 +258,8 @@ def test_generate_drafts_with_the_heads_of_a_folder(target, tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_draft_ranks_the_tokens_of_each_head_behind_the_last_feature(target, temperature):
-    """Whatever was accepted before; by log q + G with the noise of the token's own position."""
+def test_a_draft_has_the_ranked_tokens_of_each_head_after_the_last_feature(target, temperature):
+    """Whatever was accepted before; sampled by log q + G with the noise of the token's position."""
     from specdraft.eval.engine.sampling import gumbel
 
     heads = random_heads(target)
@@ -267,7 +267,7 @@ def test_a_draft_ranks_the_tokens_of_each_head_behind_the_last_feature(target, t
     drafted = []
 
     class Recorder:
-        """Notes every draft."""
+        """Records every draft."""
 
         forwards, max_nodes, rules = 0, drafter.max_nodes, drafter.rules
         start, observe, from_tokens = drafter.start, drafter.observe, False
@@ -284,7 +284,7 @@ def test_a_draft_ranks_the_tokens_of_each_head_behind_the_last_feature(target, t
     assert len(drafted) == len(done.steps) - 1 > 3  # the first step reads the prompt
     tokens, length = prompt + done.tokens, len(prompt)
     for draft, step in zip(drafted, done.steps, strict=False):
-        length += step.emitted  # the last of them is the bonus token, which has no feature yet
+        length += step.emitted  # the last one, the bonus token, has no feature yet
         feature = target.features(torch.tensor([tokens[:length]]))[0, -2].clone()
         for path, token in zip(drafter.tree.paths, draft, strict=True):
             scores = naive_logits(heads, target, feature, len(path)).detach()
@@ -294,17 +294,17 @@ def test_a_draft_ranks_the_tokens_of_each_head_behind_the_last_feature(target, t
             assert token == scores.argsort(descending=True)[path[-1]]
 
 
-def test_a_right_head_is_accepted(target):
-    """A head whose answer is given away: t_(i+2) is a function of the feature at i."""
+def test_the_tokens_of_a_head_that_is_right_are_accepted(target):
+    """The head is fitted to the answer: a linear map from the feature at i to t_(i+2)."""
     prompt = prompts(2)[1]
     answer = plain_tokens(target, prompt, 8)
     heads = random_heads(target, 1)
     ids = torch.tensor([prompt + answer])
-    features = target.features(ids)[0, len(prompt) - 1 : -2].clone()  # that drafts are made from
+    features = target.features(ids)[0, len(prompt) - 1 : -2].clone()  # drafted from
     wanted = torch.nn.functional.one_hot(ids[0, len(prompt) + 1 :], VOCAB).float()
     with torch.no_grad():
         heads.weight.zero_()
-        heads.bias.fill_(-100.0)  # SiLU of it is zero
+        heads.bias.fill_(-100.0)  # SiLU gives zero
         heads.lm_heads[0] = (torch.linalg.pinv(features) @ wanted).T
     drafter = MedusaDrafter(heads, target, StaticTree([(0,)], 1))
     done = next(Decoder(target, drafter, 1, 64).run([Request(prompt, 8)]))
@@ -312,13 +312,13 @@ def test_a_right_head_is_accepted(target):
     assert [step.accepted for step in done.steps[1:4]] == [1, 1, 1]
 
 
-def test_a_tree_is_grown_from_how_often_each_rank_of_each_head_is_right(target):
+def test_shares_equal_how_often_each_rank_of_each_head_is_right(target):
     heads, texts = random_heads(target, 3), [Text(4, prompts(4)[3]), Text(2, prompts(3)[2])]
     found, seen = torch.zeros(3, WIDTH), torch.zeros(3, 1)
     for start, ids, _ in texts:
         features = target.features(torch.tensor([ids]))[0].clone()
         for i, h in product(range(start - 1, len(ids)), (1, 2, 3)):
-            if i + 1 + h < len(ids):  # the end of the text is behind
+            if i + 1 + h < len(ids):  # not beyond the text
                 seen[h - 1] += 1
                 order = naive_logits(heads, target, features[i], h).argsort(descending=True)
                 rank = order.tolist().index(ids[i + 1 + h])
@@ -330,7 +330,7 @@ def test_a_tree_is_grown_from_how_often_each_rank_of_each_head_is_right(target):
 
 
 @pytest.mark.parametrize("lm_heads", ["own", "shared"])
-def test_the_plan_counts_the_heads_that_are_made(lm_heads):
+def test_the_plan_counts_the_parameters_of_the_heads(lm_heads):
     recipe = load_recipe(RECIPE, [f"medusa.lm_heads={lm_heads}"])
     plan = make_plan(recipe)
     made = 4 * (128 * 128 + 128) + (4 * 2048 * 128 if lm_heads == "own" else 0)
@@ -341,7 +341,7 @@ def test_the_plan_counts_the_heads_that_are_made(lm_heads):
 # -- files and bad input ---------------------------------------------------------------------------
 
 
-def test_saved_heads_are_the_same_heads(target, tmp_path):
+def test_saved_heads_load_unchanged(target, tmp_path):
     for lm_heads in ("own", "shared"):
         heads, folder = random_heads(target, 2, 2, lm_heads), tmp_path / lm_heads
         heads.save_pretrained(folder)
@@ -395,7 +395,7 @@ def test_a_method_without_its_heads_is_refused(target):
         (["student.layers=1"], "medusa.heads = 4: the recipe has a student, too"),
     ],
 )
-def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
+def test_invalid_settings_are_refused_when_the_recipe_is_read(overrides, message):
     with pytest.raises(RecipeError) as caught:
         load_recipe(RECIPE, overrides, check=problems)
     assert message in str(caught.value)
@@ -409,12 +409,12 @@ def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
         (["recipes/tiny_medusa.yaml", "train.checkpointing=true"], "no decoder layers; set it to"),
     ],
 )
-def test_bad_input_is_one_clear_message_before_any_training(arguments, message):
+def test_bad_input_gives_one_clear_message_before_any_training(arguments, message):
     with pytest.raises(RecipeError, match=message):
         check(head_kind("medusa"), load_recipe(ROOT / arguments[0], arguments[1:]))
 
 
-def test_a_run_leaves_measured_heads_that_are_measured_and_exported_again(tmp_path):
+def test_trained_heads_are_measured_benchmarked_and_exported(tmp_path):
     small = ["train.steps=4", "train.batch_size=4", "train.eval_every=2", "data.limit=8"]
     small += [
         "eval.limit=2",
@@ -428,7 +428,7 @@ def test_a_run_leaves_measured_heads_that_are_measured_and_exported_again(tmp_pa
     rows = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
     assert [row["method"] for row in rows] == ["plain", "medusa_tree"]
     assert all(row["identical"] + row["near_ties"] == 2 for row in rows)
-    # One pass at every step but the first, which reads the prompt.
+    # One pass per step except the first, which reads the prompt.
     assert 0.5 < rows[1]["drafter_forwards_per_step"] < 1
     options = ["--batch-sizes", "1,2", "--temperatures", "1"]
     bench = run_here("eval/bench.py", "recipes/tiny_medusa.yaml", *small, *options)

@@ -1,4 +1,4 @@
-"""A pickle, which may run anything, is refused wherever weights are read; nothing in it runs."""
+"""A pickle, which can run code, is refused wherever weights are read, and nothing in it runs."""
 
 import pickle
 import shutil
@@ -19,7 +19,7 @@ from specdraft.recipes.errors import HeadError, TargetError
 
 
 class Trap:
-    """What runs when it is unpickled."""
+    """An object that runs code when unpickled."""
 
     def __init__(self, place: Path):
         self.place = place
@@ -35,7 +35,7 @@ def tiny():
 
 @pytest.fixture(params=["plain", "torch"])
 def trap(request, tmp_path):
-    """A pickle, by itself or as torch saves one; that it ran shows when the test is over."""
+    """A pickle, plain or saved by torch; after the test, it must not have run."""
     path, sprung = tmp_path / "trap", tmp_path / "sprung"
     if request.param == "plain":
         path.write_bytes(pickle.dumps(Trap(sprung)))
@@ -60,7 +60,7 @@ def drafters(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["head", "medusa", "table"])
-def test_a_drafter_is_no_pickle(drafters, trap, tmp_path, name):
+def test_a_pickle_in_place_of_a_drafter_is_refused(drafters, trap, tmp_path, name):
     weights = tmp_path / name / "model.safetensors"
     shutil.copy(trap, weights)
     with pytest.raises(HeadError, match=r"holds no whole .*: Error while deserializing header"):
@@ -71,7 +71,7 @@ def test_a_drafter_is_no_pickle(drafters, trap, tmp_path, name):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_a_target_is_none_that_runs(tiny, trap, tmp_path, file):
+def test_a_pickle_in_place_of_a_target_is_refused_and_does_not_run(tiny, trap, tmp_path, file):
     folder = tmp_path / "model"
     tiny.config.save_pretrained(folder)
     tiny.tokenizer.save_pretrained(folder)
@@ -84,7 +84,7 @@ def test_a_target_is_none_that_runs(tiny, trap, tmp_path, file):
         load_student(folder, None, tiny)
 
 
-def test_a_shard_of_features_is_none(trap, tmp_path):
+def test_a_pickle_in_place_of_a_feature_shard_is_found_by_its_size(trap, tmp_path):
     shard = tmp_path / "shard"
     shard.write_bytes(b"features")
     entry = describe(shard)

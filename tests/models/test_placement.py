@@ -1,4 +1,4 @@
-"""A target spread over devices, some of its weights on disk, is the target: bit for bit."""
+"""A target spread over devices and disk equals the whole target bit for bit."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +75,7 @@ def placed(folder, spread, dtype="float32", **changes) -> Target:
 
 @pytest.mark.parametrize("spread", MAPS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_features_logits_and_ends_are_those_of_the_whole_target(folder, spread, dtype):
+def test_features_logits_and_embeddings_equal_those_of_the_whole_target(folder, spread, dtype):
     whole, target = Target.load(str(folder), dtype=dtype), placed(folder, MAPS[spread], dtype)
     assert any(tensor.is_meta for tensor in target.model.parameters())
     assert (target.device, target.dtype) == (whole.device, whole.dtype)
@@ -94,7 +94,7 @@ def test_features_logits_and_ends_are_those_of_the_whole_target(folder, spread, 
 
 
 @pytest.mark.parametrize("spread", ["ends", "everything"])
-def test_decoding_is_that_of_the_whole_target(folder, spread):
+def test_decoding_equals_that_of_the_whole_target(folder, spread):
     whole, target = Target.load(str(folder)), placed(folder, MAPS[spread])
     requests = [
         Request(prompt, 8, temperature=0.8 * (n % 2), seed=n, eos_ids=frozenset())
@@ -111,7 +111,7 @@ def test_decoding_is_that_of_the_whole_target(folder, spread):
         assert decode(decoder, requests, accepts=drafter is right) == expected
 
 
-def test_a_model_of_somebody_else_may_be_offloaded_too(folder):
+def test_a_callers_model_may_be_offloaded(folder):
     model = LlamaForCausalLM.from_pretrained(folder)
     requests = [Request(prompts()[2], 9)]
     expected = decode(Decoder(Target.of_model(model), None, 1, 64), requests)
@@ -121,7 +121,7 @@ def test_a_model_of_somebody_else_may_be_offloaded_too(folder):
     assert torch.equal(target.lm_head_weight, TargetEmbeddings.load(str(folder)).lm_head_weight)
 
 
-def test_a_packed_copy_shares_the_weights_that_are_kept_elsewhere(folder):
+def test_a_packed_copy_shares_offloaded_weights_but_has_its_own_hooks(folder):
     model = LlamaForCausalLM.from_pretrained(folder)
     cpu_offload(model, "cpu")
     target = Target.of_model(model)
@@ -131,11 +131,11 @@ def test_a_packed_copy_shares_the_weights_that_are_kept_elsewhere(folder):
         hooks = [(a._hf_hook, b._hf_hook) for a, b in pairs if hasattr(b, "_hf_hook")]
         assert any(hook.weights_map is not None for hook, _ in hooks)
         for ours, their in hooks:
-            assert ours is not their  # what a forward leaves there is its own
+            assert ours is not their  # a forward leaves state in its hooks
             assert ours.weights_map is their.weights_map
 
 
-def test_threads_do_not_take_the_weights_from_each_other(folder):
+def test_threads_can_use_an_offloaded_target_at_the_same_time(folder):
     whole, target = Target.load(str(folder)), placed(folder, MAPS["everything"])
     ids = torch.tensor([prompts()[4]])
     expected = whole.features(ids)
@@ -150,7 +150,7 @@ def test_threads_do_not_take_the_weights_from_each_other(folder):
         assert all(threads.map(work, range(60)))
 
 
-def test_memory_is_kept_to_what_is_given(folder):
+def test_max_memory_is_respected(folder):
     target = placed(folder, "auto", max_memory={"cpu": "20KB"})
     assert set(target.model.hf_device_map.values()) == {"disk"}
     assert not any(tensor.is_meta for tensor in placed(folder, "auto").model.parameters())
@@ -186,7 +186,7 @@ def contents(folder) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("data", [{}, {"answers": "target", "max_new_tokens": 8}], ids=str)
-def test_caches_are_those_of_the_whole_target_byte_for_byte(folder, tmp_path, data):
+def test_caches_equal_those_of_the_whole_target_byte_for_byte(folder, tmp_path, data):
     for name, spread in (("whole", None), ("spread", MAPS["ends"])):
         recipe = recipe_of(folder, tmp_path, spread, cache_dir=str(tmp_path / name), **data)
         build_caches(recipe, Target.of_recipe(recipe.target), accelerator())
@@ -195,7 +195,7 @@ def test_caches_are_those_of_the_whole_target_byte_for_byte(folder, tmp_path, da
     assert "manifest.json" in whole
 
 
-def test_online_features_are_those_of_the_whole_target(folder, tmp_path):
+def test_online_features_equal_those_of_the_whole_target(folder, tmp_path):
     recipe = recipe_of(folder, tmp_path, MAPS["everything"], cache_dir=str(tmp_path))
     whole, spread = Target.load(str(folder)), Target.of_recipe(recipe.target)
     tokens = build_tokens(recipe, whole.tokenizer)
@@ -213,7 +213,7 @@ def shallow(tmp_path_factory) -> str:
     return f"target.model={shallow_target(tmp_path_factory.mktemp('shallow'))}"
 
 
-def test_a_run_from_the_caches_to_the_report_is_that_of_the_whole_target(tmp_path, shallow):
+def test_a_run_gives_the_same_caches_and_losses_as_with_the_whole_target(tmp_path, shallow):
     runs = {"whole": ["train.eval_every=null"], "spread": ["train.eval_every=2"]}
     runs["spread"] += [f"target.device_map={TINY}", "eval.validation=1"]
     for name, overrides in runs.items():
@@ -245,7 +245,7 @@ def test_one_process_makes_the_caches_and_several_train_from_them(tmp_path, shal
     assert [(row["method"], row["identical"]) for row in rows] == [("plain", 1), ("falcon_tree", 1)]
 
 
-def test_several_processes_do_not_each_load_the_whole_target(folder, tmp_path):
+def test_several_processes_do_not_load_the_target_and_train_only_from_caches(folder, tmp_path):
     recipe = recipe_of(folder, tmp_path, "auto", cache_dir=str(tmp_path))
     target = load_target(recipe, accelerator(8))
     assert all(tensor.is_meta for tensor in target.model.parameters())
@@ -264,7 +264,7 @@ def test_several_processes_do_not_each_load_the_whole_target(folder, tmp_path):
     assert target.eos_ids == whole.eos_ids
 
 
-def test_measuring_on_the_way_needs_the_target_in_every_process():
+def test_evaluating_during_training_with_several_processes_is_refused():
     changed = ["target.device_map=auto", "train.eval_every=7"]
     recipe = load_recipe(ROOT / "recipes/tiny.yaml", changed)
     check_launch(recipe, accelerator(1))
@@ -272,7 +272,7 @@ def test_measuring_on_the_way_needs_the_target_in_every_process():
         check_launch(recipe, accelerator(2))
 
 
-def test_the_plan_says_what_is_spread():
+def test_the_plan_shows_what_is_spread_over_devices():
     path = ROOT / "recipes/llama2_70b_draft.yaml"
     recipe = load_recipe(path)
     text = dict(plan_lines(make_plan(recipe, ranks=1), recipe, 1, 1e12))
@@ -288,8 +288,8 @@ def test_the_plan_says_what_is_spread():
 # -- several devices -------------------------------------------------------------------------------
 
 
-def test_every_layer_has_its_cache_and_its_masks_on_its_own_device():
-    """With the meta device as the second one: it computes nothing, and mixes with no other."""
+def test_every_layers_cache_and_masks_are_on_its_own_device():
+    """The meta device is the second one: it computes nothing, and cannot be mixed with others."""
     here, there = torch.device("cpu"), torch.device("meta")
     pool = KVPool([here, there, here], rows=2, kv_heads=1, capacity=16, head_dim=4)
     assert [layer.device for layer in pool.layers] == [here, there, here]
@@ -311,7 +311,7 @@ def test_every_layer_has_its_cache_and_its_masks_on_its_own_device():
     assert pool.layers[2][0, 1, 0, 5:7].eq(1).all()
 
 
-def test_accepting_a_path_moves_the_layers_of_every_device():
+def test_keeping_an_accepted_path_moves_the_slots_of_all_layers():
     pool = KVPool([torch.device("cpu"), torch.device("meta")] * 2, 1, 1, 8, 2)
     before = [torch.randn(2, 1, 1, 8, 2) for _ in range(2)]
     for layer, values in zip(pool.layers[::2], before, strict=True):
@@ -321,7 +321,7 @@ def test_accepting_a_path_moves_the_layers_of_every_device():
         assert torch.equal(layer[:, :, :, :3], values[:, :, :, [0, 2, 3]])
 
 
-# -- what is not allowed ---------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -335,13 +335,13 @@ def test_accepting_a_path_moves_the_layers_of_every_device():
     ],
     ids=str,
 )
-def test_a_placement_that_is_none_is_told(section, expected):
+def test_an_invalid_placement_is_refused(section, expected):
     with pytest.raises(RecipeError) as caught:
         TargetSection(**section)
     assert expected in str(caught.value)
 
 
-def test_a_placement_comes_back_from_json_as_it_was():
+def test_a_placement_survives_a_round_trip_through_json():
     spread = {"model": 0, "lm_head": "disk"}
     for section in ({"device_map": spread}, {"device_map": "auto", "max_memory": {0: "1GiB"}}):
         known = TargetSection(**section)
@@ -349,7 +349,7 @@ def test_a_placement_comes_back_from_json_as_it_was():
         assert TargetSection(**again) == known
 
 
-def test_a_device_that_is_not_there_and_an_unreadable_size_are_told(folder):
+def test_a_missing_device_and_an_invalid_memory_size_are_refused(folder):
     for place in (7, "cuda:7", "gpu"):
         with pytest.raises(TargetError, match=r"target\.device_map: no device .* here; there are"):
             placed(folder, {"": place})
@@ -361,7 +361,7 @@ def test_a_device_that_is_not_there_and_an_unreadable_size_are_told(folder):
         placed(folder, {"model.layers": "disk"})
 
 
-def test_tied_ends_are_not_parted(folder):
+def test_tied_embeddings_cannot_be_placed_apart(folder):
     parted = {**MAPS["layers"], "lm_head": "disk"}
     if not Target.load(str(folder)).config.tie_word_embeddings:
         assert placed(folder, parted).lm_head.weight.is_meta

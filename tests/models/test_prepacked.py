@@ -1,4 +1,4 @@
-"""Prepacked weights: torch's own products but for rounding, and nobody's model changed."""
+"""Prepacked weights: torch's products up to rounding, and the caller's model unchanged."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ DTYPES = [dtype for dtype in LAYOUTS if has_blocks(dtype)]
 
 @pytest.fixture(params=["columns", "blocks"], autouse=True)
 def always(request, monkeypatch):
-    """Every product is worth it, since the models of tests are small: in each layout."""
+    """Pack every product, as test models are small, in each layout."""
     if request.param == "blocks" and not DTYPES:
         pytest.skip("this torch arranges no weights in blocks on this CPU")
     layout = {"columns": COLUMNS, "blocks": BLOCKS}[request.param]
@@ -46,19 +46,19 @@ def always(request, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES or [torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 24), (7, 24), (2, 5, 24), (100, 24)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_are_those_of_torch(dtype, shape, biased):
+def test_products_equal_torchs(dtype, shape, biased):
     store, generator = PrepackedWeights(), torch.Generator().manual_seed(0)
     weight = torch.randn(40, 24, generator=generator).to(dtype)
     bias = torch.randn(40, generator=generator).to(dtype) if biased else None
     x = torch.randn(shape, generator=generator).to(dtype)
-    apart = torch.stack((x, x), -1)[..., 0]  # the same numbers, not side by side
+    apart = torch.stack((x, x), -1)[..., 0]  # the same numbers, not contiguous
     with torch.inference_mode():
         expected = F.linear(x, weight, bias)
         tolerance = 1e-5 if dtype is torch.float32 else 4e-2
         for given in (x, apart):
             product = store.linear(given, weight, bias)
             torch.testing.assert_close(product, expected, atol=tolerance, rtol=tolerance)
-    assert store.size == 40 * 24 * weight.element_size()  # and it was the packed copy
+    assert store.size == 40 * 24 * weight.element_size()  # it was packed
 
 
 def test_a_weight_that_changed_is_packed_again():
@@ -72,7 +72,7 @@ def test_a_weight_that_changed_is_packed_again():
     assert store.size == 8 * 8 * 4
 
 
-def test_rows_of_a_weight_are_packed_apart():
+def test_slices_of_a_weight_are_packed_separately():
     store, weight = PrepackedWeights(), torch.nn.Parameter(torch.randn(12, 8), False)
     x = torch.randn(3, 8)
     for _ in range(2):
@@ -81,7 +81,7 @@ def test_rows_of_a_weight_are_packed_apart():
                 torch.testing.assert_close(store.linear(x, part), x @ part.T)
         with torch.no_grad():
             weight.mul_(2)
-    assert store.size == 2 * 12 * 8 * 4  # each row once in a part and once in the whole
+    assert store.size == 2 * 12 * 8 * 4  # each row in a slice and in the whole
 
 
 def test_weights_on_other_devices_are_left_to_torch():
@@ -91,7 +91,7 @@ def test_weights_on_other_devices_are_left_to_torch():
     assert store.size == 0
 
 
-def test_gradients_pass_where_there_are_any():
+def test_products_that_need_gradients_are_left_to_torch():
     target, store = random_target(), PrepackedWeights()
     features = torch.randn(5, target.hidden_size, requires_grad=True)
     target.logits(features).sum().backward()
@@ -102,7 +102,7 @@ def test_gradients_pass_where_there_are_any():
     assert store.size == 0
 
 
-def test_large_models_keep_their_memory():
+def test_packed_weights_stay_within_their_memory_limit():
     store, first, second = PrepackedWeights(8 * 8 * 4), torch.ones(8, 8), torch.ones(8, 8)
     with torch.inference_mode():
         for weight in (first, second, first, second):
@@ -110,7 +110,7 @@ def test_large_models_keep_their_memory():
     assert store.size == store.most
 
 
-def test_a_recipe_says_how_much():
+def test_the_recipe_sets_the_memory_limit():
     for most in (0.0, 0.5):
         target = Target.of_recipe(TargetSection(prepack_gib=most), "cpu")
         with torch.inference_mode():
@@ -119,7 +119,7 @@ def test_a_recipe_says_how_much():
         assert (target.prepacked.size > 0) == (most > 0)
 
 
-def test_what_cannot_be_packed_is_left_as_it_is(monkeypatch):
+def test_layers_that_cannot_be_packed_are_left_unchanged(monkeypatch):
     store, linear = PrepackedWeights(), nn.Linear(8, 8).requires_grad_(False)
 
     class Other(nn.Linear):
@@ -136,7 +136,7 @@ def test_what_cannot_be_packed_is_left_as_it_is(monkeypatch):
     assert store.size == 0
 
 
-def test_the_model_keeps_its_layers_and_shares_its_tensors():
+def test_the_model_keeps_its_layers_and_the_packed_copy_shares_its_tensors():
     target = random_target()
     packed = PackedTarget(target, 1, 64)
     assert not any(isinstance(m, PrepackedLinear) for m in target.model.modules())
@@ -156,7 +156,7 @@ def test_the_model_keeps_its_layers_and_shares_its_tensors():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_families_decode_as_their_own_generate(family, settings):
+def test_families_with_packed_weights_decode_as_generate(family, settings):
     target = Target(random_model(family, **settings), None, family)
     check_family(target)
     assert target.prepacked.size > 0
@@ -164,7 +164,7 @@ def test_families_decode_as_their_own_generate(family, settings):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("drafted", [None, 12])
-def test_heads_decode_the_targets_own_tokens(rows, drafted):
+def test_drafting_with_packed_weights_changes_no_output(rows, drafted):
     target = random_target()
     head = random_head(target, 2, draft_vocab=drafted)
     if drafted:
@@ -175,14 +175,14 @@ def test_heads_decode_the_targets_own_tokens(rows, drafted):
 
 
 @pytest.mark.parametrize("how", ["counted", "fused", "data"])
-def test_generate_follows_weights_that_are_written_to_between_its_calls(how):
+def test_weights_written_between_generate_calls_take_effect(how):
     model, fast, ids = random_target().model, Speculative(), torch.tensor([[1, 2, 3, 4, 5, 6]])
     options = {"input_ids": ids, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(**options, custom_generate=fast), model.generate(**options))
     before = model.generate(**options)
     if how == "data":
         model.lm_head.weight.data.copy_(model.lm_head.weight.data.roll(1, 0))
-    else:  # torch's fused ones do not count what they write
+    else:  # torch's fused optimizers do not bump versions
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=how == "fused")
         model.requires_grad_(True)(ids, labels=ids).loss.backward()
         optimizer.step()
@@ -191,7 +191,7 @@ def test_generate_follows_weights_that_are_written_to_between_its_calls(how):
     assert not torch.equal(kept, before)
 
 
-def test_encoder_decoders_decode_as_their_own_generate():
+def test_encoder_decoders_with_packed_weights_decode_as_generate():
     target = random_seq2seq("flan-t5")
     sources = [[5, 9, 2, 7], [3, 3, 8, 1, 6, 4, 2]]
     decoder = Decoder(target, None, 2, 64)
@@ -200,7 +200,7 @@ def test_encoder_decoders_decode_as_their_own_generate():
     assert target.prepacked.size > 0
 
 
-def test_a_product_is_packed_where_that_is_worth_it(monkeypatch):
+def test_a_product_is_packed_only_if_it_pays(monkeypatch):
     layout = COLUMNS._replace(products=900, tokens=2, numbers=64, below=2000)
     monkeypatch.setattr(prepacked, "LAYOUTS", {torch.float32: (layout,)})
     for shape, tokens, packed in [
@@ -217,7 +217,7 @@ def test_a_product_is_packed_where_that_is_worth_it(monkeypatch):
         assert (store.size > 0) == packed, (shape, tokens)
 
 
-def test_which_layout_it_is_depends_on_the_processor(monkeypatch):
+def test_the_layout_depends_on_the_processor(monkeypatch):
     for name, instructions, shape, tokens, layout in [
         ("Intel Xeon", "AVX512", (344, 128), 5, None),
         ("Intel Xeon", "AVX512", (344, 128), 6, COLUMNS),
@@ -226,7 +226,7 @@ def test_which_layout_it_is_depends_on_the_processor(monkeypatch):
         ("AMD EPYC", "AVX512", (344, 128), 16, BLOCKS),
         ("AMD EPYC", "AVX2", (344, 128), 99, None),
         ("AMD EPYC", "AVX2", (4096, 1024), 2, BLOCKS),
-        ("", "DEFAULT", (344, 128), 16, BLOCKS),  # nobody says which it is
+        ("", "DEFAULT", (344, 128), 16, BLOCKS),  # an unknown processor
     ]:
         own = layouts_float32(name, instructions)
         monkeypatch.setattr(prepacked, "LAYOUTS", {torch.float32: own})
@@ -237,7 +237,7 @@ def test_which_layout_it_is_depends_on_the_processor(monkeypatch):
         assert (found.pack if worth else None) is (layout and layout.pack), (name, shape, tokens)
 
 
-def test_without_blocks_weights_stay_as_they_are(monkeypatch):
+def test_without_support_for_blocks_that_layout_is_not_used(monkeypatch):
     monkeypatch.setattr(prepacked, "has_blocks", lambda _: False)
     weight = torch.ones(8, 8)
     layouts = {COLUMNS: COLUMNS, BLOCKS: None}
@@ -261,7 +261,7 @@ def test_all_matrices_of_a_heads_view_are_packed(reads):
     assert store.size == 4 * sum(matrices)
 
 
-def test_a_heads_view_follows_its_training():
+def test_a_heads_view_follows_changes_of_its_weights():
     head = random_head(random_target(), 2)
     view, x = frozen_view(head), torch.randn(4, head.config.hidden_size)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Saved drafters come from anywhere: what is wrong with one is said before a tensor is made."""
+"""Saved drafters may come from anywhere: errors are reported before a tensor is allocated."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def target():
 
 @pytest.fixture(params=KINDS)
 def drafter(request, target, tmp_path):
-    """A kind of drafter, the folder where one lies, and how that is loaded."""
+    """A kind of drafter, the folder of a saved one, and a function that loads it."""
     folder, whose = tmp_path / "drafter", target.identity()
     if request.param == "head":
         random_head(target).save_pretrained(folder)
@@ -47,7 +47,7 @@ def drafter(request, target, tmp_path):
 
 
 def refused(load, *words: str) -> None:
-    """Loading is refused in one line that has these words, and makes nothing large before."""
+    """Loading is refused in one line with these words, before anything large is allocated."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(HeadError) as refusal:
         load()
@@ -64,24 +64,24 @@ def change_config(folder: Path, **values) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_what_is_whole_loads(drafter):
+def test_an_intact_drafter_loads(drafter):
     assert not drafter[2]().training
 
 
-def test_whoever_reads_the_config_reads_the_weights(drafter):
-    """safetensors itself writes for the owner alone: a server of another user could not start."""
+def test_the_weights_have_the_same_file_permissions_as_the_config(drafter):
+    """safetensors' own mode is owner-only, which would stop a server run by another user."""
     _, folder, _ = drafter
     assert (folder / WEIGHTS).stat().st_mode == (folder / CONFIG).stat().st_mode
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '"head"', "7", "", "{", "[" * 100_000, "\ud800"])
-def test_a_config_is_an_object(drafter, text):
+def test_a_config_that_is_no_json_object_is_refused(drafter, text):
     _, folder, load = drafter
     (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     refused(load, str(folder), "config.json")
 
 
-def test_a_config_without_an_end_is_not_read(drafter):
+def test_a_huge_config_is_refused_unread(drafter):
     _, folder, load = drafter
     with (folder / "config.json").open("r+b") as file:
         file.truncate(10**12)
@@ -89,7 +89,7 @@ def test_a_config_without_an_end_is_not_read(drafter):
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, 2.5, True, None, "2", [2], {}, 10**9, 10**60])
-def test_a_count_is_a_whole_number_in_its_range(drafter, value):
+def test_a_count_that_is_no_whole_number_in_its_range_is_refused(drafter, value):
     kind, folder, load = drafter
     written = (folder / "config.json").read_text()
     for key in COUNTS[kind]:
@@ -101,7 +101,7 @@ def test_a_count_is_a_whole_number_in_its_range(drafter, value):
 @pytest.mark.parametrize("drafter", ["head"], indirect=True)
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 10**400, 1e-300, "1", None])
 @pytest.mark.parametrize("key", ["embed_scale", "feature_scale", "rope_theta"])
-def test_a_scale_is_one_that_can_be_divided_by(drafter, key, value):
+def test_a_scale_that_cannot_be_divided_by_is_refused(drafter, key, value):
     _, folder, load = drafter
     change_config(folder, **{key: value})
     refused(load, "config.json", f"{key} = ")
@@ -109,7 +109,7 @@ def test_a_scale_is_one_that_can_be_divided_by(drafter, key, value):
 
 @pytest.mark.parametrize("drafter", ["head", "medusa"], indirect=True)
 @pytest.mark.parametrize("target_identity", [[], "x", {"name": "x"}, {"name": 1, "weights": "w"}])
-def test_the_target_of_a_head_is_named(drafter, target_identity):
+def test_an_invalid_target_identity_is_refused(drafter, target_identity):
     _, folder, load = drafter
     change_config(folder, target=target_identity)
     refused(load, "config.json", "target = ")
@@ -135,12 +135,12 @@ def flip(path: Path, bit: int) -> None:
 def test_a_flipped_bit_is_found_by_the_checksums(drafter):
     _, folder, load = drafter
     path = folder / "model.safetensors"
-    # The last mantissa bit of the last value: still a number, and nearly the same one.
+    # The last mantissa bit of the last value: nearly the same number.
     flip(path, 8 * (path.stat().st_size - 4))
     refused(load, str(folder), "model.safetensors is not what was saved: its sha256 is")
 
 
-def test_a_value_that_was_changed_in_a_config_is_found_by_the_checksums(drafter):
+def test_a_changed_config_value_is_found_by_the_checksums(drafter):
     kind, folder, load = drafter
     change_config(folder, **({"fallback": 3} if kind == "table" else {"target": {}}))
     refused(load, "config.json is not what was saved", "delete SHA256SUMS where you changed it")
@@ -149,20 +149,20 @@ def test_a_value_that_was_changed_in_a_config_is_found_by_the_checksums(drafter)
 
 
 @pytest.mark.parametrize("text", ["what", f"{'0' * 64}  ../other", f"{'0' * 64}  gone"])
-def test_checksums_that_are_none_are_refused(drafter, text):
+def test_invalid_checksums_are_refused(drafter, text):
     _, folder, load = drafter
     (folder / "SHA256SUMS").write_text(text)
     refused(load, "SHA256SUMS: ", "take a copy that is whole")
 
 
-def test_checksums_are_those_that_others_compute(drafter):
+def test_checksums_are_plain_sha256_sums(drafter):
     _, folder, _ = drafter
     for line in (folder / "SHA256SUMS").read_text().splitlines():
         digest, name = line.split("  ")
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
 
 
-def test_the_class_itself_loads_as_strictly(drafter):
+def test_from_pretrained_is_as_strict_as_loading_for_a_target(drafter):
     _, folder, load = drafter
     kind, path = type(load()), folder / "model.safetensors"
     whole = load_file(path)
@@ -170,13 +170,13 @@ def test_the_class_itself_loads_as_strictly(drafter):
     refused(lambda: kind.from_pretrained(folder), "model.safetensors lacks")
 
 
-def test_choices_are_named():
+def test_an_invalid_choice_is_refused_with_the_allowed_ones():
     with pytest.raises(ValueError, match="lm_heads = 'none': must be one of own, shared"):
         MedusaConfig(16, VOCAB, lm_heads="none")
 
 
-def test_tensors_are_those_that_the_config_makes(drafter):
-    """Missing, under another name, too many, of another shape or kind: whichever it is."""
+def test_tensors_that_do_not_match_the_config_are_refused(drafter):
+    """Missing, renamed, superfluous, or of another shape or dtype."""
     _, folder, load = drafter
     path = folder / "model.safetensors"
     written, whole = path.read_bytes(), load_file(path)
@@ -199,7 +199,7 @@ def test_tensors_are_those_that_the_config_makes(drafter):
 
 @pytest.mark.parametrize("drafter", ["head", "medusa"], indirect=True)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_weights_are_numbers(drafter, value):
+def test_weights_that_are_not_finite_are_refused(drafter, value):
     _, folder, load = drafter
     path = folder / "model.safetensors"
     whole = load_file(path)

@@ -1,4 +1,4 @@
-"""Students: three origins, LoRA, equality of tokens, and a folder that transformers can use."""
+"""Students: three origins, LoRA, matching tokens, and a folder that transformers can use."""
 
 import copy
 import sys
@@ -73,7 +73,7 @@ def disturbed(student, scale=0.1):
 # -- origins ---------------------------------------------------------------------------------------
 
 
-def test_an_own_config_has_the_sizes_it_names_and_the_targets_otherwise(target):
+def test_a_students_config_has_the_given_sizes_and_the_targets_otherwise(target):
     config = student_of(target, **OWN).model.config
     assert (config.num_hidden_layers, config.hidden_size) == (1, 8)
     assert (config.num_attention_heads, config.num_key_value_heads) == (2, 2)
@@ -92,7 +92,7 @@ def test_random_weights_come_from_the_seed(target):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("embeddings", ["copied", "shared"])
-def test_a_pruned_student_is_the_target_without_some_layers(tied, embeddings):
+def test_a_pruned_student_equals_the_target_without_some_layers(tied, embeddings):
     target = speaking_target(tied=tied)
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
     student = student_of(target, keep_layers=[0, 2], embeddings=embeddings)
@@ -107,16 +107,16 @@ def test_a_pruned_student_is_the_target_without_some_layers(tied, embeddings):
     assert frozen == (ends if embeddings == "shared" else set())
     same = student.model.get_input_embeddings().weight.data_ptr()
     assert (same == target.embedding.weight.data_ptr()) == (embeddings == "shared")
-    disturbed(student)  # training it leaves the target as it was
+    disturbed(student)  # changing it leaves the target unchanged
     assert all(torch.equal(before[name], t) for name, t in target.model.state_dict().items())
 
 
-def test_all_layers_kept_is_the_target(target):
+def test_a_student_that_keeps_all_layers_equals_the_target(target):
     ids = torch.arange(9)[None]
     assert torch.equal(logits(pruned(target, (0, 1), False), ids), logits(target.model, ids))
 
 
-def test_students_of_a_target_that_also_sees_are_made_of_what_writes():
+def test_students_of_a_vision_target_are_made_of_its_text_model():
     settings = {**GQA, **MLP, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
@@ -129,13 +129,13 @@ def test_students_of_a_target_that_also_sees_are_made_of_what_writes():
     assert student_of(target, layers=1).model.config.hidden_size == HIDDEN
 
 
-def test_layers_the_target_does_not_have_are_told(target):
+def test_keeping_layers_the_target_lacks_is_refused(target):
     with pytest.raises(RecipeError, match=r"keep_layers = \[0, 2\]: random-0 has layers 0 to 1"):
         student_of(target, keep_layers=[0, 2])
 
 
-def test_a_layer_that_is_built_unlike_the_one_whose_place_it_takes_is_told():
-    """Of four layers of this one the first is dense, and the others mix experts."""
+def test_a_layer_of_another_kind_than_the_one_it_replaces_is_refused():
+    """Its first layer is dense, and the other three mix experts."""
     family = {**LATENT, "num_hidden_layers": 4, "first_k_dense_replace": 1, "v_head_dim": 5}
     target = Target(random_model("DeepseekV3", **family), None, "mixture")
     with pytest.raises(RecipeError, match=r"= \[2, 3\]: layer 2 of mixture .* keep layer 0, too"):
@@ -146,7 +146,7 @@ def test_a_layer_that_is_built_unlike_the_one_whose_place_it_takes_is_told():
         assert all(torch.equal(theirs[name], t) for name, t in copied.state_dict().items())
 
 
-def test_heads_that_do_not_fit_are_told(target):
+def test_a_hidden_size_the_heads_do_not_divide_is_refused(target):
     with pytest.raises(RecipeError, match=r"student.heads = 3.*student.hidden \(8\)"):
         student_of(target, layers=1, hidden=8, heads=3)
 
@@ -154,10 +154,10 @@ def test_heads_that_do_not_fit_are_told(target):
 # -- the same tokens -------------------------------------------------------------------------------
 
 
-def test_a_pretrained_student_with_the_targets_tokens_is_taken(tmp_path):
+def test_a_pretrained_student_with_the_targets_tokens_is_accepted(tmp_path):
     target = speaking_target()
     student_of(target, **OWN).save_pretrained(tmp_path)
-    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # whoever reads one
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # equal permissions
     student = student_of(target, model=str(tmp_path))
     assert all(p.requires_grad and p.dtype == torch.float32 for p in student.parameters())
     assert student.model.config.hidden_size == 8
@@ -170,7 +170,7 @@ def test_a_pretrained_student_with_the_targets_tokens_is_taken(tmp_path):
         ({"eos_token": "<|im_end|>"}, r"eos_token is '<\|im_end\|>' and '</s>'"),
     ],
 )
-def test_other_tokens_are_refused_naming_both(tmp_path, changes, message):
+def test_a_student_with_other_tokens_is_refused_naming_both_models(tmp_path, changes, message):
     other = speaking_target(**changes)
     other.model.save_pretrained(tmp_path)
     other.tokenizer.save_pretrained(tmp_path)
@@ -180,7 +180,7 @@ def test_other_tokens_are_refused_naming_both(tmp_path, changes, message):
     assert "the target speaker" in str(caught.value)
 
 
-def test_equal_counts_of_different_tokens_are_refused():
+def test_vocabularies_of_equal_size_but_different_tokens_are_refused():
     target, other = speaking_target(), speaking_target()
     vocabulary = other.tokenizer.get_vocab()
     first, second = "Ġare", "Ġyou"
@@ -190,7 +190,7 @@ def test_equal_counts_of_different_tokens_are_refused():
         check_tokens(other, target)
 
 
-def test_a_student_that_is_not_there_is_named(tmp_path):
+def test_a_missing_student_is_named(tmp_path):
     target = speaking_target()
     with pytest.raises(TargetError, match=r"student.model: cannot load \./gone: no folder"):
         student_of(target, model="./gone")
@@ -212,7 +212,7 @@ def test_lora_trains_adapters_only_and_starts_as_the_model_it_adapts(target):
     assert all("lora_" in name for name in trained)
 
 
-def test_adapters_of_a_student_in_bfloat16_are_float32(tmp_path):
+def test_adapters_of_a_bfloat16_student_are_float32_and_merge_to_bfloat16(tmp_path):
     target = speaking_target()
     Student(target.model, target.tokenizer).save_pretrained(tmp_path / "student")
     target.model.bfloat16()
@@ -225,7 +225,7 @@ def test_adapters_of_a_student_in_bfloat16_are_float32(tmp_path):
     assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
 
 
-def test_merged_adapters_compute_what_the_adapted_model_computes(target, tmp_path):
+def test_a_saved_student_with_merged_adapters_computes_the_same(target, tmp_path):
     student = disturbed(student_of(target, keep_layers=[0, 1], training="lora", lora_rank=2))
     ids = torch.arange(9)[None]
     expected = logits(student.model, ids)
@@ -233,7 +233,7 @@ def test_merged_adapters_compute_what_the_adapted_model_computes(target, tmp_pat
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not any("lora" in name for name in saved.state_dict())
     torch.testing.assert_close(logits(saved, ids), expected, atol=1e-4, rtol=1e-4)
-    assert torch.equal(logits(student.model, ids), expected)  # saving has merged a copy
+    assert torch.equal(logits(student.model, ids), expected)  # saving merged a copy
     assert not torch.allclose(logits(pruned(target, (0, 1), False), ids), expected, atol=1e-2)
 
 
@@ -242,7 +242,7 @@ def test_merged_adapters_compute_what_the_adapted_model_computes(target, tmp_pat
     [{"keep_layers": [0, 1]}, {"keep_layers": [0, 1], "training": "lora", "lora_rank": 2}],
     ids=["whole", "lora"],
 )
-def test_checkpointing_keeps_less_and_changes_no_bit(target, section):
+def test_checkpointing_keeps_less_memory_and_changes_no_bit(target, section):
     ids, positions = torch.arange(22).view(2, 11), (torch.arange(2), torch.tensor([3, 9]))
     outcomes = []
     for checkpointing in (False, True):
@@ -259,12 +259,12 @@ def test_checkpointing_keeps_less_and_changes_no_bit(target, section):
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-def test_a_layer_that_lora_cannot_find_is_named_with_those_there_are(target):
+def test_an_unknown_lora_layer_is_named_with_the_known_ones(target):
     with pytest.raises(RecipeError, match=r"no linear layer is called 'query'.*k_proj.*q_proj"):
         student_of(target, keep_layers=[0], training="lora", lora_targets=["q_proj", "query"])
 
 
-def test_lora_does_not_adapt_lm_head_which_the_loss_reads_as_it_is(target):
+def test_lora_on_lm_head_is_refused_as_the_loss_reads_it_directly(target):
     with pytest.raises(
         RecipeError, match=r"no linear layer is called 'lm_head'; .*q_proj, up_proj"
     ):
@@ -277,7 +277,7 @@ def test_lora_without_peft_says_what_to_install(target, monkeypatch):
         student_of(target, keep_layers=[0], training="lora")
 
 
-# -- as others use it ------------------------------------------------------------------------------
+# -- use by the decoder and by transformers --------------------------------------------------------
 
 
 def test_the_decoders_view_follows_the_training_and_is_not_trained(target):
@@ -290,7 +290,7 @@ def test_the_decoders_view_follows_the_training_and_is_not_trained(target):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_folder_is_a_plain_model_that_assists_generation(tmp_path, tied):
+def test_the_saved_folder_is_a_plain_model_that_can_assist_generation(tmp_path, tied):
     target = speaking_target(tied=tied)
     student = disturbed(student_of(target, keep_layers=[0, 2]))
     student.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Students of encoder-decoders: pruned from the decoder, taught and drafting with their sources."""
+"""Students of encoder-decoders: pruned decoders that train and draft with their sources."""
 
 import json
 from functools import partial
@@ -53,7 +53,7 @@ def recipe(out, **train):
     return from_dict(tree | {"train": steps | train, "optim": {"lr": 1.0e-2}})
 
 
-def test_one_that_keeps_all_layers_is_its_target(target):
+def test_a_student_that_keeps_all_layers_equals_its_target(target):
     whole = Target(pruned(target, (0, 1, 2), shared=False), None, "whole")
     torch.testing.assert_close(
         whole.features(IDS, source=SOURCE), target.features(IDS, source=SOURCE)
@@ -61,7 +61,7 @@ def test_one_that_keeps_all_layers_is_its_target(target):
 
 
 @pytest.mark.parametrize("keep", [(0, 2), (1,), (1, 2)])
-def test_it_keeps_the_encoder_and_layers_of_the_decoder(target, keep):
+def test_a_student_keeps_the_encoder_and_some_decoder_layers(target, keep):
     student = pruned(target, keep, shared=False)
     ours, theirs = student.state_dict(), target.model.state_dict()
     assert {n: v for n, v in ours.items() if "encoder." in n and "decoder" not in n}.keys() == {
@@ -75,8 +75,8 @@ def test_it_keeps_the_encoder_and_layers_of_the_decoder(target, keep):
 
 
 def _left_out(target: Target, keep: tuple[int, ...]) -> torch.Tensor:
-    """Features of the target, whose other layers hand on what they are given; T5's first one still
-    makes the bias of all."""
+    """Features of the target with the other layers made identities; T5's first layer still makes
+    the bias of all."""
     layers = next(p for p in target.base.modules() if isinstance(p, torch.nn.ModuleList))
     out = [layers[n] for n in range(3) if n not in keep]
     forwards = [layer.forward for layer in out]
@@ -94,7 +94,7 @@ def _left_out(target: Target, keep: tuple[int, ...]) -> torch.Tensor:
             layer.forward = forward
 
 
-def test_padding_of_sources_is_seen_by_no_one(target):
+def test_padding_of_sources_changes_no_output(target):
     student, rows = Student(target.model), Rows(target)
     together = collate_text(rows, [(0, 0, n) for n in range(8)])
 
@@ -111,7 +111,7 @@ def test_padding_of_sources_is_seen_by_no_one(target):
         assert read.tolist() == row["source_ids"].tolist()
 
 
-def test_micro_batches_change_nothing_and_it_learns(tmp_path, monkeypatch):
+def test_micro_batches_change_no_loss_and_training_lowers_it(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     target, losses = random_seq2seq("flan-t5", dropout_rate=0.0), []
     for name, cuts in (("whole", 1), ("cut", 8)):
@@ -127,12 +127,12 @@ def test_micro_batches_change_nothing_and_it_learns(tmp_path, monkeypatch):
         lines = map(json.loads, (tmp_path / name / "log.jsonl").read_text().splitlines())
         losses.append([line["loss"] for line in lines if line["kind"] == "train"])
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
-    # Adam's first steps make whole steps of the last bits of small gradients.
+    # Adam's first steps amplify the rounding of small gradients to full steps.
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
     assert losses[0][-1] < losses[0][0]
 
 
-def test_it_writes_its_own_answer_to_each_source():
+def test_on_policy_answers_are_the_students_own_for_each_source():
     target = random_seq2seq("flan-t5")
     tree = {"name": "toy", "data": {"sources": ["tiny"], "max_length": 24}}
     tree |= {"student": {"keep_layers": [0]}, "output": {"dir": "unused"}, "train": {"steps": 1}}
@@ -150,7 +150,7 @@ def test_it_writes_its_own_answer_to_each_source():
 
 
 def _after(target: Target, first: int, source: list[int], count: int) -> list[int]:
-    """What a model says behind a first token."""
+    """What a model says after a first token."""
     ids = [first]
     for _ in range(count):
         features = target.features(torch.tensor([ids]), source=torch.tensor([source]))
@@ -158,7 +158,7 @@ def _after(target: Target, first: int, source: list[int], count: int) -> list[in
     return ids[1:]
 
 
-def test_it_drafts_losslessly(target):
+def test_a_student_drafts_losslessly(target):
     student = Target(pruned(target, (0, 2), shared=False), None, target.name)
     sources = [[5, 9, 3], [4, 4, 8, 2, 7, 1], [12, 6]]
     decoder = Decoder(target, SSD(student, 3, 40, gamma=3), 3, 40)
@@ -166,6 +166,6 @@ def test_it_drafts_losslessly(target):
     assert [done[n] for n in range(3)] == [generated(target, source, 12) for source in sources]
 
 
-def test_one_like_llama_reads_no_source(target):
+def test_a_decoder_only_student_of_an_encoder_decoder_is_refused(target):
     with pytest.raises(RecipeError, match=r"reads no source.*set student.keep_layers or"):
         make_student(StudentSection(layers=1), target)

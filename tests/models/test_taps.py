@@ -1,4 +1,4 @@
-"""Layers of the target while decoding, tapped where they are returned."""
+"""Layers of the target while decoding, tapped at the layers' outputs."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def target() -> Target:
 
 
 def read_packed(target: Target, layers: Layers = LAYERS) -> tuple[PackedTarget, Tensor]:
-    """A packed target that has read a prompt, and its wide features of it [T, (1 + n) * H]."""
+    """A packed target that has read a prompt, and the prompt's wide features [T, (1 + n) * H]."""
     ids = torch.tensor(prompts()[0])
     packed = PackedTarget(target, 1, 64, layers)
     with torch.inference_mode():
@@ -29,7 +29,7 @@ def read_packed(target: Target, layers: Layers = LAYERS) -> tuple[PackedTarget, 
 
 
 def wide(target: Target) -> Tensor:
-    """The same as transformers gives them."""
+    """The same features as transformers gives them."""
     return target.features(torch.tensor(prompts()[:1]), layers=LAYERS)[0]
 
 
@@ -37,24 +37,24 @@ def hooks_of(packed: PackedTarget) -> list[int]:
     return [len(layer._forward_hooks) for layer in packed.base.layers]
 
 
-def test_a_forward_taps_its_layers_and_calls_no_hook_of_transformers(target):
-    expected = wide(target)  # which leaves hooks on the target's model
+def test_a_forward_taps_its_layers_without_transformers_hooks(target):
+    expected = wide(target)  # leaves hooks on the target's model
     packed, found = read_packed(target)
     torch.testing.assert_close(found, expected)
     assert hooks_of(packed) == [1, 0, 1, 0]
-    assert packed.taps.drain() == {}  # nothing is held between forwards
+    assert packed.taps.drain() == {}  # nothing is kept between forwards
     assert hooks_of(read_packed(target, ())[0]) == [0, 0, 0, 0]
-    assert torch.equal(wide(target), expected)  # the target's own hooks are as they were
+    assert torch.equal(wide(target), expected)  # its own hooks still work
 
 
-def test_where_two_stacks_are_as_deep_transformers_is_asked(target):
+def test_with_two_stacks_of_equal_depth_transformers_gives_the_layers(target):
     target.base.others = nn.ModuleList(nn.Identity() for _ in range(4))
     packed, found = read_packed(target)
     assert packed.taps is None
     torch.testing.assert_close(found, wide(target))
 
 
-def test_where_layers_do_not_return_the_hidden_states_transformers_is_asked(target, monkeypatch):
+def test_if_layers_return_something_else_transformers_gives_the_layers(target, monkeypatch):
     keep = Taps._keep
 
     def something_else(self, number, layer, inputs, output):

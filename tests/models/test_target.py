@@ -1,4 +1,4 @@
-"""What a target says of itself, whatever its family."""
+"""Loading targets of any family: their properties, and what is refused."""
 
 import json
 import shutil
@@ -43,21 +43,21 @@ def random_target(family: str, **changes) -> Target:
         ("Llama", {"max_position_embeddings": 40, "intermediate_size": 32}, 40),
         ("GPT2", {"n_positions": 41}, 41),
         ("Mpt", {"max_seq_len": 42, "d_model": 16, "n_heads": 4, "n_layers": 1}, 42),
-        ("Bloom", {"n_head": 4, "n_layer": 1}, None),  # ALiBi: no end is named
+        ("Bloom", {"n_head": 4, "n_layer": 1}, None),  # ALiBi: no limit
     ],
 )
-def test_its_context_is_read_wherever_its_family_writes_it(family, sizes, context):
+def test_a_targets_context_is_found_under_its_familys_config_key(family, sizes, context):
     assert random_target(family, **sizes).context == context
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_tokens_without_an_embedding_do_not_hide_that_logits_are_changed(changed):
-    """Zero equals zero at any scale: what is compared must not be padding alone."""
+def test_zero_embeddings_do_not_hide_that_a_model_changes_its_logits(changed):
+    """Zeros are equal at any scale, so the probe must not use only such tokens."""
     config = transformers.CohereConfig(**SMALL, intermediate_size=32, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         model.get_input_embeddings().weight[:5] = 0.0
-    if changed:  # by what its class does not know of
+    if changed:  # by a hook unknown to its class
         model.register_forward_hook(lambda *call: type(call[-1])(logits=call[-1].logits / 4))
         with pytest.raises(TargetError, match="changed in another way"):
             Target(model, None, "padded")
@@ -66,7 +66,7 @@ def test_tokens_without_an_embedding_do_not_hide_that_logits_are_changed(changed
 
 
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
-def test_weights_that_say_nothing_are_no_target(value):
+def test_a_target_whose_logits_are_all_zero_or_not_finite_is_refused(value):
     model = random_target("GPT2").model
     with torch.no_grad():
         model.lm_head.weight.fill_(value)
@@ -101,7 +101,7 @@ def tiny():
     ],
     ids=str,
 )
-def test_a_config_that_makes_no_model_is_a_line(tiny, tmp_path, load, config):
+def test_an_invalid_config_is_refused_in_one_line(tiny, tmp_path, load, config):
     folder = shutil.copytree(bundled_target_dir(), tmp_path / "model")
     path = folder / "config.json"
     if isinstance(config, dict):
@@ -137,7 +137,7 @@ def without(name: str) -> Callable[[dict], dict]:
 
 
 def spoilt(name: str, value: float) -> Callable[[dict], dict]:
-    """Tensors with one value that no probe of the logits meets."""
+    """Tensors with one bad value that no probe of the logits meets."""
 
     def spoil(tensors: dict) -> dict:
         tensors[name] = tensors[name].clone()
@@ -212,7 +212,7 @@ def test_weights_that_do_not_fit_their_config_are_refused(tiny, tmp_path, load, 
     assert "\n" not in str(refusal.value)
 
 
-def test_settings_that_a_tokenizer_stumbles_over_are_told_when_it_is_loaded(tmp_path):
+def test_tokenizer_settings_that_break_it_are_refused_on_loading(tmp_path):
     folder = shutil.copytree(bundled_target_dir(), tmp_path / "model")
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "many"}))
@@ -228,13 +228,13 @@ def test_settings_that_a_tokenizer_stumbles_over_are_told_when_it_is_loaded(tmp_
     ],
     ids=["size", "no number"],
 )
-def test_embeddings_read_by_themselves_are_checked_too(tmp_path, change, message):
+def test_embeddings_that_are_loaded_alone_are_checked_too(tmp_path, change, message):
     change(folder := shutil.copytree(bundled_target_dir(), tmp_path / "model"))
     with pytest.raises(TargetError, match=message):
         TargetEmbeddings.load(str(folder))
 
 
-def test_a_tied_lm_head_and_what_was_never_a_weight_may_be_there_or_not(tmp_path):
+def test_a_saved_tied_lm_head_or_rotary_buffer_is_ignored(tmp_path):
     ids = torch.arange(9)[None]
     expected = Target.load("tiny").model(ids).logits
     for number, more in enumerate((None, "lm_head.weight", "model.rotary_emb.inv_freq")):
@@ -245,8 +245,8 @@ def test_a_tied_lm_head_and_what_was_never_a_weight_may_be_there_or_not(tmp_path
 
 
 @pytest.mark.parametrize("main_is_here", [True, False])
-def test_a_loaded_model_is_known_by_its_own_revision(tmp_path, monkeypatch, main_is_here):
-    """`from_pretrained(name, revision=..)` leaves no trace of the revision on the model."""
+def test_a_loaded_model_is_identified_by_its_own_revision(tmp_path, monkeypatch, main_is_here):
+    """`from_pretrained(name, revision=..)` does not record the revision on the model."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repo = tmp_path / "models--you--tiny"
     (repo / "refs").mkdir(parents=True)
@@ -264,10 +264,10 @@ def test_a_loaded_model_is_known_by_its_own_revision(tmp_path, monkeypatch, main
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2"])
-def test_a_snapshot_is_known_without_the_models_prefix_and_beside_a_damaged_one(
+def test_a_snapshot_is_found_by_unprefixed_weights_next_to_a_damaged_one(
     tmp_path, monkeypatch, family
 ):
-    """Files of a base model, as GPT-2's on the Hub, name `h.0..`, not `transformer.h.0..`."""
+    """A base model's files, such as GPT-2's on the Hub, have `h.0..`, not `transformer.h.0..`."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     snapshots = tmp_path / "models--you--tiny" / "snapshots"
     for commit in "abc":
@@ -279,7 +279,7 @@ def test_a_snapshot_is_known_without_the_models_prefix_and_beside_a_damaged_one(
 
 
 class Int8(torch.nn.Module):
-    """What torch's own quantised layers look like: asked for its weight, it makes one."""
+    """Like torch's own quantised layers: `weight` is a method."""
 
     def weight(self) -> torch.Tensor:
         return torch.zeros(1)
@@ -292,9 +292,8 @@ def test_an_lm_head_without_a_matrix_is_refused():
         Target.of_model(model)
 
 
-def test_weights_that_come_in_fewer_bits_than_float32_are_refused_where_that_is_asked_for(tmp_path):
-    """Where there are no kernels for fp8, transformers makes its layers bfloat16, or a mixture that
-    cannot run."""
+def test_a_model_that_loads_as_bfloat16_is_refused_if_float32_is_wanted(tmp_path):
+    """Without fp8 kernels, transformers makes its layers bfloat16, or a mixture that cannot run."""
     folder = shutil.copytree(bundled_target_dir(), tmp_path / "fp8")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "dequantize": True}

@@ -1,4 +1,4 @@
-"""A head with a window of its own attention: what it sees, in training and while drafting."""
+"""A head with windowed attention: what it sees in training and while drafting."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from specdraft.eval.engine.request import Request
 from specdraft.models.eagle3 import vocabulary_of
 from specdraft.models.sar.blocks import block_index
 
-WINDOWS = [1, 3, 8]  # one position; less than a draft is deep; more
+WINDOWS = [1, 3, 8]  # one position; less than a draft's depth; more
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def target():
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_position_sees_its_block_and_what_lies_less_than_the_window_before(target, window):
+def test_a_position_sees_its_block_and_the_window_before_it(target, window):
     """Brute force: move one input at a time and see which outputs move."""
     head = random_head(target, block_size=3, fusion="linear", window=window)
     (ahead, features), blocks = pairs(1, 14), block_index(14, 3, 2)[None]
@@ -42,33 +42,33 @@ def test_a_position_sees_its_block_and_what_lies_less_than_the_window_before(tar
 
 @every_slot
 @pytest.mark.parametrize("window", WINDOWS)
-def test_passes_over_its_own_features_see_as_far(target, slots, window):
+def test_rollout_uses_the_same_window(target, slots, window):
     check_rollout(random_head(target, 3, layers=2, window=window, **slots))
 
 
 @every_slot
-def test_a_revised_block_sees_as_far(target, slots):
+def test_a_revised_block_uses_the_same_window(target, slots):
     check_revision(random_head(target, 3, layers=2, window=4, **slots), False, 0.3)
 
 
 @every_slot
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("k", "layers"), [(2, 2), (3, 1)])
-def test_drafting_predicts_what_is_trained(target, slots, window, k, layers):
+def test_drafting_predicts_what_the_head_predicts_in_training(target, slots, window, k, layers):
     layers = 1 if slots["reads"] == "own" else layers
     head = random_head(target, k, fusion="linear", layers=layers, window=window, **slots)
     check_draft(head, target)
 
 
 @every_slot
-def test_a_draft_does_not_depend_on_the_rows_beside_it(target, slots):
+def test_a_draft_does_not_depend_on_other_rows(target, slots):
     check_rows(random_head(target, 3, fusion="linear", window=20, **slots), target)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_eagle_3_drafts_what_it_is_trained_for(target, window):
-    """A chain of three, incrementally, and by passes over the whole sequence with its window; and
-    training sees what those passes do."""
+def test_eagle_3_with_a_window_drafts_what_it_predicts_in_training(target, window):
+    """An incremental chain of three, passes over the whole sequence with its window, and training
+    agree."""
     head = random_eagle3(target, window=window)
 
     def once(ahead, states):
@@ -99,14 +99,14 @@ def test_eagle_3_drafts_what_it_is_trained_for(target, window):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_output_is_that_of_plain_decoding(target, rows):
+def test_output_equals_that_of_plain_decoding(target, rows):
     head = random_head(target, 3, reads="newest", coupling="markov", window=5)
     paths = [(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0), (0, 0, 0, 0), (1, 0, 0, 0)]
     tree = StaticTree(paths, 3)
     check_as_plain(target, FalconDrafter(head, target, tree, rows, 128), rows)
 
 
-def test_what_is_out_of_sight_is_not_read(target, monkeypatch):
+def test_cache_slots_outside_the_window_are_not_read(target, monkeypatch):
     head, places = random_head(target, 2, window=9), []
     narrowed = Plan._narrowed
 
