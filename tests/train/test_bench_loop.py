@@ -1,4 +1,4 @@
-"""The loop's cost is timed with the head of any recipe."""
+"""The training loop can be timed with the head of any recipe."""
 
 import json
 
@@ -16,7 +16,7 @@ SMALL = ["data.limit=8", "train.batch_size=2", "train.log_every=1", "train.threa
 
 
 @pytest.mark.parametrize("name", ["tiny_eagle3", "tiny_eagle"])
-def test_the_head_is_of_the_recipes_kind(name, tmp_path, monkeypatch):
+def test_the_timed_head_is_of_the_recipes_kind(name, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     AcceleratorState._reset_state(True)
     recipe = load_recipe(name, SMALL)
@@ -28,7 +28,7 @@ def test_the_head_is_of_the_recipes_kind(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_medusa"])
-def test_with_a_shape_features_and_head_are_of_its_size(name, tmp_path, monkeypatch):
+def test_a_given_shape_sets_the_size_of_features_and_head(name, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     AcceleratorState._reset_state(True)
     recipe = load_recipe(name, SMALL)
@@ -39,7 +39,7 @@ def test_with_a_shape_features_and_head_are_of_its_size(name, tmp_path, monkeypa
     assert bench.data[0]["features"].shape[1] == 256 * layers
 
 
-def test_what_a_step_takes_is_shown_and_written(tmp_path):
+def test_the_time_of_a_step_is_shown_and_written(tmp_path):
     (tmp_path / "larger.json").write_text(LARGER.config.to_json_string(use_diff=False))
     shape, out = ["--shape", str(tmp_path / "larger.json")], tmp_path / "out" / "loop.json"
     few = [*SMALL, "--steps", "1", "--repeats", "1", "--out", str(out)]

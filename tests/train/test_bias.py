@@ -1,4 +1,4 @@
-"""An lm_head with a bias is refused before anything is made: training reads its matrix alone."""
+"""An lm_head with a bias is refused before anything is made: training reads only its matrix."""
 
 import pytest
 import torch
@@ -38,14 +38,14 @@ def run(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_distill"])
-def test_a_bias_of_the_target_is_told_before_any_cache_is_made(name, tmp_path, monkeypatch):
+def test_an_lm_head_with_a_bias_is_refused_before_any_cache_is_made(name, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with pytest.raises(TargetError, match=f"biased: {BIASED}"):
         run(name, tmp_path)
     assert not (tmp_path / "cache").exists()
 
 
-def test_so_is_one_of_a_student():
-    target = Target(random_model("Phi", **MLP), None, "phi")  # whose lm_head has one, and its copy
+def test_a_student_whose_lm_head_has_a_bias_is_refused():
+    target = Target(random_model("Phi", **MLP), None, "phi")  # has one, as has its student
     with pytest.raises(TargetError, match=f"a student of phi: {BIASED}"):
         make_student(StudentSection(keep_layers=[0, 2]), target)

@@ -1,4 +1,4 @@
-"""Checkpoints: continued bit for bit, complete or absent, and only by the recipe that made them."""
+"""Checkpoints: resumed bit for bit, complete or absent, and only by the recipe that made them."""
 
 import itertools
 import json
@@ -66,7 +66,7 @@ def spawn(out, *arguments, **options):
 
 
 class CrashError(Exception):
-    """Stands for whatever ends a process between two steps."""
+    """Stands for anything that ends a process between two steps."""
 
 
 def crash_at(step):
@@ -104,7 +104,7 @@ def test_a_crashed_run_continues_bit_for_bit(tmp_path, optimizer):
 def test_a_killed_process_continues_bit_for_bit(tmp_path):
     arguments = ["train.steps=12", "train.save_every=6"]
     _, whole = train(tmp_path / "whole", **{"train.steps": 12, "train.save_every": 6})
-    # Slow rows leave time to hit the process in the steps after its checkpoint.
+    # Slow rows leave time to kill the process in the steps after its checkpoint.
     process = spawn(tmp_path / "cut", *arguments, "pace=0.02")
     wait_for((tmp_path / "cut" / "checkpoints" / "step-6").exists, process)
     process.send_signal(signal.SIGKILL)
@@ -145,7 +145,7 @@ def test_more_steps_prolong_a_run(tmp_path):
     assert state.step == 9
 
 
-def test_a_run_may_be_cut_into_other_micro_batches_half_way(tmp_path):
+def test_a_run_may_change_its_micro_batches_midway(tmp_path):
     changes = {"train.save_every": 3, "train.eval_every": 1}
     _, whole = train(tmp_path / "whole", **changes)
     with pytest.raises(CrashError):
@@ -154,7 +154,7 @@ def test_a_run_may_be_cut_into_other_micro_batches_half_way(tmp_path):
     assert_close(whole, cut)
 
 
-def test_another_number_of_processes_goes_on_as_if_it_had_been_there_from_the_start(tmp_path):
+def test_changing_the_number_of_processes_midway_changes_no_result(tmp_path):
     """One process, then two, then one again."""
     changes = {"train.steps": 12, "train.save_every": 3, "train.eval_every": 1}
     changes["train.log_every"] = 1
@@ -184,7 +184,7 @@ def test_another_number_of_processes_goes_on_as_if_it_had_been_there_from_the_st
 
 
 def speeds_of(speeds, seen):
-    """An evaluation with a speed per step, which notes when it was asked."""
+    """An evaluation with a speed per step, which records when it was called."""
 
     def evaluate(head, step):
         seen.append(step)
@@ -193,8 +193,8 @@ def speeds_of(speeds, seen):
     return evaluate
 
 
-def test_what_was_evaluated_behind_the_last_checkpoint_is_in_it(tmp_path):
-    """It is saved at step 6, and evaluated there when training is over."""
+def test_an_evaluation_after_the_last_checkpoint_is_added_to_it(tmp_path):
+    """Step 6 is saved, and evaluated afterwards, as training is over."""
     changes, seen = {"train.save_every": 3, "train.eval_every": 4}, []
     evaluate = speeds_of({4: 2.0, 6: 3.0, 8: 2.5}, seen)
     state, _ = train(tmp_path, evaluate=evaluate, **changes)
@@ -208,7 +208,7 @@ def test_what_was_evaluated_behind_the_last_checkpoint_is_in_it(tmp_path):
     assert (tmp_path / "falcon" / "model.safetensors").read_bytes() == kept
 
 
-def test_an_evaluation_that_no_checkpoint_has_yet_is_logged_once(tmp_path, monkeypatch):
+def test_an_evaluation_that_is_not_yet_in_a_checkpoint_is_logged_once(tmp_path, monkeypatch):
     evaluate, save = speeds_of({4: 2.0, 6: 3.0}, []), Checkpoints.save
 
     def crash_behind_the_last(checkpoints, state):
@@ -228,7 +228,7 @@ def test_an_evaluation_that_no_checkpoint_has_yet_is_logged_once(tmp_path, monke
     ("changes", "best"),
     [({"eval.temperature": 1.0}, 2.0), ({"eval.tree": "tiny_k2"}, 2.0), ({"eval.repeats": 2}, 5.0)],
 )
-def test_a_best_that_was_measured_otherwise_is_none(tmp_path, changes, best):
+def test_a_best_score_measured_under_other_settings_is_dropped(tmp_path, changes, best):
     evaluate = speeds_of({6: 5.0, 9: 2.0}, [])
     train(tmp_path, evaluate=evaluate, **{"train.eval_every": 6})
     longer = {"train.eval_every": 9, "train.steps": 9}
@@ -236,7 +236,7 @@ def test_a_best_that_was_measured_otherwise_is_none(tmp_path, changes, best):
     assert state.best == {"tokens_per_step": best}
 
 
-# -- whose checkpoint ------------------------------------------------------------------------------
+# -- which runs may resume -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_best_that_was_measured_otherwise_is_none(tmp_path, changes, best):
         ("glance.start", 0.2, r"glance.start = 0.4, now it is 0.2"),
     ],
 )
-def test_another_recipe_is_refused_with_key_and_both_values(tmp_path, key, value, message):
+def test_another_recipe_is_refused_with_the_key_and_both_values(tmp_path, key, value, message):
     train(tmp_path, **{"train.steps": 1})
     with pytest.raises(RecipeError, match=message + r"; give another output.dir"):
         train(tmp_path, **{"train.steps": 1, key: value})
@@ -262,7 +262,7 @@ def test_another_recipe_is_refused_before_anything_is_built(tmp_path):
     recipe["optim"]["lr"] = 0.5
     with pytest.raises(RecipeError, match=r"step-1 was made with optim.lr = 0.003, now it is 0.5"):
         check_run(tmp_path, recipe)
-    (checkpoint / "state.json").write_text("{")  # damaged: `resume` goes back to the one before
+    (checkpoint / "state.json").write_text("{")  # damaged: `resume` uses the one before
     check_run(tmp_path, recipe)
 
 
@@ -279,7 +279,7 @@ def test_other_data_is_refused(tmp_path):
         train(tmp_path, data=ToyRows(count=20), **{"train.steps": 1})
 
 
-def test_as_many_rows_that_hold_something_else_are_refused(tmp_path):
+def test_the_same_number_of_rows_with_other_contents_is_refused(tmp_path):
     data = ToyRows()
     data.key = "a"
     train(tmp_path, data=data, **{"train.steps": 1})
@@ -297,7 +297,7 @@ def test_as_many_rows_that_hold_something_else_are_refused(tmp_path):
         (Launch(2, "FSDP"), Launch(2, "DEEPSPEED")),
     ],
 )
-def test_processes_that_cannot_read_its_files_are_refused_naming_both(there, here, tmp_path):
+def test_processes_that_cannot_read_a_checkpoint_are_refused_naming_both(there, here, tmp_path):
     with pytest.raises(RecipeError) as refused:
         there.check_continued_by(here, tmp_path / "step-3")
     assert f"step-3 was written by {there}, and {here} cannot read its files" in str(refused.value)
@@ -315,7 +315,7 @@ def test_a_checkpoint_of_an_earlier_version_is_continued(tmp_path):
     assert (resumed.step, [line["step"] for line in log_lines(tmp_path)]) == (2, [1, 2])
 
 
-def test_plain_training_refuses_the_files_of_deepspeed(tmp_path):
+def test_plain_training_refuses_a_deepspeed_checkpoint(tmp_path):
     train(tmp_path, **{"train.steps": 1})
     state = tmp_path / "checkpoints" / "step-1" / "state.json"
     content = json.loads(state.read_text())
@@ -325,7 +325,7 @@ def test_plain_training_refuses_the_files_of_deepspeed(tmp_path):
         train(tmp_path, **{"train.steps": 2})
 
 
-def test_what_does_not_alter_a_step_may_change():
+def test_only_settings_that_alter_a_step_count_as_differences():
     there = {"train": {"steps": 5, "seed": 0}, "eval": {"limit": 3}, "name": "a"}
     here = {"train": {"steps": 9, "seed": 0}, "eval": {"limit": 4}, "name": "b"}
     assert differences(there, here, FREE) == {}
@@ -343,13 +343,13 @@ def test_what_does_not_alter_a_step_may_change():
         {"drafting.gamma": 3, "maxgram.n": 4, "cascade.leniency": 2.0},
     ],
 )
-def test_what_changes_no_step_may_change_between_two_of_them(tmp_path, change):
+def test_settings_that_alter_no_step_may_change_midway(tmp_path, change):
     train(tmp_path)
     state, _ = train(tmp_path, **{"train.steps": 7}, **change)
     assert state.step == 7
 
 
-def test_a_server_may_move_and_not_come_or_go(tmp_path):
+def test_a_servers_address_may_change_but_a_server_may_not_be_added(tmp_path):
     def check(there, here):
         recipes = ({"data": {"server": server}} for server in (there, here))
         check_continued(tmp_path, {"recipe": next(recipes)}, next(recipes))
@@ -359,7 +359,7 @@ def test_a_server_may_move_and_not_come_or_go(tmp_path):
         check(None, "http://b:8000/v1")
 
 
-def test_a_target_may_be_another_path_of_its_folder_and_not_another_folder(tmp_path, monkeypatch):
+def test_a_target_may_be_given_by_another_path_to_the_same_folder_only(tmp_path, monkeypatch):
     def check(there, here):
         recipes = ({"target": {"model": model}} for model in (there, here))
         check_continued(tmp_path, {"recipe": next(recipes)}, next(recipes))
@@ -373,17 +373,17 @@ def test_a_target_may_be_another_path_of_its_folder_and_not_another_folder(tmp_p
         with pytest.raises(RecipeError, match=f"target.model = mine, now it is {model}"):
             check("mine", model)
     with pytest.raises(RecipeError, match=r"target.model = tiny, now it is ./tiny"):
-        check("tiny", "./tiny")  # the bundled one, and a folder that is called so
+        check("tiny", "./tiny")  # the bundled one against a folder of that name
 
 
-def test_a_run_from_before_a_setting_was_known_had_its_default():
+def test_a_setting_missing_in_an_older_run_counts_as_its_default():
     there, here = {"train": {"seed": 1}}, {"train": {"seed": 1, "threads": None, "rollout": 1}}
     assert differences(there, here, FREE) == {}
     here["train"]["rollout"] = 2
     assert differences(there, here, FREE) == {"train.rollout": (1, 2)}
 
 
-# -- whole or absent -------------------------------------------------------------------------------
+# -- complete or absent ----------------------------------------------------------------------------
 
 
 def make_checkpoints(out, keep=2, model=None):
@@ -393,7 +393,7 @@ def make_checkpoints(out, keep=2, model=None):
     return Checkpoints(out, {"a": 1}, 3, accelerator, keep)
 
 
-def test_half_written_folders_are_no_checkpoints(tmp_path):
+def test_half_written_folders_are_not_taken_for_checkpoints(tmp_path):
     checkpoints = make_checkpoints(tmp_path)
     assert checkpoints.newest() is None
     (tmp_path / "checkpoints" / ".writing-9").mkdir(parents=True)
@@ -411,7 +411,7 @@ def test_only_the_newest_are_kept(tmp_path):
     assert checkpoints.resume() == TrainState(step=100)
 
 
-def test_what_a_killed_run_was_writing_or_deleting_is_swept(tmp_path):
+def test_leftovers_of_a_killed_write_or_deletion_are_removed(tmp_path):
     checkpoints = make_checkpoints(tmp_path)
     checkpoints.save(TrainState(step=7))
     for name in (".writing-9", ".deleted-step-5"):
@@ -421,7 +421,7 @@ def test_what_a_killed_run_was_writing_or_deleting_is_swept(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-7"]
 
 
-def test_one_that_was_to_be_replaced_is_kept_where_a_kill_came_between(tmp_path):
+def test_a_checkpoint_set_aside_by_a_killed_replacement_is_restored(tmp_path):
     checkpoints = make_checkpoints(tmp_path)
     checkpoints.save(TrainState(step=7))
     newest = tmp_path / "checkpoints" / "step-7"
@@ -430,7 +430,7 @@ def test_one_that_was_to_be_replaced_is_kept_where_a_kill_came_between(tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-7"]
 
 
-def test_random_states_come_back(tmp_path):
+def test_random_states_are_restored(tmp_path):
     checkpoints = make_checkpoints(tmp_path)
     checkpoints.save(TrainState(step=1))
     drawn = [(torch.rand(3).tolist(), np.random.rand(), random.random()) for _ in range(2)]
@@ -454,7 +454,7 @@ def test_an_unreadable_state_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
-def test_a_flipped_bit_in_the_newest_checkpoint_sends_the_run_back_to_the_one_before(
+def test_a_flipped_bit_in_the_newest_checkpoint_resumes_from_the_one_before(
     tmp_path, capsys, file
 ):
     changes = {"train.steps": 12, "train.save_every": 3, "train.eval_every": 1}
@@ -478,10 +478,10 @@ def test_a_flipped_bit_in_the_newest_checkpoint_sends_the_run_back_to_the_one_be
     [(1.5, "step-12", 3), (0.5, "step-12", 3), (0.5, "step-12", 100)],
     ids=["optimiser", "weights", "last"],
 )
-def test_a_full_disk_leaves_the_last_whole_checkpoint_and_says_how_to_go_on(
+def test_a_full_disk_leaves_the_last_complete_checkpoint_and_says_how_to_resume(
     tmp_path, share, what, save_every
 ):
-    """A limit on the size of files stands for the disk: the system's answer is of the same kind."""
+    """A limit on file sizes stands for a full disk, with the same kind of error."""
     changes = {"train.steps": 12, "train.save_every": 3, "train.eval_every": 3}
     _, whole = train(tmp_path / "whole", **changes)
     with pytest.raises(CrashError):
@@ -504,7 +504,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint_and_says_how_to_go_on(
     assert_equal(whole, cut)
 
 
-def test_a_drafter_that_finds_no_room_costs_no_step(tmp_path, monkeypatch):
+def test_a_disk_too_full_for_the_drafter_loses_no_step(tmp_path, monkeypatch):
     def full(drafter, folder):
         raise CacheError("out of disk")
 
@@ -519,7 +519,7 @@ def test_a_disk_that_is_too_small_for_the_first_checkpoint_says_by_how_much(tmp_
     train(tmp_path / "whole", **{"train.steps": 2})
     written = sum(path.stat().st_size for path in (tmp_path / "whole").glob("checkpoints/*/*"))
     expected = expected_bytes(make_head())
-    assert expected < written < expected + 40_000  # its random states, and names
+    assert expected < written < expected + 40_000  # random states and names
     limit = (tmp_path / "whole" / "falcon" / "model.safetensors").stat().st_size // 2
     early = ["train.steps=2", "train.save_every=1"]
     _, errors = spawn(tmp_path / "cut", *early, largest_file=limit).communicate()
@@ -528,7 +528,7 @@ def test_a_disk_that_is_too_small_for_the_first_checkpoint_says_by_how_much(tmp_
     assert errors.strip().endswith("make room, and the same command goes on from the start")
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(tmp_path, monkeypatch):
+def test_a_disk_too_small_for_a_checkpoint_fails_before_the_first_step(tmp_path, monkeypatch):
     usage, steps = namedtuple("usage", "total used free"), []
     free = expected_bytes(make_head()) - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free, 0, free))
@@ -537,7 +537,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(tmp_
     assert not steps
 
 
-def test_saving_a_head_never_leaves_a_mixture(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_the_old_head_unchanged(tmp_path, monkeypatch):
     save_drafter(make_head(), tmp_path / "head")
     before = {p.name: p.read_bytes() for p in (tmp_path / "head").iterdir()}
     failing = make_head()
@@ -575,11 +575,11 @@ def test_a_save_that_is_killed_at_any_file_leaves_the_old_head_or_the_new_one(
     assert most >= 3  # config, weights and checksums
 
 
-def test_only_a_second_ctrl_c_skips_a_save_and_none_that_has_begun(capfd):
+def test_only_a_second_ctrl_c_skips_a_save_that_has_not_begun(capfd):
     with StopRequest(saves=True) as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.asked
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):  # of launcher and terminal
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):  # from launcher and terminal
             signal.raise_signal(number)
         with stop.saving():
             signal.raise_signal(signal.SIGINT)
@@ -591,7 +591,7 @@ def test_only_a_second_ctrl_c_skips_a_save_and_none_that_has_begun(capfd):
 
 @pytest.fixture
 def signals_heard():
-    """Those that a shell has its background commands ignore, too."""
+    """Handle signals even if a shell made this background command ignore them."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler)
@@ -601,23 +601,23 @@ def signals_heard():
 
 
 class Interrupted:
-    """Whose end a signal interrupts."""
+    """An object whose destructor is interrupted by a signal."""
 
     def __del__(self):
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_signal_that_comes_where_python_drops_exceptions_is_heard(signals_heard, capfd):
+def test_a_signal_during_a_destructor_is_not_lost(signals_heard, capfd):
     with StopRequest(), pytest.raises(Terminated):
         time.sleep(10 * isinstance(Interrupted(), Interrupted))
     assert capfd.readouterr().err == ""
 
 
-def test_what_ends_a_launcher_ends_its_command_once(monkeypatch, signals_heard):
+def test_after_ctrl_c_signals_of_the_ended_launcher_are_ignored(monkeypatch, signals_heard):
     with StopRequest():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        monkeypatch.setattr(os, "getppid", lambda: 1)  # of the same Ctrl-C
+        monkeypatch.setattr(os, "getppid", lambda: 1)  # the launcher got the same Ctrl-C
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGHUP)
         with pytest.raises(KeyboardInterrupt):
@@ -625,7 +625,7 @@ def test_what_ends_a_launcher_ends_its_command_once(monkeypatch, signals_heard):
 
 
 def stopped_at(step, evaluated):
-    """An evaluation that a signal cuts off."""
+    """An evaluation that a signal interrupts at one step."""
 
     def evaluate(head, now):
         if now == step:
@@ -637,7 +637,7 @@ def stopped_at(step, evaluated):
 
 
 @pytest.mark.parametrize("step", [4, 12])
-def test_an_evaluation_that_is_cut_off_is_made_again(tmp_path, step):
+def test_an_interrupted_evaluation_is_repeated(tmp_path, step):
     changes = {"train.steps": 12, "train.eval_every": 4, "train.log_every": 5}
     _, whole = train(tmp_path / "whole", evaluate=stopped_at(99, []), **changes)
     evaluated = []
@@ -654,7 +654,7 @@ def test_an_evaluation_that_is_cut_off_is_made_again(tmp_path, step):
         assert [[r[n] for n in names] for r in once] == [[r[n] for n in names] for r in twice]
 
 
-def test_a_run_that_is_stopped_while_it_saves_for_the_last_time_begins_nothing_else(
+def test_a_run_stopped_during_its_last_save_ends_after_it(
     tmp_path, monkeypatch
 ):
     save = Checkpoints.save
@@ -669,7 +669,7 @@ def test_a_run_that_is_stopped_while_it_saves_for_the_last_time_begins_nothing_e
     assert (tmp_path / "checkpoints" / "step-6").exists()
 
 
-def test_lines_of_the_log_that_are_damaged_are_dropped_and_the_run_goes_on(tmp_path):
+def test_damaged_log_lines_are_dropped_and_the_run_goes_on(tmp_path):
     train(tmp_path)
     log = tmp_path / "log.jsonl"
     log.write_bytes(b"\xda\xff\n[1]\n{}\n" + log.read_bytes())

@@ -22,22 +22,22 @@ def prepared(tmp_path, **changes):
 
 
 def wrong_by_hand(objective, head, batch) -> list[int]:
-    """Supervised positions of each row whose predicted feature says another token."""
+    """The number of each row's supervised positions whose predicted token is wrong."""
     ends, counts = objective.target, []
     with torch.no_grad():
         ahead = ends.embed(batch.tokens[:, 1:])
         predicted = head(ahead, batch.features[:, :-1], batch.blocks, batch.valid)[0]
     for row, supervised in enumerate(batch.supervised.tolist()):
         says = (predicted[row] @ ends.lm_head_weight.T).argmax(-1).tolist()
-        answers = batch.tokens[row, K + 1 :].tolist()  # of position i, the token k + 1 further on
+        answers = batch.tokens[row, K + 1 :].tolist()  # position i drafts the token k + 1 later
         places = [i for i, counts_here in enumerate(supervised) if counts_here]
         counts.append(sum(says[i] != answers[i] for i in places))
     return counts
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.5])
-def test_a_share_of_what_the_head_gets_wrong_is_revealed(tmp_path, progress):
-    """lambda falls from 0.4 to 0.2; where the runs are is told by test_glance.py."""
+def test_the_number_of_revealed_positions_is_a_share_of_the_heads_mistakes(tmp_path, progress):
+    """lambda falls from 0.4 to 0.2; test_glance.py tests where the runs are."""
     objective, head, batch = prepared(tmp_path, **{"glance.start": 0.4, "glance.end": 0.2})
     revealed, _ = objective.plan(head, batch, progress)
     wrong = wrong_by_hand(objective, head, batch)
@@ -54,7 +54,7 @@ def test_a_share_of_what_the_head_gets_wrong_is_revealed(tmp_path, progress):
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_what_is_revealed_carries_loss_only_where_the_recipe_says_so(tmp_path, keeps):
+def test_revealed_positions_carry_loss_only_if_the_recipe_says_so(tmp_path, keeps):
     objective, head, batch = prepared(tmp_path, **{"glance.supervise_revealed": keeps})
     revealed, counted = objective.plan(head, batch, 0.0)
     assert (revealed & batch.supervised).any()
@@ -63,14 +63,14 @@ def test_what_is_revealed_carries_loss_only_where_the_recipe_says_so(tmp_path, k
 
 
 class Listening:
-    """A head that notes what it is given, and predicts nothing."""
+    """A head that records its inputs and predicts zeros."""
 
     def __call__(self, ahead, features, *_, passes=1, **given):
         self.ahead, self.features, self.given = ahead, features, given
         return torch.zeros(passes, *ahead.shape, requires_grad=True)
 
 
-def test_the_noise_on_input_features_is_a_share_of_their_scale_to_either_side(tmp_path):
+def test_feature_noise_is_symmetric_and_bounded_by_a_share_of_the_feature_scale(tmp_path):
     objective, _, batch = prepared(tmp_path, **{"loss.feature_noise": 0.1})
     head, true = Listening(), batch.features[:, :-1]
     objective.plan(head, batch, 0.0)
@@ -84,7 +84,7 @@ def test_the_noise_on_input_features_is_a_share_of_their_scale_to_either_side(tm
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_coupled_slots_hear_the_true_tokens_whatever_is_revealed(tmp_path, isolated):
+def test_coupled_slots_get_the_true_tokens_whatever_is_revealed(tmp_path, isolated):
     objective, _, batch = prepared(tmp_path, **{"glance.isolated": isolated})
     head, ends = Listening(), objective.target
     revealed, counted = objective.plan(head, batch, 0.0)
@@ -96,7 +96,7 @@ def test_coupled_slots_hear_the_true_tokens_whatever_is_revealed(tmp_path, isola
     assert not torch.equal(shown, true)
 
 
-def test_the_loss_is_that_of_every_counted_position_behind_revealed_inputs(tmp_path):
+def test_the_loss_sums_over_counted_positions_given_the_revealed_inputs(tmp_path):
     objective, head, batch = prepared(tmp_path, **{"glance.isolated": False})
     revealed, counted = objective.plan(head, batch, 0.0)
     total, sums = objective.loss(head, batch, revealed, counted)
@@ -126,8 +126,8 @@ def test_the_loss_is_that_of_every_counted_position_behind_revealed_inputs(tmp_p
     assert sums["revealed"] == revealed.sum() > 3
 
 
-def test_the_recipe_says_how_much_acceptance_and_depth_count(tmp_path):
-    """Every distribution kept, and autograd; the weights themselves are told by test_depth.py."""
+def test_the_recipe_weights_acceptance_and_depth_in_the_loss(tmp_path):
+    """Against autograd with every distribution kept; test_depth.py tests the weights themselves."""
     weights = {"loss.lk_weight": 0.3, "loss.pace_smoothing": 0.5, "loss.feature_weight": 0.0}
     objective, head, batch = prepared(tmp_path, **weights, **{"glance.enabled": False})
     total, _ = objective.loss(head, batch, *objective.plan(head, batch, 0.0))
@@ -148,8 +148,8 @@ def test_the_recipe_says_how_much_acceptance_and_depth_count(tmp_path):
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
-def test_beyond_the_draft_vocabulary_a_head_is_wrong_and_has_no_ce(tmp_path):
-    """Both passes see the rows of lm_head that the head drafts with, and nothing else."""
+def test_tokens_beyond_the_draft_vocabulary_count_as_wrong_and_have_no_ce(tmp_path):
+    """Both passes use only the lm_head rows that the head drafts with."""
     objective, head, batch = prepared(tmp_path, **{"glance.enabled": False})
     ids, ends = torch.arange(0, len(objective.target.lm_head_weight), 2), objective.target
     few = CoupledGlancing(objective.recipe, ends, head.config, ids)
@@ -172,6 +172,6 @@ def test_beyond_the_draft_vocabulary_a_head_is_wrong_and_has_no_ce(tmp_path):
         partial=True,
     )
     torch.testing.assert_close(total, expected.total)
-    assert sums["counted"] == len(rows)  # they still have a feature to predict
+    assert sums["counted"] == len(rows)  # all still predict a feature
     glancing = CoupledGlancing(make_recipe(tmp_path), ends, head.config, ids)
     assert glancing.plan(head, batch, 0.0)[0].sum() > 3

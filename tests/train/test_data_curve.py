@@ -1,4 +1,4 @@
-"""How much data gives what: nested subsets, and a fit that finds a known curve."""
+"""The gain from more data: nested subsets, and a fit that finds a known curve."""
 
 import json
 from argparse import Namespace
@@ -23,11 +23,11 @@ DEPTH = 6
 
 
 def true(rows: float) -> float:
-    """Tokens per step of an error that falls to a tenth."""
+    """Tokens per step of an error that falls to a floor of 0.1."""
     return float(tokens_per_step(0.1 + 3.0 * rows**-0.4, DEPTH))
 
 
-def test_the_error_is_that_of_a_chain_that_makes_the_tokens():
+def test_error_and_tokens_per_step_of_a_chain_convert_into_each_other():
     errors = np.array([0.0, 0.2, 0.5, 1.0])
     assert tokens_per_step(errors, 2) == pytest.approx([3.0, 1 + 0.8 + 0.64, 1.75, 1.0])
     assert error_of(tokens_per_step(errors, DEPTH), DEPTH) == pytest.approx(errors, abs=1e-4)
@@ -39,7 +39,7 @@ def test_a_fit_finds_the_curve_that_was_sampled():
     assert fitted(100_000) == pytest.approx(true(100_000), rel=0.02)
 
 
-def test_three_sizes_foretell_the_fifth():
+def test_a_fit_to_three_sizes_predicts_the_fifth():
     fitted = fit_saturation({n: [true(n)] * 3 for n in ROWS[:3]}, DEPTH)
     low, high = fitted.interval(ROWS[4])
     assert fitted(ROWS[4]) == pytest.approx(true(ROWS[4]), rel=0.05)
@@ -47,12 +47,12 @@ def test_three_sizes_foretell_the_fifth():
 
 
 @pytest.mark.parametrize("values", [[2.0, 2.0, 2.0], [3.0, 2.5, 2.0]])
-def test_data_that_bring_nothing_are_foretold_to_bring_nothing(values):
+def test_a_flat_curve_predicts_no_gain_from_more_data(values):
     fitted = fit_saturation({n: [value] * 3 for n, value in zip(ROWS, values, strict=False)}, DEPTH)
     assert fitted(10**6) == pytest.approx(sum(values) / 3, rel=0.05)
 
 
-def test_the_interval_mostly_holds_the_truth_and_grows_with_the_noise():
+def test_the_interval_mostly_contains_the_truth_and_grows_with_the_noise():
     generator, widths = np.random.default_rng(0), {0.05: [], 0.3: []}
     held = 0
     for spread, found in widths.items():
@@ -72,7 +72,7 @@ def planned(tmp_path, **changes):
     return list(plan_sizes(recipe, "tiny", **given, overrides=[], of_kind=of_kind, out=tmp_path))
 
 
-def test_the_largest_size_is_one_run_of_all_regimes(tmp_path):
+def test_all_regimes_share_the_run_of_the_largest_size(tmp_path):
     sizes = planned(tmp_path)
     assert len(sizes) == 2 * 2 * 3 * 3
     assert len({size.job for _, size in sizes}) == 2 * 2 * (3 + 2 + 2)
@@ -85,7 +85,7 @@ def test_the_largest_size_is_one_run_of_all_regimes(tmp_path):
     assert {regime for regime, _ in planned(tmp_path, regimes=["root"])} == {"root"}
 
 
-def test_more_seeds_are_for_the_first_sizes(tmp_path):
+def test_extra_seeds_apply_only_to_the_first_three_sizes(tmp_path):
     more = planned(tmp_path, rows=[40, 10, 80, 20, 160], seeds=[0, 1], more_seeds=[1, 2, 7])
     for rows in (10, 20, 40, 80, 160):
         seeds = {0, 1, 2, 7} if rows < 80 else {0, 1}
@@ -94,7 +94,7 @@ def test_more_seeds_are_for_the_first_sizes(tmp_path):
     assert len(jobs) == len(set(jobs)) == 2 * (3 * 4 + 2 * 2)
 
 
-def test_more_seeds_are_told_above_the_table():
+def test_extra_seeds_are_named_above_the_table():
     options = Namespace(recipe="tiny", seeds="0,1", more_seeds="2,7")
     told = asked(load_recipe("tiny"), options, [], {})
     assert told["source"].endswith("tiny, of the first 3 sizes with seeds 2,7 besides")
@@ -102,7 +102,7 @@ def test_more_seeds_are_told_above_the_table():
 
 
 @pytest.mark.parametrize("kind", METHODS)
-def test_every_kind_is_made_of_one_recipe(tmp_path, kind):
+def test_one_recipe_plans_the_runs_of_every_kind(tmp_path, kind):
     for _, size in planned(tmp_path, kinds=[kind]):
         recipe = load_recipe("tiny", size.job.settings)
         assert kind == "table" or recipe.kind == kind
@@ -112,7 +112,7 @@ def test_every_kind_is_made_of_one_recipe(tmp_path, kind):
     assert recipe.optim.lr == (0.02 if kind == "medusa" else load_recipe("tiny").optim.lr)
 
 
-def test_subsets_of_a_seed_are_nested_and_none_is_the_first_rows_of_the_file(tmp_path):
+def test_subsets_of_a_seed_are_nested_and_shuffled(tmp_path):
     drawn = {
         (size.rows, size.seed): split_holdout(load_recipe("tiny", size.job.settings).data)[0]
         for _, size in planned(tmp_path, kinds=["falcon"], regimes=["equal"])
@@ -128,7 +128,7 @@ def test_subsets_of_a_seed_are_nested_and_none_is_the_first_rows_of_the_file(tmp
 
 
 class Made:
-    """A job that has run: its folder holds what training leaves."""
+    """A finished job, with the files of training in its folder."""
 
     def __init__(self, folder, method: str, value: float):
         self.folder, self.path = folder, folder / "report.json"
@@ -144,7 +144,7 @@ class Made:
 
 
 def made_sizes(folder) -> list[tuple[str, Size]]:
-    """Four sizes of three seeds that have run."""
+    """Finished runs of four sizes with three seeds."""
     sizes = []
     for n in ROWS[:4]:
         for seed, off in enumerate((-0.02, 0.0, 0.02)):
@@ -161,17 +161,17 @@ def test_a_curve_is_drawn_with_all_its_points_and_bands(tmp_path):
     with Image.open(picture) as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
     assert (0x54, 0xA5, 0xE0) in colours  # falcon's points and line
-    assert len(colours) > 50  # and its band
+    assert len(colours) > 50  # its band
 
 
-def test_the_minutes_of_a_training_are_told_whatever_its_log_ends_with(tmp_path):
+def test_training_minutes_are_found_even_if_the_log_ends_with_an_evaluation(tmp_path):
     (_, size), *_ = made_sizes(tmp_path)
     with (size.job.folder / "log.jsonl").open("a") as log:
         log.write('{"kind": "eval", "step": 4, "tokens_per_step": 1.0}\n')
     assert size.minutes == 0.5
 
 
-def test_a_curve_says_what_ten_times_would_bring_and_how_the_first_sizes_missed(tmp_path):
+def test_a_curve_predicts_ten_times_the_data_and_reports_its_back_test_error(tmp_path):
     report = make_curves(made_sizes(tmp_path), {n: 90 * n for n in ROWS})
     (curve,) = report["curves"].values()
     assert curve["means"] == pytest.approx([true(n) for n in ROWS[:4]])
@@ -212,7 +212,7 @@ def test_a_curve_whose_caches_were_deleted_is_shown_without_their_tokens(tmp_pat
         (["--kinds", "falcon,eagle", "eagle:optim.lr=no", "--rows", "1,2,3"], "optim.lr"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(arguments, message):
+def test_invalid_arguments_are_refused_at_once(arguments, message):
     done = run_here("train/curve.py", "tiny", *arguments)
     assert done.returncode == 2
     assert message in done.stderr

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO on two CPU processes: what one plain process trains, also when it is cut off.
+"""DeepSpeed's ZeRO on two CPU processes equals one plain process, also when interrupted.
 
-As a script it is the job of tests/train/test_loop.py, or behind "student" a distillation, without a
-compilation that DeepSpeed begins with.
+As a script it runs the job of tests/train/test_loop.py, or after "student" a distillation, without
+DeepSpeed's initial compilation.
 """
 
 import json
@@ -39,7 +39,7 @@ def job(out, *arguments):
 
 
 def launching(stage, folder):
-    """The launch config's arguments, of ZeRO-3 with even the smallest of weights in parts."""
+    """The launch config's arguments; ZeRO-3 partitions even the smallest weights."""
     config = json.loads((ROOT / f"recipes/deepspeed/zero{stage}.json").read_text())
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     (file := folder / "deepspeed.json").write_text(json.dumps(config))
@@ -48,7 +48,7 @@ def launching(stage, folder):
 
 
 def launch(settings, *arguments):
-    """Start the job as the launch config says, on two CPU processes in place of eight GPUs."""
+    """Start the job by the launch config, on two CPU processes instead of eight GPUs."""
     return subprocess.Popen(
         [sys.executable, "-m", "accelerate.commands.launch", *settings, *arguments],
         cwd=ROOT,
@@ -60,7 +60,7 @@ def launch(settings, *arguments):
 
 
 def ranks(monkeypatch, settings, *arguments):
-    """The same without the launcher, in the environment that it gives."""
+    """The same without the launcher, in the environment it would set."""
     monkeypatch.chdir(ROOT)
     parsed = launch_command_parser().parse_args([*settings, *arguments])
     args, *_ = _validate_launch_command(parsed)
@@ -74,10 +74,10 @@ def ranks(monkeypatch, settings, *arguments):
 def test_a_run_under_zero_that_is_stopped_and_resumed_equals_plain_training(
     stage, tmp_path, monkeypatch
 ):
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # it would leave DeepSpeed out
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # it would disable DeepSpeed
     settings = launching(stage, tmp_path)
-    slow = job(tmp_path / "zero", "pace=0.05")  # rows that leave time to stop it
-    # The launcher, which ends its workers, knows nothing of stages.
+    slow = job(tmp_path / "zero", "pace=0.05")  # slow rows leave time to stop it
+    # The launcher's termination of workers does not depend on the stage: one stage tests it.
     first = [launch(settings, *slow)] if stage == 3 else ranks(monkeypatch, settings, *slow)
     try:
         wait_for((tmp_path / "zero" / "log.jsonl").exists, first[0])
@@ -89,7 +89,7 @@ def test_a_run_under_zero_that_is_stopped_and_resumed_equals_plain_training(
             process.communicate(timeout=300)
     (checkpoint,) = (tmp_path / "zero" / "checkpoints").iterdir()
     assert 2 < read_state(checkpoint)["state"]["step"] < 12
-    for what, parts in {"optim": 2, "model": 2 if stage == 3 else 0}.items():  # a rank's own
+    for what, parts in {"optim": 2, "model": 2 if stage == 3 else 0}.items():  # files per rank
         assert len(list(checkpoint.rglob(f"*zero_pp_rank_*_{what}_states.pt"))) == parts
     assert not (tmp_path / "zero" / "falcon" / "config.json").exists()
 
@@ -98,7 +98,7 @@ def test_a_run_under_zero_that_is_stopped_and_resumed_equals_plain_training(
     assert [rank.returncode for rank in resumed] == [0, 0], errors
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     _, plain = train(tmp_path / "plain", **STEPS)
-    # Plain files that need no DeepSpeed; what differs is the order in which gradients are added.
+    # Plain files that need no DeepSpeed; only the order in which gradients are added differs.
     assert_close(plain, FalconHead.from_pretrained(tmp_path / "zero" / "falcon").state_dict())
     for a, b in zip(log_lines(tmp_path / "plain"), log_lines(tmp_path / "zero"), strict=True):
         assert (a["step"], a["lr"]) == (b["step"], b["lr"])
@@ -107,7 +107,7 @@ def test_a_run_under_zero_that_is_stopped_and_resumed_equals_plain_training(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_bfloat16_under_zero_is_the_autocast_of_plain_training(stage, tmp_path, monkeypatch):
+def test_bfloat16_under_zero_equals_plain_training_with_autocast(stage, tmp_path, monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     bfloat16 = job(tmp_path / "zero", 'train.precision="bfloat16"')
     both = ranks(monkeypatch, launching(stage, tmp_path), *bfloat16)
@@ -122,7 +122,7 @@ def test_bfloat16_under_zero_is_the_autocast_of_plain_training(stage, tmp_path, 
 
 
 def test_a_student_under_zero3_equals_plain_training(tmp_path, monkeypatch):
-    """Its loss is taken in its forward, and its lm_head has to be whole again in backward."""
+    """Its loss is computed in its forward, and backward needs the whole lm_head again."""
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     both = ranks(monkeypatch, launching(3, tmp_path), "student", str(tmp_path / "zero"))
     errors = end(both)
@@ -136,7 +136,7 @@ def test_a_student_under_zero3_equals_plain_training(tmp_path, monkeypatch):
 def main():
     import deepspeed
 
-    # It is for inference alone, and takes a compiler a minute of each machine's first run.
+    # Only inference needs it, and it compiles for a minute on a machine's first run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if sys.argv[1] == "student":
         test_distill.train(sys.argv[2])
@@ -146,7 +146,7 @@ def main():
         model.save_pretrained(folder)
         test_loop.main()
         loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert_close(model.state_dict(), loaded.state_dict())  # a target is whole, to decode with
+    assert_close(model.state_dict(), loaded.state_dict())  # decoding needs a whole target
 
 
 if __name__ == "__main__":

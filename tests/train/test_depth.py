@@ -1,4 +1,4 @@
-"""What predictions count by their depth, against drafts that are walked one by one."""
+"""Weights of predictions by depth, against drafts that are walked one by one."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ ROWS, LENGTH = 3, 11
 
 
 def sample(k, passes):
-    """Blocks [B, L] of every alignment, counted positions [B, L], and chances [R, B, L]."""
+    """Blocks [B, L] of every alignment, counted positions [B, L], probabilities [R, B, L]."""
     generator = torch.Generator().manual_seed(k * 10 + passes)
     blocks = torch.stack([block_index(LENGTH, k, 1 + row % k) for row in range(ROWS)])
     counted = torch.rand(ROWS, LENGTH, generator=generator) < 0.8
-    counted[:, LENGTH - k :] = False  # they have no answer
+    counted[:, LENGTH - k :] = False  # they have no target token
     counted[1, :4] = False
     for row in range(ROWS):
-        counted[row, : row % k + 1] &= row % k + 1 == k  # blocks are whole
+        counted[row, : row % k + 1] &= row % k + 1 == k  # only complete blocks
     chances = torch.rand(passes, ROWS, LENGTH, generator=generator, dtype=torch.float64)
     return blocks, counted, chances
 
@@ -31,7 +31,7 @@ def drafts_of(blocks, counted, k, known=None):
 
 
 def walk(blocks, counted, k, passes, row):
-    """Yield every draft of a row: (pass, position) of its predictions, in order of depth."""
+    """Yield every draft of a row as (pass, position) of its predictions, by depth."""
     ends = [int((blocks[row] <= b).sum()) - 1 for b in range(int(blocks[row, -1]))]
     for first in range(-passes, len(ends)):
         draft = []
@@ -52,8 +52,8 @@ def of_mean_one(weights, counted):
 
 @pytest.mark.parametrize(("k", "passes"), [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.5])
-def test_a_prediction_counts_by_what_it_adds_to_the_expected_length(k, passes, smoothing):
-    """The slope, by autograd, of the lengths of all drafts in the logarithms of all chances."""
+def test_a_prediction_is_weighted_by_what_it_adds_to_the_expected_length(k, passes, smoothing):
+    """By autograd: the gradient of all drafts' lengths in the log probabilities."""
     blocks, counted, chances = sample(k, passes)
     logs = ((1 - smoothing) * chances + smoothing).log().requires_grad_()
     expected_lengths = torch.zeros((), dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_a_prediction_counts_by_what_it_adds_to_the_expected_length(k, passes, s
 
 
 @pytest.mark.parametrize(("k", "passes"), [(1, 4), (2, 3), (3, 2)])
-def test_a_decay_counts_the_depth_in_the_draft(k, passes):
+def test_a_decay_weights_predictions_by_their_depth_in_the_draft(k, passes):
     blocks, counted, chances = sample(k, passes)
     expected = torch.zeros_like(chances)
     for row in range(ROWS):
@@ -82,22 +82,22 @@ def test_a_decay_counts_the_depth_in_the_draft(k, passes):
     torch.testing.assert_close(weights, of_mean_one(expected, counted))
 
 
-def test_a_draft_that_is_sure_counts_its_first_tokens_most():
+def test_in_a_certain_draft_the_first_tokens_have_the_largest_weights():
     blocks, counted = block_index(40, 2, 2)[None], torch.ones(1, 40, dtype=torch.bool)
     sure = torch.ones(3, 40)
     weights = drafts_of(blocks, counted, 2).expected(sure, smoothing=0.0)
-    middle = weights[:, 10:12].flatten()  # a block in the middle: depths 1 and 2, 3 and 4, 5 and 6
+    middle = weights[:, 10:12].flatten()  # a middle block: depths 1 and 2, 3 and 4, 5 and 6
     torch.testing.assert_close(middle / middle[-1], torch.arange(6.0, 0.0, -1.0))
 
 
-def test_chances_of_nothing_leave_weights_finite():
+def test_zero_probabilities_give_zero_weights():
     blocks, counted, chances = sample(2, 3)
     weights = drafts_of(blocks, counted, 2).expected(0.0 * chances[:, counted], smoothing=0.0)
     assert not weights.any()
 
 
 @pytest.mark.parametrize("changes", [{}, {"depth_decay": 0.8}, {"pace_smoothing": 0.5}])
-def test_a_recipe_says_how_predictions_are_weighed(changes):
+def test_a_recipe_chooses_the_weights_of_predictions(changes):
     blocks, counted, chances = sample(2, 3)
     drafts, parts = drafts_of(blocks, counted, 2), {"hard": -chances[:, counted].log()}
     weigh = drafts.weighing(LossSection(**changes))
@@ -113,7 +113,7 @@ def test_a_recipe_says_how_predictions_are_weighed(changes):
 
 
 def test_a_token_that_is_never_drafted_ends_a_draft():
-    """Its CE is left out, and so says nothing of its chance."""
+    """Its CE is left out, so its probability must not be read from it."""
     blocks, counted, chances = sample(2, 3)
     rows, _ = counted.nonzero(as_tuple=True)
     known = torch.arange(len(rows)) % 4 > 0

@@ -1,4 +1,4 @@
-"""Distillation: the same update however it is cut, whose text is learned from, and a whole run.
+"""Distillation: the same update however the batch is split, on-policy text, and a whole run.
 
 As a script it is the job that other processes of these tests run:
 python tests/train/test_distill.py OUT
@@ -32,7 +32,7 @@ MIXED = {"distill.on_policy": 0.5, "distill.max_new_tokens": 5, "distill.jsd": 0
 
 
 class ToyTexts:
-    """Random rows: a prompt, then one or two answers; with the target's features if it is given."""
+    """Random rows: a prompt, then one or two answers; with features if a target is given."""
 
     key = None
 
@@ -78,7 +78,7 @@ def make_recipe(out="runs/toy", **changes):
 def train(out, data=None, evaluate=None, target=None, teacher=None, student=None, **changes):
     """Run `fit` in this process; return its state and the student's final weights.
 
-    teacher: what the objective is given in place of the whole target.
+    teacher: given to the objective instead of the whole target.
     """
     AcceleratorState._reset_state(True)
     recipe, target = make_recipe(out, **changes), target or random_target(sharpness=3.0)
@@ -95,7 +95,7 @@ def _on_cpu(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-# -- the same update however the batch is cut ------------------------------------------------------
+# -- the same update however the batch is split ----------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", [{}, MIXED], ids=["off_policy", "mixed"])
@@ -124,7 +124,7 @@ def test_two_processes_equal_one(tmp_path):
 
 
 class CrashError(Exception):
-    """Stands for whatever ends a process between two steps."""
+    """Stands for anything that ends a process between two steps."""
 
 
 @pytest.mark.parametrize(
@@ -168,13 +168,13 @@ def test_a_tied_student_continues_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jsd", "total_variation", "lk"])
-def test_a_divergence_brings_the_student_to_the_target(tmp_path, objective):
+def test_a_divergence_brings_the_student_closer_to_the_target(tmp_path, objective):
     weights = {"distill.forward_kl": 0.0, f"distill.{objective}": 1.0}
     changes = {"student.keep_layers": [0, 1], "train.steps": 40, "train.log_every": 5}
     target = random_target(sharpness=3.0)
     student = make_student(make_recipe(**changes).student, target)
     torch.manual_seed(0)
-    with torch.no_grad():  # a target that has forgotten something, to be taught again
+    with torch.no_grad():  # a perturbed copy of the target, to be taught again
         for parameter in student.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     train(tmp_path, target=target, student=student, **weights, **changes)
@@ -184,26 +184,26 @@ def test_a_divergence_brings_the_student_to_the_target(tmp_path, objective):
     assert first["loss"] == first[objective]
 
 
-def test_cached_features_and_a_running_target_teach_the_same(tmp_path):
+def test_training_is_the_same_with_cached_features_and_with_a_running_target(tmp_path):
     target = random_target(sharpness=3.0)
     _, cached = train(tmp_path / "a", data=ToyTexts(target), target=target)
     _, online = train(tmp_path / "b", target=target)
     assert_close(cached, online)
 
 
-def test_with_features_two_ends_of_the_target_are_enough(tmp_path):
+def test_with_features_only_the_targets_embeddings_and_lm_head_are_needed(tmp_path):
     target = random_target()
     train(tmp_path, data=ToyTexts(target), target=target, teacher=target.embeddings())
     assert log_lines(tmp_path)[-1]["loss"] > 0
 
 
-def test_cross_entropy_alone_never_asks_the_target(tmp_path):
+def test_cross_entropy_alone_never_runs_the_target(tmp_path):
     changes = {"distill.forward_kl": 0.0, "distill.cross_entropy": 1.0}
     train(tmp_path, teacher=object(), **changes)
     assert log_lines(tmp_path)[-1]["loss"] == log_lines(tmp_path)[-1]["cross_entropy"] > 0
 
 
-def test_shared_embeddings_stay_the_targets(tmp_path):
+def test_shared_embeddings_are_not_trained(tmp_path):
     changes = {"student.keep_layers": [1], "student.embeddings": "shared"}
     target = random_target()
     before = target.embedding.weight.clone()
@@ -225,7 +225,7 @@ def load_batch(recipe, student, target, accumulation=1):
     return batches, [objective.plan(student, batch, 0.0) for batch in batches]
 
 
-def test_a_token_is_supervised_where_its_mask_is_and_answered_one_before():
+def test_a_batch_keeps_each_rows_loss_mask_and_supervises_nothing_past_its_end():
     recipe, target = make_recipe(), random_target()
     (batch,), _ = load_batch(recipe, make_student(recipe.student, target), target)
     for number, length in enumerate(batch.lengths):
@@ -236,7 +236,7 @@ def test_a_token_is_supervised_where_its_mask_is_and_answered_one_before():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_share_of_the_rows_is_answered_by_the_student(share):
+def test_the_student_answers_the_given_share_of_rows(share):
     changes = {"distill.on_policy": share, "distill.sample_temperature": 0.0}
     recipe, target = make_recipe(**changes, **{"distill.max_new_tokens": 6}), random_target()
     student = make_student(recipe.student, target)
@@ -259,7 +259,7 @@ def test_a_share_of_the_rows_is_answered_by_the_student(share):
     assert 0 < changed < 8 or share != 0.5
 
 
-def test_what_a_row_becomes_does_not_depend_on_its_neighbours():
+def test_a_students_answer_to_a_row_does_not_depend_on_other_rows():
     recipe, target = make_recipe(**MIXED), random_target()
     student = make_student(recipe.student, target)
     _, ((whole, _),) = load_batch(recipe, student, target)
@@ -269,11 +269,11 @@ def test_what_a_row_becomes_does_not_depend_on_its_neighbours():
         assert torch.equal(row["input_ids"], whole.row(number)["input_ids"])
 
 
-def test_any_answer_of_a_row_is_written_within_its_length_as_its_place_in_training_draws():
+def test_seed_step_and_slot_choose_which_answer_of_a_row_the_student_rewrites():
     changes = {"distill.on_policy": 1.0, "distill.max_new_tokens": 6, "data.max_length": 12}
     recipe, target = make_recipe(**changes), random_target()
     writer, mask = OnPolicy(recipe, make_student(recipe.student, target)), torch.zeros(16)
-    mask[[3, 4, 9, 10, 13]] = 1  # three answers, the last beyond what a row may have
+    mask[[3, 4, 9, 10, 13]] = 1  # three answers, the last beyond max_length
     row = {"input_ids": torch.arange(16), "loss_mask": mask.bool()}
 
     def written(seed: int, step: int) -> list[list[int]]:
@@ -286,7 +286,7 @@ def test_any_answer_of_a_row_is_written_within_its_length_as_its_place_in_traini
     assert all(found.count(batch) == 1 and cut[3] in batch and cut[9] in batch for batch in found)
 
 
-def test_the_student_writes_as_it_is_at_that_step():
+def test_on_policy_answers_use_the_students_current_weights():
     changes = {"distill.on_policy": 1.0, "distill.sample_temperature": 0.0}
     recipe, target = make_recipe(**changes), random_target()
     student = make_student(recipe.student, target)
@@ -346,7 +346,7 @@ def test_rows_without_a_prompt_are_refused_on_policy():
         (["train.steps=null"], "train.steps and train.epochs are both null"),
     ],
 )
-def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
+def test_invalid_settings_are_refused_when_the_recipe_is_read(overrides, message):
     with pytest.raises(RecipeError) as caught:
         load_recipe(RECIPES / "tiny_distill.yaml", overrides, check=problems)
     assert message in str(caught.value)
@@ -355,7 +355,7 @@ def test_what_cannot_be_is_told_when_the_recipe_is_read(overrides, message):
 # -- a whole run -----------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_a_measured_student_that_can_be_measured_again(tmp_path):
+def test_a_run_leaves_a_measured_student_that_can_be_benchmarked_again(tmp_path):
     small = ["train.steps=4", "train.batch_size=4", "train.eval_every=2", "data.limit=8"]
     small += ["eval.limit=2", "eval.validation=2", "eval.max_new_tokens=12"]
     places = [f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
@@ -384,7 +384,7 @@ def test_a_run_leaves_a_measured_student_that_can_be_measured_again(tmp_path):
         (["recipes/tiny_distill.yaml", "eval.methods=[ssd,falcon_tree]"], "falcon_tree needs a"),
     ],
 )
-def test_bad_input_is_one_clear_message_before_any_training(arguments, message):
+def test_bad_input_gives_one_clear_message_before_any_training(arguments, message):
     done = run_here("train/distill.py", *arguments, "--dry-run")
     assert done.returncode == 2
     assert message in done.stderr

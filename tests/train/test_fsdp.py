@@ -1,6 +1,6 @@
-"""FSDP on two CPU processes: what one plain process trains, also when it goes on.
+"""FSDP on two CPU processes equals one plain process, also when resumed.
 
-As a script it is the job of tests/train/test_loop.py, or behind "student" a distillation.
+As a script it runs the job of tests/train/test_loop.py, or after "student" a distillation.
 """
 
 import json
@@ -22,13 +22,13 @@ from specdraft.models.falcon import FalconHead
 from specdraft.train.fit.checkpoint import read_state
 
 CONFIG = str(ROOT / "recipes/accelerate/fsdp.yaml")
-# A threshold that a config may name: here even the smallest of modules would be above it.
+# A config's threshold, lowered so that even the smallest modules are above it.
 LAUNCH = ["--config_file", CONFIG, "--num_processes", "2", "--fsdp_min_num_params", "1", __file__]
 
 
 def fsdp(monkeypatch, *arguments):
-    """Run the job as the launch config says, on two CPU processes in place of eight GPUs."""
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # it would leave FSDP out
+    """Run the job by the launch config, on two CPU processes instead of eight GPUs."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # it would disable FSDP
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(LAUNCH))
     environment = prepare_multi_gpu_env(args) | {"OMP_NUM_THREADS": "1"}
     settings = {name: environment[name] for name in environment if "FSDP" in name}
@@ -38,8 +38,8 @@ def fsdp(monkeypatch, *arguments):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 
-def test_a_head_that_goes_on_under_fsdp_equals_plain_training(tmp_path, monkeypatch):
-    same = {"optim.schedule": "constant", "glance.enabled": False}  # at every step, however many
+def test_a_head_resumed_under_fsdp_equals_plain_training(tmp_path, monkeypatch):
+    same = {"optim.schedule": "constant", "glance.enabled": False}  # independent of the total
     for steps in (3, 6):
         given = [f"{key}={json.dumps(value)}" for key, value in same.items()]
         fsdp(monkeypatch, tmp_path / "fsdp", *given, f"train.steps={steps}")
@@ -49,13 +49,13 @@ def test_a_head_that_goes_on_under_fsdp_equals_plain_training(tmp_path, monkeypa
     assert_close(plain, FalconHead.from_pretrained(tmp_path / "fsdp" / "falcon").state_dict())
 
 
-def test_bfloat16_under_fsdp_is_the_autocast_of_plain_training(tmp_path, monkeypatch):
+def test_bfloat16_under_fsdp_equals_plain_training_with_autocast(tmp_path, monkeypatch):
     fsdp(monkeypatch, tmp_path / "fsdp", 'train.precision="bfloat16"', "train.log_every=1")
     train(tmp_path / "plain", **{"train.precision": "bfloat16", "train.log_every": 1})
     head = FalconHead.from_pretrained(tmp_path / "fsdp" / "falcon")
     assert {weight.dtype for weight in head.parameters()} == {torch.float32}
     pairs = [*zip(log_lines(tmp_path / "plain"), log_lines(tmp_path / "fsdp"), strict=True)]
-    assert pairs[0][0]["loss"] == pytest.approx(pairs[0][1]["loss"], rel=1e-5)  # of no rounded sum
+    assert pairs[0][0]["loss"] == pytest.approx(pairs[0][1]["loss"], rel=1e-5)  # no rounding yet
     for a, b in pairs:
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
 
@@ -68,7 +68,7 @@ def test_a_student_under_fsdp_equals_plain_training(tmp_path, monkeypatch):
 
 
 def main():
-    # accelerate has FSDP on GPUs alone: on this CPU it is told of one.
+    # accelerate supports FSDP only on GPUs: pretend that this CPU is one.
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
     if sys.argv[1] == "student":

@@ -1,4 +1,4 @@
-"""Glancing against its description in words, written out the slow way."""
+"""Glancing against a slow implementation of its description."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def generator(seed):
 
 
 def cut(length, k, phase):
-    """Positions of each block, by walking along the sequence."""
+    """The positions of each block, by walking along the sequence."""
     blocks, start, size = [], 0, phase
     while start < length:
         blocks.append(list(range(start, min(start + size, length))))
@@ -26,7 +26,7 @@ def cut(length, k, phase):
 
 
 def capacity(block, supervised):
-    """Longest run a block allows: leading supervised positions, without the block's last."""
+    """Longest run in a block: its leading supervised positions, without the block's last."""
     run = 0
     while run < len(block) - 1 and supervised[block[run]]:
         run += 1
@@ -47,7 +47,7 @@ def test_offsets_count_from_the_start_of_each_block():
         assert block_offsets(block_index(length, k, phase)).tolist() == expected
 
 
-def test_runs_lead_their_block_and_spare_its_last_position_and_keep_the_budget():
+def test_runs_start_their_block_leave_its_last_position_and_keep_the_budget():
     for k, phase, length, seed in cases():
         supervised = torch.rand(length, generator=generator(seed)) < 0.7
         blocks = block_index(length, k, phase)
@@ -58,7 +58,7 @@ def test_runs_lead_their_block_and_spare_its_last_position_and_keep_the_budget()
             assert (revealed.sum() > 0) == (min(budget, room) > 0)
             for block in cut(length, k, phase):
                 run = int(revealed[block].sum())
-                assert revealed[block[:run]].all()  # leading
+                assert revealed[block[:run]].all()  # at the start
                 assert run <= capacity(block, supervised)
 
 
@@ -68,7 +68,7 @@ def test_the_budget_is_used_up_when_blocks_of_two_have_room():
         assert choose_runs(blocks, supervised, budget, generator(budget)).sum() == budget
 
 
-def test_every_eligible_block_and_every_run_length_is_chosen_sometimes():
+def test_every_eligible_block_and_run_length_can_be_chosen():
     blocks, supervised = block_index(12, 3, 3), torch.ones(12, dtype=torch.bool)
     seen = {
         tuple(choose_runs(blocks, supervised, 2, generator(seed)).nonzero().flatten().tolist())
@@ -79,7 +79,7 @@ def test_every_eligible_block_and_every_run_length_is_chosen_sometimes():
     assert seen == runs_of_two | singles
 
 
-def test_blocks_of_one_are_never_glanced():
+def test_blocks_of_one_are_never_revealed():
     supervised = torch.ones(9, dtype=torch.bool)
     assert not choose_runs(block_index(9, 1, 1), supervised, 9, generator(0)).any()
 
@@ -88,7 +88,7 @@ def test_blocks_of_one_are_never_glanced():
 def test_a_revealed_pair_is_replaced_by_the_pair_k_positions_later(k):
     ahead, features = torch.randn(2, 3, 9, 4, generator=generator(0))
     revealed = torch.rand(3, 9, generator=generator(1)) < 0.4
-    revealed[:, -k:] = False  # these have no answer
+    revealed[:, -k:] = False  # these have no later pair
     new_ahead, new_features = reveal(ahead, features, revealed, k)
     for row in range(3):
         for i in range(9):

@@ -1,4 +1,4 @@
-"""Any kind of drafter of any recipe: `specdraft train RECIPE --kind KIND`."""
+"""Training any kind of drafter with any recipe: `specdraft train RECIPE --kind KIND`."""
 
 import pytest
 from commands import ROOT, run_here
@@ -19,8 +19,8 @@ OF_NO_TRAINING = (
     "tiny_cascades",
     "tiny_t5_cascades",
     "llama2_70b_draft",
-)  # they say no steps
-# Whose targets are a user's own, in a folder that need not be there.
+)  # they set no steps
+# Recipes whose target is a user's own folder, which may be missing.
 OF_ONES_OWN = ("tinystories", "tinystories_distill", "tiny_t5")
 TRAINED = [path.stem for path in BUNDLED.glob("*.yaml") if path.stem not in OF_NO_TRAINING]
 
@@ -30,7 +30,7 @@ def is_here(name: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_recipe_makes_every_kind(kind):
+def test_every_recipe_can_train_every_kind(kind):
     for name in filter(is_here, TRAINED):
         arguments = with_kind([name, "--kind", kind])
         recipe = load_recipe(name, named(arguments)[1:], check=problems)
@@ -44,20 +44,20 @@ def test_every_recipe_makes_every_kind(kind):
         )
 
 
-def test_the_users_overrides_have_the_last_word_and_options_stay():
+def test_a_users_overrides_win_and_options_are_kept():
     arguments = with_kind(["--dry-run", "own", "medusa.heads=3", "--kind=medusa"])
     assert (arguments[0], arguments[1], arguments[-1]) == ("--dry-run", "own", "medusa.heads=3")
     assert load_recipe("own", named(arguments)[1:]).medusa.heads == 3
 
 
-def test_layers_are_of_the_target_that_is_named_behind():
+def test_feature_layers_follow_from_a_target_given_as_an_override():
     arguments = with_kind(["own", "target.model=Qwen/Qwen3-8B", "--kind", "eagle3"])
     recipe = load_recipe("own", named(arguments)[1:])
     assert target_shape(recipe)[0].layers == 36
-    assert recipe.data.feature_layers == (2, 18, 33)  # of the published heads
+    assert recipe.data.feature_layers == (2, 18, 33)  # as in published heads
 
 
-def test_a_part_of_a_recipe_may_name_the_target(tmp_path):
+def test_the_target_may_be_given_in_a_partial_recipe_file(tmp_path):
     part = tmp_path / "larger.yaml"
     part.write_text("target: {model: Qwen/Qwen3-8B}\n")
     arguments = with_kind(["own", str(part), "--kind", "eagle3"])
@@ -65,7 +65,7 @@ def test_a_part_of_a_recipe_may_name_the_target(tmp_path):
 
 
 @pytest.mark.parametrize("option", [["--processes", "8"], ["--processes=8"], ["--proc", "8"]])
-def test_the_value_of_an_option_is_no_recipe(option):
+def test_the_value_of_an_option_is_not_taken_for_a_recipe(option):
     arguments = [*option, "--dry-run", "tiny", "head.layers=2"]
     assert named(arguments) == ["tiny", "head.layers=2"]
     assert with_kind(arguments) == arguments
@@ -74,7 +74,7 @@ def test_the_value_of_an_option_is_no_recipe(option):
 
 
 @pytest.mark.parametrize("count", range(2, 90))
-def test_three_layers_are_of_the_target_and_ascend(count):
+def test_the_three_feature_layers_ascend_and_are_within_the_target(count):
     layers = low_middle_high(count)
     assert list(layers) == sorted({*layers})
     assert layers[0] >= 1
@@ -90,7 +90,7 @@ def test_three_layers_are_of_the_target_and_ascend(count):
         (["eval.limit=null"], "set eval.limit=12, or data.holdout=32"),
     ],
 )
-def test_a_holdout_that_is_all_measured_is_told_before_anything_is_made(changes, told):
+def test_a_holdout_without_rows_left_for_validation_is_refused_early(changes, told):
     done = run_here("train/cli.py", "train", "own", "data.sources=[tiny]", *changes, "--dry-run")
     assert done.returncode == 2
     assert "all that is held out is measured" in done.stderr
@@ -115,7 +115,7 @@ def test_what_is_told_to_be_unread_changes_no_weight(tmp_path, kind):
     assert weights[0] == weights[1]
 
 
-def test_an_unknown_kind_is_told_the_nearest():
+def test_an_unknown_kind_is_refused_with_the_nearest():
     done = run_here("train/cli.py", "train", "tiny", "--kind", "eagel3")
     assert done.returncode == 2
     assert "--kind eagel3: no such kind; nearest is eagle3 (there are falcon, " in done.stderr

@@ -1,4 +1,4 @@
-"""The training loop on toy rows: the same batch gives the same update however it is cut.
+"""The training loop on toy rows: the same batch gives the same update however it is split.
 
 As a script it is the job that other processes of these tests run:
     python tests/train/test_loop.py OUT [section.key=value ..] [pace=SECONDS per row read]
@@ -127,7 +127,7 @@ def _on_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 
-# -- the same update however the batch is cut ------------------------------------------------------
+# -- the same update however the batch is split ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def _on_cpu(monkeypatch):
 def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path, changes):
     _, whole = train(tmp_path / "whole", **changes)
     _, cut = train(tmp_path / "cut", **changes, **{"train.accumulation": 8})
-    # LK bends where p and q cross, and Adam makes the most of a last digit.
+    # LK has a kink where p and q cross, and Adam amplifies rounding there.
     assert_close(whole, cut, 1e-5 if "loss.lk_weight" in changes else 2e-6)
     for a, b in zip(log_lines(tmp_path / "whole"), log_lines(tmp_path / "cut"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -161,7 +161,7 @@ def test_forwards_of_few_tokens_equal_one_of_eight_rows(tmp_path, most):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
-def test_a_forward_has_room_for_its_rows_and_no_long_one_pads_a_short():
+def test_a_forward_keeps_its_token_limit_and_pads_no_short_row_to_a_long_one():
     lengths = [5, 5, 900, 6, 5, 7, 300, 6]
     rows = [{"input_ids": torch.zeros(n), "loss_mask": torch.ones(n)} for n in lengths]
     plan = SamplingPlan(lengths, batch_size=8, seed=0)
@@ -170,14 +170,14 @@ def test_a_forward_has_room_for_its_rows_and_no_long_one_pads_a_short():
     assert sorted(itertools.chain(*parts)) == sorted(lengths)
     assert all(max(part) * len(part) <= 24 or len(part) == 1 for part in parts)
     assert len(parts) == 4  # 5 5 5, 6 6 7, 300, 900
-    many = Loader(rows, plan, collate_text, forward_tokens=24, copies=3)  # of every row
+    many = Loader(rows, plan, collate_text, forward_tokens=24, copies=3)  # of each row
     parts = [batch.lengths for batch in many.load(0)]
     assert all(max(part) * len(part) * 3 <= 24 or len(part) == 1 for part in parts)
     (padded,) = Loader(rows, plan, collate_text).load(0)
     assert padded.tokens.numel() == 8 * 900
 
 
-def test_every_alignment_of_a_row_counts_as_tokens_of_a_forward(tmp_path, monkeypatch):
+def test_all_alignments_of_a_row_count_towards_the_token_limit(tmp_path, monkeypatch):
     sizes, step = [], Run.step
 
     def measured(run, batches, timer):
@@ -205,7 +205,7 @@ def test_two_processes_equal_one(tmp_path, cut):
         assert single["accuracy"] == pytest.approx(double["accuracy"])
 
 
-def test_a_rank_asks_for_its_own_rows_a_step_before_it_reads_them(monkeypatch):
+def test_a_rank_requests_its_own_rows_one_step_before_reading_them(monkeypatch):
     done = []
 
     class Far(list):
@@ -221,7 +221,7 @@ def test_a_rank_asks_for_its_own_rows_a_step_before_it_reads_them(monkeypatch):
     draw = plan._batches
     monkeypatch.setattr(plan, "_batches", lambda epoch: epochs.append(epoch) or draw(epoch))
     assert len([*Loader(data, plan, collate_text, rank=1, ranks=2).steps(0, 10)]) == 10
-    assert epochs == [0, 1, 2]  # none is drawn again where one ends
+    assert epochs == [0, 1, 2]  # each epoch is drawn once
     own = [plan.rows(step)[2:] for step in range(11)]
     assert done == [
         (what, row)
@@ -231,7 +231,7 @@ def test_a_rank_asks_for_its_own_rows_a_step_before_it_reads_them(monkeypatch):
     ]
 
 
-def test_a_batch_that_cannot_be_cut_is_refused():
+def test_a_batch_that_cannot_be_split_is_refused():
     plan = SamplingPlan([5] * 8, batch_size=8, seed=0)
     with pytest.raises(RecipeError, match=r"train.batch_size is 8.*2 x 3"):
         Loader([], plan, collate, accumulation=2, ranks=3)
@@ -240,9 +240,9 @@ def test_a_batch_that_cannot_be_cut_is_refused():
 # -- it learns -------------------------------------------------------------------------------------
 
 
-def test_a_tiny_batch_is_learned_by_heart(tmp_path):
+def test_a_tiny_batch_can_be_memorised(tmp_path):
     changes = {
-        "loss.soft_weight": 1.0,  # the hard part cannot vanish on random features
+        "loss.soft_weight": 1.0,  # with random features the hard part stays above 0
         "loss.feature_noise": 0.0,
         "optim.lr": 1.0e-2,
         "optim.schedule": "cosine",
@@ -259,14 +259,14 @@ def test_a_tiny_batch_is_learned_by_heart(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss.lk_weight": 1.0, "loss.pace_smoothing": 0.5}])
-def test_bfloat16_trains_and_keeps_float32_masters(tmp_path, changes):
+def test_bfloat16_training_keeps_float32_master_weights(tmp_path, changes):
     state, weights = train(tmp_path, **changes, **{"train.precision": "bfloat16"})
     assert state.step == 6
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
     assert all(record["loss"] > 0 for record in log_lines(tmp_path))
 
 
-def test_glancing_shrinks_to_nothing_and_can_be_off(tmp_path):
+def test_glancing_decreases_over_training_and_can_be_off(tmp_path):
     train(tmp_path / "on", **{"train.steps": 30, "train.log_every": 10})
     train(tmp_path / "off", **{"glance.enabled": False})
     shares = [record["glanced"] for record in log_lines(tmp_path / "on")]
@@ -274,7 +274,7 @@ def test_glancing_shrinks_to_nothing_and_can_be_off(tmp_path):
     assert all(record["glanced"] == 0 for record in log_lines(tmp_path / "off"))
 
 
-def test_rows_without_a_supervised_position_do_no_harm(tmp_path):
+def test_rows_without_a_supervised_position_give_zero_loss(tmp_path):
     data = ToyRows()
     for row in data.rows:
         row["loss_mask"] = torch.zeros_like(row["loss_mask"])
@@ -282,14 +282,14 @@ def test_rows_without_a_supervised_position_do_no_harm(tmp_path):
     assert log_lines(tmp_path)[0]["loss"] == 0
 
 
-def test_a_loss_that_is_no_number_is_an_error_that_names_the_learning_rate(tmp_path):
+def test_a_nan_gradient_is_an_error_that_names_the_learning_rate(tmp_path):
     data = ToyRows()
     data.rows[0]["features"] = data.rows[0]["features"] * float("nan")
     with pytest.raises(RecipeError, match=r"gradient's norm is nan at step \d.*optim.lr"):
         train(tmp_path, data=data)
 
 
-# -- what it leaves behind -------------------------------------------------------------------------
+# -- outputs ---------------------------------------------------------------------------------------
 
 
 def test_the_head_with_the_most_tokens_per_step_is_kept(tmp_path):
@@ -308,7 +308,7 @@ def test_the_head_with_the_most_tokens_per_step_is_kept(tmp_path):
     assert [record["step"] for record in log_lines(tmp_path, "eval")] == [2, 4, 6]
 
 
-def test_the_log_has_ratios_and_the_board_has_scalars(tmp_path):
+def test_the_log_has_its_figures_and_tensorboard_has_events(tmp_path):
     train(tmp_path)
     record = log_lines(tmp_path)[-1]
     assert record["step"] == 6
@@ -324,7 +324,7 @@ def test_the_last_step_is_logged_whatever_its_number(tmp_path):
     assert [record["step"] for record in log_lines(tmp_path)] == [3, 5]
 
 
-def test_80_columns_of_the_bar_have_what_matters_first(tmp_path, capsys):
+def test_the_bar_shows_the_most_important_figures_within_80_columns(tmp_path, capsys):
     speed = {"tokens_per_step": 2.5}
     train(tmp_path, evaluate=lambda *_: speed, **{"train.eval_every": 6, "train.log_every": 1})
     bar = re.split(r"[\r\n]", capsys.readouterr().err.strip())[-1]
@@ -333,7 +333,7 @@ def test_80_columns_of_the_bar_have_what_matters_first(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("columns", [70, 60, 59, 40])
-def test_no_figure_of_the_bar_is_cut_in_the_middle(columns):
+def test_no_figure_of_the_bar_is_truncated(columns):
     bar = StatusBar(total=9, file=io.StringIO(), ncols=columns, bar_format="train {n_fmt}{postfix}")
     bar.figures = ("6.9k tok/s 4.62 tok/step", "loss 0.463", "acc .83/.82/.80", "lr 1.0e-05")
     whole = [" ".join(bar.figures[:count]) for count in range(len(bar.figures) + 1)]
@@ -343,12 +343,12 @@ def test_no_figure_of_the_bar_is_cut_in_the_middle(columns):
     assert ("acc" in line) == (columns >= 60)
 
 
-def test_max_minutes_ends_the_run_whole(tmp_path):
+def test_max_minutes_ends_a_run_cleanly_and_for_good(tmp_path):
     changes = {"train.max_minutes": 0.01, "train.steps": 100000}
     state, _ = train(tmp_path, **changes)
     assert 0 < state.step < 100000
     assert (tmp_path / "falcon" / "model.safetensors").is_file()
-    again, _ = train(tmp_path, **changes)  # its time is over: nothing more to do
+    again, _ = train(tmp_path, **changes)  # its time is used up
     assert again.step == state.step
 
 
@@ -375,7 +375,7 @@ def test_rows_of_similar_length_share_a_batch():
 
 
 @pytest.mark.parametrize("batch_size", [8, 64])
-def test_batches_of_conversations_are_hardly_padded(batch_size):
+def test_batches_of_conversations_have_little_padding(batch_size):
     """Lengths like ShareGPT's: log-normal around 2000 tokens, cut at 4096."""
     drawn = torch.empty(8192).log_normal_(7.8, 0.9, generator=torch.Generator().manual_seed(0))
     lengths = drawn.long().clamp(8, 4096).tolist()
@@ -383,12 +383,12 @@ def test_batches_of_conversations_are_hardly_padded(batch_size):
     batches = [[lengths[row] for row in plan.rows(n)] for n in range(plan.steps_per_epoch)]
     read = sum(max(batch) * len(batch) for batch in batches)
     assert sum(map(sum, batches)) > 0.95 * read
-    # And yet the order of training is random: long and short batches follow each other.
+    # The order of training is still random: long and short batches are mixed.
     means = [sum(batch) / len(batch) for batch in batches]
     assert sum(a < b for a, b in itertools.pairwise(means)) < 0.7 * len(means)
 
 
-def test_more_rows_per_batch_than_rows_repeat_them():
+def test_a_batch_larger_than_the_data_repeats_rows():
     assert sorted(SamplingPlan([4, 4], batch_size=5, seed=0).rows(0)) != [0, 1]
     with pytest.raises(DataError, match="no rows to train on"):
         SamplingPlan([], batch_size=5, seed=0)
@@ -406,8 +406,8 @@ def test_ranks_and_micro_batches_take_the_same_rows_with_the_same_draws():
     assert torch.equal(noise, whole.noise(0.1, HIDDEN)[:, :5])
 
 
-def test_every_row_of_every_step_and_every_seed_has_draws_of_its_own():
-    """Or each step would glance at the same places, under the same noise, as the one before."""
+def test_random_draws_differ_for_every_row_step_and_seed():
+    """Otherwise every step would reveal the same places under the same noise."""
     data, pairs = ToyRows(count=12), partial(collate, block_size=2)
     plans = [SamplingPlan(data.lengths, batch_size=4, seed=seed) for seed in (0, 1)]
     draws = [
@@ -423,7 +423,7 @@ def test_every_row_of_every_step_and_every_seed_has_draws_of_its_own():
     assert orders[0] != orders[1]
 
 
-def test_a_position_is_supervised_when_the_token_it_drafts_is():
+def test_a_position_is_supervised_if_the_token_it_drafts_is():
     mask = torch.tensor([0, 0, 1, 1, 0, 1, 1], dtype=torch.bool)
     row = {"input_ids": torch.arange(7), "loss_mask": mask, "features": torch.randn(7, 4)}
     short = {name: value[:2] for name, value in row.items()}

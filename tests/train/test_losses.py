@@ -1,4 +1,4 @@
-"""The chunked loss against an eager twin that keeps every logit and lets autograd do the rest."""
+"""The chunked loss against an eager version that keeps all logits and uses autograd."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ LK = [0.0, 0.3, 1.0]  # shares
 
 
 def eager(predicted, features, tokens, lm_head, lk=0.0, counts=None):
-    """The same loss, written from its definition, one pass after the other."""
+    """The same loss by its definition, pass by pass."""
     total, counts = 0.0, torch.ones(predicted.shape[:2]) if counts is None else counts
     target = (features @ lm_head.T).softmax(-1)
     for one, count in zip(predicted, counts, strict=True):
@@ -59,7 +59,7 @@ def test_value_and_gradient_equal_the_eager_loss_for_every_chunk_size(elements, 
 @pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("lk", LK)
 def test_a_token_beyond_the_draft_vocabulary_has_no_ce(lk, weighed):
-    """The others as ever; of p and p^ there is only what they are among the drafted tokens."""
+    """Other tokens are unaffected; p and p^ are distributions over the draft vocabulary."""
     predicted, features, tokens, lm_head = sample()
     drafted = torch.tensor([0, 3, 4, 7])
     place = {int(token): n for n, token in enumerate(drafted)}
@@ -100,7 +100,7 @@ def test_parts_and_correct_positions_are_reported():
     torch.testing.assert_close(sums.total, total)
 
 
-def test_what_positions_count_is_asked_of_the_parts_that_autograd_would_find():
+def test_the_weighing_function_gets_the_parts_autograd_would_compute():
     predicted, features, tokens, lm_head = sample()
     asked = []
 

@@ -1,4 +1,4 @@
-"""Each objective against an eager twin that keeps every logit and lets autograd do the rest."""
+"""Each objective against an eager version that keeps all logits and uses autograd."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ MIXTURES = SINGLE | {
 
 
 def sample(count=COUNT, dtype=torch.float64, seed=0):
-    """hidden [N, 6], lm_head [V, 6], tokens [N], the target's features [N, 4], lm_head [V, 4]."""
+    """hidden [N, 6], lm_head [V, 6], tokens [N]; the target's features [N, 4], lm_head [V, 4]."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -84,7 +84,7 @@ def test_closed_form_gradients_pass_gradcheck(name):
 
 
 @pytest.mark.parametrize("name", [name for name in SINGLE if name != "cross_entropy"])
-def test_a_student_that_is_the_target_has_no_divergence_and_no_slope(name):
+def test_a_student_that_is_the_target_has_zero_divergence_and_gradient(name):
     hidden, lm_head, tokens, *_ = sample()
     ours = [t.clone().requires_grad_() for t in (hidden, lm_head)]
     sums = objective_sums(*ours, tokens, SINGLE[name], Teacher(hidden, lm_head))
@@ -165,7 +165,7 @@ def test_extreme_logits_stay_finite(name):
     assert torch.isfinite(ours.grad).all()
 
 
-def test_a_recipe_names_its_mixture():
+def test_a_recipe_sets_its_mixture():
     section = DistillSection(forward_kl=0.0, jsd=0.25, cross_entropy=0.5, beta=0.1, temperature=2.0)
     assert Mixture.of(section) == Mixture(jsd=0.25, cross_entropy=0.5, beta=0.1, temperature=2.0)
     assert Mixture.of(section).weights() == {"jsd": 0.25, "cross_entropy": 0.5}

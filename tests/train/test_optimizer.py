@@ -1,4 +1,4 @@
-"""The optimiser of a recipe: which parameters are whose, and that parts step as one."""
+"""The optimiser of a recipe: which parameters each part updates, and that parts step as one."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from specdraft.train.fit.optimizer import Together, make_optimizer
 from specdraft.train.plan import make_plan
 
 VOCABULARY = 64
-COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of a Newton-Schulz step, torch's
+COEFFICIENTS = (3.4445, -4.775, 2.0315)  # torch's coefficients of a Newton-Schulz step
 
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def names(module: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def step(module: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters after three steps on gradients that are the same whoever asks."""
+    """Parameters after three steps on fixed gradients."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         for parameter in module.parameters():
@@ -49,7 +49,7 @@ def step(module: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, tor
     return {name: one.detach().clone() for name, one in module.named_parameters()}
 
 
-def test_an_lm_head_of_a_draft_vocabulary_is_no_matrix_of_muon():
+def test_the_lm_head_of_a_draft_vocabulary_is_left_to_adamw():
     config = Eagle3Config(hidden_size=16, vocab_size=VOCABULARY, feature_layers=(1,), draft_vocab=9)
     module = Eagle3Head(config)
     adamw, muon = make_optimizer(module, OptimSection(name="muon"), CPU).parts
@@ -59,9 +59,9 @@ def test_an_lm_head_of_a_draft_vocabulary_is_no_matrix_of_muon():
     assert {"fc.weight", "layer.qkv.weight"} < names(module, muon)
 
 
-def test_muon_has_the_matrices_and_adamw_the_rest():
+def test_muon_updates_the_matrices_and_adamw_the_rest():
     module = head()
-    module.lm_head = nn.Linear(16, VOCABULARY, bias=True)  # as Medusa's heads bring
+    module.lm_head = nn.Linear(16, VOCABULARY, bias=True)  # as Medusa heads have
     adamw, muon = make_optimizer(module, OptimSection(name="muon"), CPU).parts
     assert isinstance(muon, torch.optim.Muon)
     assert {"fuse.weight", "reading.weight", "layers.0.qkv.weight"} < names(module, muon)
@@ -69,7 +69,7 @@ def test_muon_has_the_matrices_and_adamw_the_rest():
     assert names(module, adamw) == rest > {"layers.0.mlp_norm"}
 
 
-def test_muon_has_the_matrices_of_a_student_too():
+def test_muon_updates_the_matrices_of_a_student_too():
     student = Student(random_target().model.requires_grad_(True))
     adamw, muon = make_optimizer(student, OptimSection(name="muon"), CPU).parts
     matrices = {f"model.model.layers.0.{of}.weight" for of in ("self_attn.q_proj", "mlp.up_proj")}
@@ -77,7 +77,7 @@ def test_muon_has_the_matrices_of_a_student_too():
     assert {"model.model.embed_tokens.weight", "model.lm_head.weight"} < names(student, adamw)
 
 
-def test_a_table_of_positions_is_no_matrix_of_muon():
+def test_position_embeddings_are_left_to_adamw():
     sizes = {"n_embd": 24, "n_layer": 1, "n_head": 2, "n_positions": 32}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     student = Student(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **ends)))
@@ -86,7 +86,7 @@ def test_a_table_of_positions_is_no_matrix_of_muon():
     assert "model.transformer.h.0.mlp.c_fc.weight" in names(student, muon)
 
 
-def test_parts_step_as_each_would_alone():
+def test_the_combined_optimizer_steps_as_its_parts_would_alone():
     optim = OptimSection(name="muon", lr=1.0e-2)
     together = step(one := head(), make_optimizer(one, optim, CPU))
     apart = step(other := head(), *make_optimizer(other, optim, CPU).parts)
@@ -97,7 +97,7 @@ def test_parts_step_as_each_would_alone():
 
 
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24), (32, 32)])
-def test_an_orthogonal_update_keeps_the_singular_vectors(shape):
+def test_an_orthogonalised_update_keeps_the_singular_vectors(shape):
     """Against the singular value decomposition."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -112,7 +112,7 @@ def test_an_orthogonal_update_keeps_the_singular_vectors(shape):
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_in_float32_steps_as_torchs_does_but_for_rounding(nesterov):
+def test_float32_muon_equals_torchs_up_to_rounding(nesterov):
     settings = {"lr": 1.0e-2, "weight_decay": 0.1, "nesterov": nesterov}
     settings["adjust_lr_fn"] = "match_rms_adamw"
     moved = []
@@ -123,12 +123,12 @@ def test_muon_in_float32_steps_as_torchs_does_but_for_rounding(nesterov):
         after = step(module, optimizer)["weight"]
         moved.append(after - 1)
         state = optimizer.state_dict()["state"][0]
-        assert state.keys() == {"momentum_buffer"}  # the other goes on with it
+        assert state.keys() == {"momentum_buffer"}  # each can load the other's state
     assert torch.nn.functional.cosine_similarity(*(one.flatten() for one in moved), 0) > 0.999
     assert moved[1].norm() == pytest.approx(float(moved[0].norm()), rel=0.01)
 
 
-def test_what_has_no_gradient_stays_as_it_is():
+def test_a_parameter_without_a_gradient_is_not_changed():
     one, other = (nn.Parameter(torch.ones(4, 8)) for _ in range(2))
     one.grad = torch.randn(4, 8)
     Float32Muon([one, other], lr=0.1, adjust_lr_fn="match_rms_adamw").step()
@@ -136,7 +136,7 @@ def test_what_has_no_gradient_stays_as_it_is():
     assert not torch.equal(one, torch.ones(4, 8))
 
 
-def test_a_rate_that_is_set_reaches_every_part_also_after_loading():
+def test_setting_the_learning_rate_reaches_every_part_also_after_loading():
     optimizer = make_optimizer(head(), OptimSection(name="muon"), CPU)
     assert isinstance(optimizer, Together)
     optimizer.load_state_dict(optimizer.state_dict())
@@ -146,7 +146,7 @@ def test_a_rate_that_is_set_reaches_every_part_also_after_loading():
 
 
 @pytest.mark.parametrize("kind", SHARDING)
-def test_where_weights_are_cut_muon_and_cut_forwards_are_refused(kind):
+def test_with_sharded_weights_muon_and_forward_tokens_are_refused(kind):
     launched = SimpleNamespace(num_processes=1, distributed_type=kind)
     check_launch(load_recipe("recipes/tiny.yaml"), launched)
     with pytest.raises(RecipeError, match=rf"optim.name = 'muon'.*{kind.value}.*optim.name=adamw"):
@@ -162,11 +162,11 @@ def test_a_batch_that_processes_cannot_share_is_refused_before_caches_and_in_the
         check_launch(recipe, SimpleNamespace(num_processes=3, distributed_type=None))
     with pytest.raises(RecipeError, match=told):
         make_plan(recipe, ranks=3)
-    as_it_is = load_recipe("recipes/llama2_70b_draft.yaml")  # nothing is trained
+    as_it_is = load_recipe("recipes/llama2_70b_draft.yaml")  # it trains nothing
     check_launch(as_it_is, SimpleNamespace(num_processes=3, distributed_type=None))
 
 
-def test_cores_are_shared_by_the_processes_of_one_machine(monkeypatch):
+def test_the_processes_on_this_machine_are_counted(monkeypatch):
     launched = SimpleNamespace(num_processes=16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert processes_here(launched) == 8

@@ -1,4 +1,4 @@
-"""Plans are made offline, and the 7B head runs as it is: nothing depends on the tiny sizes."""
+"""Plans need no network, and the 7B head works as given: nothing depends on tiny sizes."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def test_the_7b_plan_has_the_sizes_of_the_paper():
     assert plan.steps == 68000 // 32 * 20
     alone = make_plan(load("vicuna7b_paper", "train.eval_every=null"), ranks=8).memory_per_gpu
     assert 8e9 < alone < 24e9
-    rest = plan.target.parameters - plan.target.embedding_parameters  # kept by whoever measures
+    rest = plan.target.parameters - plan.target.embedding_parameters  # also held when evaluating
     assert plan.memory_per_gpu - alone == 2 * rest
     text = dict(plan_lines(plan, recipe, 8, 100e12))
     assert "2.66 decoder layers" in text["head"]
@@ -70,7 +70,7 @@ def test_the_7b_plan_has_the_sizes_of_the_paper():
     )
 
 
-def test_a_large_disk_is_told_with_what_would_take_less():
+def test_a_plan_that_needs_a_large_disk_names_smaller_alternatives():
     def less_disk(name: str, *changes: str) -> str | None:
         recipe = load(name, *changes)
         return dict(plan_lines(make_plan(recipe), recipe, 1, 1e12)).get("on less disk")
@@ -82,7 +82,7 @@ def test_a_large_disk_is_told_with_what_would_take_less():
     assert less_disk("tiny", "data.limit=3000") is None
 
 
-def test_an_eagle3_head_whose_attention_heads_do_not_divide_the_width_has_a_plan():
+def test_an_eagle3_head_count_that_does_not_divide_the_width_can_be_planned():
     recipe = load_recipe("recipes/tiny_eagle3.yaml", ["head.heads=7"])
     found = compared(eagle3_config(recipe, target_shape(recipe)[0]), 4, 4)
     usual = load_recipe("recipes/tiny_eagle3.yaml", ["head.heads=4", "head.kv_heads=4"])
@@ -111,18 +111,18 @@ def test_a_dry_run_tells_that_a_base_model_has_no_chat_template(tmp_path):
     assert planned.returncode == 0, planned.stderr
 
 
-def test_a_plan_says_what_a_draft_reads():
-    """Counted by hand: H = 4096, MLP 11008 wide, 32,000 tokens, all in bfloat16 but the LSTM's
-    head, which carries a state."""
+def test_a_plan_shows_the_bytes_a_draft_reads():
+    """Counted by hand for H = 4096, an MLP of 11008 and 32,000 tokens, in bfloat16 except for the
+    LSTM head, which has a state."""
     square, lm_head = 2 * 4096**2, 2 * 32000 * 4096
     layer = 4 * square + 3 * 2 * 4096 * 11008
     options = ["head.fusion=linear", "head.reads=newest", "head.coupling=recurrent"]
     coupled = load("vicuna7b", *options, "head.block_size=3")
     costs = compared(head_config(coupled, target_shape(coupled)[0]), 2, 2)
     found = {name: (cost.head, cost.lm_head, cost.depths) for name, cost in costs.items()}
-    bias_and_norms = 2 * 4096  # times a few: of no account
+    bias_and_norms = 2 * 4096  # negligible
     assert found["EAGLE-1 pass"][0] == pytest.approx(2 * square + layer, abs=bias_and_norms * 2)
-    # Two slots behind the first have a matrix of their own, and go through the cell of 7 H^2.
+    # Each of the two slots after the first adds its own matrix and a pass through the cell, 7 H^2.
     expected = 2 * square + layer + 2 * square + 2 * 7 * square
     assert found["draft pass"][0] == pytest.approx(expected, abs=bias_and_norms * 2)
     assert found["LSTM pass"][0] == pytest.approx(
@@ -136,7 +136,7 @@ def test_a_plan_says_what_a_draft_reads():
     assert "reads 1,206 MB (head 944, lm_head 262)" in text["EAGLE-1 pass"]
 
 
-def test_a_plan_rounds_no_small_model_to_nothing():
+def test_a_plan_shows_small_models_without_rounding_them_to_zero():
     recipe = load("tiny")
     text = dict(plan_lines(make_plan(recipe), recipe, 1, 1e12))
     assert text["target"].startswith("tiny: 2.44 M parameters, 12 layers x 128")
@@ -172,7 +172,7 @@ def test_every_student_is_planned_offline(name, size_, trained, student, cache):
 
 
 @pytest.mark.parametrize("changes", [{}, {"embeddings": "shared"}, {"training": "lora"}])
-def test_the_planned_student_has_the_parameters_of_the_one_that_is_built(changes):
+def test_the_planned_student_has_the_parameters_of_the_built_one(changes):
     recipe = load("tiny_distill", *(f"student.{key}={value}" for key, value in changes.items()))
     student = make_student(recipe.student, Target.load("tiny"))
     plan = make_plan(recipe).student
@@ -184,7 +184,7 @@ def test_the_planned_student_has_the_parameters_of_the_one_that_is_built(changes
 
 @pytest.mark.parametrize("model", [None, "models/tiny"])
 def test_frozen_weights_of_a_student_are_planned_in_their_own_dtype(model):
-    """A pruned one's are masters, too; a pretrained one's are as small as the target's."""
+    """Float32 for a pruned student; the target's dtype for a pretrained one."""
     own = [f"student.model={model}", "student.keep_layers=null"] if model else []
     recipe = load("tiny_distill", "target.dtype=bfloat16", "student.training=lora", *own)
     student = make_student(recipe.student, Target.of_recipe(recipe.target))
@@ -192,7 +192,7 @@ def test_frozen_weights_of_a_student_are_planned_in_their_own_dtype(model):
     assert make_plan(recipe).student.frozen_bytes == frozen
 
 
-def test_a_student_that_cannot_be_is_refused_by_the_plan():
+def test_a_plan_refuses_an_invalid_student():
     with pytest.raises(RecipeError, match=r"keep_layers = \[0, 12\]: tiny has layers 0 to 11"):
         make_plan(load("tiny_distill", "student.keep_layers=[0,12]"))
     with pytest.raises(TargetError, match=r"vocabularies of 152064 and 32000"):
@@ -202,7 +202,7 @@ def test_a_student_that_cannot_be_is_refused_by_the_plan():
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(1000, 0), (42, 3), (128, 1)])
-def test_an_eagle3_head_that_cannot_be_is_refused_by_the_plan(heads, dim):
+def test_a_plan_refuses_an_invalid_eagle3_head(heads, dim):
     size = rf"hidden_size \(128\) // heads must be even and above 0, not {dim}"
     with pytest.raises(RecipeError, match=rf"head.heads = {heads}: {size}"):
         make_plan(load("tiny_eagle3", f"head.heads={heads}", "head.kv_heads=1"))
@@ -210,7 +210,7 @@ def test_an_eagle3_head_that_cannot_be_is_refused_by_the_plan(heads, dim):
 
 @pytest.mark.parametrize("name", ["vicuna7b", "vicuna7b_distill"])
 def test_checkpointing_is_planned_with_less_memory(name):
-    rollout = "train.rollout=3"  # a single pass of a head is whole in backward either way
+    rollout = "train.rollout=3"  # checkpointing does not change a single pass
     plain, less = load(name, rollout), load(name, rollout, "train.checkpointing=true")
     assert make_plan(less).memory_per_gpu < 0.9 * make_plan(plain).memory_per_gpu
 
@@ -222,8 +222,8 @@ EAGLE3 = ("data.feature_layers=[1,2,3]", "optim.name=adamw")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rollout", [1, 6])
 @pytest.mark.parametrize("name", ["tiny", "tiny_eagle", "tiny_eagle3"])
-def test_what_is_kept_for_backward_is_planned(name, rollout, precision):
-    """Against the bytes that autograd holds, of a row that is all learnt."""
+def test_the_plan_predicts_the_memory_kept_for_backward(name, rollout, precision):
+    """Against the bytes autograd holds for a row with loss on every token."""
     options = [f"train.precision={precision}", f"train.rollout={rollout}", "loss.depth_decay=1.0"]
     recipe = load(name, *options, *(EAGLE3 if name == "tiny_eagle3" else ()))
     ends = TargetEmbeddings(*torch.randn(2, WIDE.vocab_size, WIDE.hidden_size))
@@ -254,16 +254,16 @@ def test_what_is_kept_for_backward_is_planned(name, rollout, precision):
     held = sum(size for place, size in kept.items() if place not in given)
     held -= cast * 2 * sum(one.numel() for one in head.parameters() if one.ndim == 2)
     planned = head_memory(recipe, WIDE, 0, 2 * length) - head_memory(recipe, WIDE, 0, length)
-    planned -= 20 * length * width  # features, as they are read and revised
+    planned -= 20 * length * width  # features, read and revised
     assert 0.75 < held / planned < 1.15
 
 
-def test_forwards_that_wait_hold_their_features_and_shorter_ones_take_less():
+def test_a_plan_counts_waiting_features_and_less_memory_for_small_forwards():
     def memory(name: str, *options: str) -> int:
         return make_plan(load(name, *options)).memory_per_gpu
 
     whole, cut = memory("tiny"), memory("tiny", "train.accumulation=4", "train.batch_size=32")
-    assert cut - whole == 6 * 8 * 512 * 2 * 128 * 4  # as read, of this step and the next
+    assert cut - whole == 6 * 8 * 512 * 2 * 128 * 4  # of this step and the next
     for name in ("tiny", "tiny_distill"):
         row, some, all_ = (memory(name, f"train.forward_tokens={n}") for n in (1, 1024, 4096))
         assert row < some < all_ == memory(name)
@@ -271,7 +271,7 @@ def test_forwards_that_wait_hold_their_features_and_shorter_ones_take_less():
     assert memory("tiny_medusa", "train.alignments=all") == memory("tiny_medusa")  # have none
 
 
-def test_the_recipe_says_whether_a_head_is_checkpointed():
+def test_the_recipe_decides_whether_a_head_is_checkpointed():
     target = Target.load("tiny")
     cache = SimpleNamespace(scales={"embed_scale": 1.0, "feature_scale": 1.0})
     for told in (False, True):
@@ -279,7 +279,7 @@ def test_the_recipe_says_whether_a_head_is_checkpointed():
         assert head_kind("falcon").make(recipe, target, cache).checkpointing == told
 
 
-def test_counted_rows_replace_the_bound():
+def test_counted_rows_replace_the_upper_bound_in_the_plan():
     recipe = load("vicuna7b")
     plan = make_plan(recipe, 8, rows=640, tokens=123456)
     text = dict(plan_lines(plan, recipe, 8, 100e12))
@@ -287,11 +287,11 @@ def test_counted_rows_replace_the_bound():
     assert plan.steps == 20 * 20
 
 
-def test_a_holdout_takes_nothing_off_the_limit_which_counts_what_it_has_left():
+def test_data_limit_counts_the_rows_left_after_the_holdout():
     assert make_plan(load("vicuna7b", "data.limit=600", "data.holdout=200")).rows == 600
 
 
-def test_what_is_cached_by_another_template_is_not_counted(tmp_path):
+def test_a_cache_of_another_chat_template_is_not_counted(tmp_path):
     here = "data.limit=20", f"data.cache_dir={tmp_path}"
     own, other = load("tiny", *here), load("tiny", *here, "target.chat_template=vicuna")
     cache = build_tokens(own, Target.of_recipe(own.target).tokenizer)
@@ -327,14 +327,14 @@ def test_shapes_are_read_from_a_config():
     assert shape.linear_layers["k_proj"] == (64, 32)
 
 
-def test_shapes_of_models_that_see_are_those_of_what_writes():
+def test_the_shape_of_a_vision_model_is_that_of_its_text_model():
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 32}
     config = Gemma3Config(text_config={**sizes, "vocab_size": 77})
     assert TargetShape.of(config) == TargetShape.of(config.get_text_config())
     assert TargetShape.of(config).heads == 4
 
 
-def test_a_rotation_per_kind_of_layer_gives_a_head_that_of_full_attention():
+def test_a_head_takes_the_rope_theta_of_full_attention_layers():
     assert TargetShape.of(Olmo3Config()).rope_theta == 500000.0
     assert TargetShape.of(Gemma3Config()).rope_theta == 1e6
 
@@ -345,7 +345,7 @@ def test_a_head_for_a_target_without_attention_has_heads_of_64_channels():
     assert (config.heads, config.head_dim) == (4, 64)
 
 
-def test_attention_heads_may_be_wider_than_their_share():
+def test_attention_heads_may_be_wider_than_the_hidden_size_divided_by_their_number():
     config = Qwen3Config(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, head_dim=32,
                          num_key_value_heads=2, intermediate_size=96, vocab_size=77)  # fmt: skip
     with torch.device("meta"):
@@ -356,13 +356,13 @@ def test_attention_heads_may_be_wider_than_their_share():
         assert sizes[name] == (linear.in_features, linear.out_features)
 
 
-def test_heads_that_do_not_fit_the_width_are_refused():
+def test_a_head_count_that_does_not_divide_the_width_is_refused():
     with pytest.raises(RecipeError, match=r"head.heads.*must divide hidden_size \(4096\)"):
         head_config(load("vicuna7b", "head.heads=3"), KNOWN["lmsys/vicuna-7b-v1.5"])
 
 
 def test_the_full_7b_head_takes_a_step_on_the_meta_device():
-    recipe = load("vicuna7b_paper")  # coupled slots ask their blocks for numbers
+    recipe = load("vicuna7b_paper")  # coupled slots would need real block numbers
     with torch.device("meta"):
         head = FalconHead(head_config(recipe, KNOWN[recipe.target.model]))
         ahead, features = torch.zeros(2, 1, 8, 4096)
@@ -373,7 +373,7 @@ def test_the_full_7b_head_takes_a_step_on_the_meta_device():
 
 
 def test_the_7b_recipe_trains_at_reduced_width(tmp_path, monkeypatch):
-    """Two steps: what lies behind a matrix of zeros learns in the second."""
+    """Two steps: weights behind a zero matrix get a gradient only in the second."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     AcceleratorState._reset_state(True)
     changes = ["train.epochs=null", "train.steps=2", "train.batch_size=2", "train.eval_every=null"]
@@ -392,7 +392,7 @@ def test_the_7b_recipe_trains_at_reduced_width(tmp_path, monkeypatch):
     assert all((p != b).any() for p, b in zip(head.parameters(), before, strict=True))
 
 
-def test_figures_are_written_as_one_says_them():
+def test_bytes_and_durations_are_formatted_with_units():
     assert format_bytes(1.14e12) == "1.14 TB"
     assert format_bytes(2048) == "2.05 KB"
     assert format_seconds(31 * 60) == "31.0 minutes"

@@ -1,4 +1,4 @@
-"""Two kinds of drafters are trained in one folder, in turns, and each goes on where it was."""
+"""Two kinds of drafters are trained in turns in one folder, and each resumes where it stopped."""
 
 from test_loop import log_lines, make_recipe, train
 
@@ -9,10 +9,10 @@ HEAD = {"head.block_size": 1, "head.fusion": "linear"}
 EAGLE = HEAD | {"k": 1}
 
 
-def test_kinds_of_drafters_take_turns_in_a_folder(tmp_path):
+def test_kinds_of_drafters_can_be_trained_in_turns_in_one_folder(tmp_path):
     alone, weights = train(tmp_path / "alone", **{"train.steps": 6})
     run = tmp_path / "shared"
-    short = {"train.max_minutes": 1e-9, "train.log_every": 1}  # as far as it gets in no time
+    short = {"train.max_minutes": 1e-9, "train.log_every": 1}  # stops almost at once
     train(run, **{"train.steps": 6}, **short)
     steps = [line["step"] for line in log_lines(run)]
     set_aside_others(run, "eagle")
@@ -29,7 +29,7 @@ def test_kinds_of_drafters_take_turns_in_a_folder(tmp_path):
     assert {one.name for one in (run / "eagle").iterdir()} >= {"checkpoints", "log.jsonl"}
 
 
-def test_a_kind_that_ended_before_its_first_checkpoint_leaves_nothing_to_another(tmp_path):
+def test_a_run_without_a_checkpoint_leaves_nothing_to_another_kind(tmp_path):
     train(tmp_path)
     before = (tmp_path / "log.jsonl").read_bytes()
     set_aside_others(tmp_path, "medusa")
@@ -52,10 +52,10 @@ def test_a_report_shows_the_training_of_its_own_kind(tmp_path):
     train(tmp_path, **EAGLE, **{"train.log_every": 1})
     assert training_shown(recipe, "falcon_tree") == shown
     assert len(training_shown(make_recipe(tmp_path, **HEAD), "eagle_tree")) == 6
-    assert training_shown(recipe, "maxgram") == []  # which is counted in no steps
+    assert training_shown(recipe, "maxgram") == []  # it has no steps
 
 
-def test_a_kind_that_goes_on_has_its_room(tmp_path):
+def test_resuming_the_same_kind_touches_no_file(tmp_path):
     train(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     set_aside_others(tmp_path, "falcon")

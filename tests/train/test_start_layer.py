@@ -1,5 +1,5 @@
-"""A head that begins as a layer of its target: it is that layer, at the head's scale, and learns
-from there. What cannot be one is refused before anything runs."""
+"""A head that starts as a layer of its target: it equals that layer at the head's scale, and trains
+from there. Layers that cannot be used are refused before anything runs."""
 
 import json
 
@@ -19,7 +19,7 @@ from specdraft.train.start_layer import RIDGE, check_start_layer, start_from_lay
 
 
 class Rows(list):
-    """Tokens as a cache of features gives them."""
+    """Tokens as a feature cache gives them."""
 
     def __init__(self, rows):
         super().__init__({"input_ids": ids} for ids in rows)
@@ -59,7 +59,7 @@ def causal(layer: int, query, key, value):
 
 
 def states(target: Target, ids: torch.Tensor) -> list[torch.Tensor]:
-    """What every layer writes, [1, T, H] each, embeddings first."""
+    """The outputs of all layers, [1, T, H] each, embeddings first."""
     return target.base(ids[None], output_hidden_states=True).hidden_states
 
 
@@ -69,7 +69,7 @@ def spread(target: Target, rows: Rows, layer: int) -> float:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_it_writes_what_the_targets_layers_do(target, rows, layers):
+def test_a_started_heads_layers_compute_what_the_targets_layers_compute(target, rows, layers):
     head, ids = started(target, rows, 2, layers=layers), rows[1]["input_ids"]
     known, scale = states(target, ids), 1 / spread(target, rows, 1)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_it_writes_what_the_targets_layers_do(target, rows, layers):
     torch.testing.assert_close(said, scale * known[1 + layers], rtol=1e-3, atol=1e-3)
 
 
-def test_the_fusion_comes_nearest_to_what_the_layer_reads(target, rows):
+def test_the_fusion_is_the_ridge_regression_to_the_layers_input(target, rows):
     head, read, wanted = started(target, rows, 3), [], []
     for row in rows:
         ids = row["input_ids"]
@@ -85,7 +85,7 @@ def test_the_fusion_comes_nearest_to_what_the_layer_reads(target, rows):
         read.append(head.inputs(target.embed(ids[1:]), features[:-1]))
         wanted.append(states(target, ids)[2][0, 1:] / spread(target, rows, 2))
     read, wanted = torch.cat(read).double(), torch.cat(wanted).double()
-    # Ridge as more rows: of each input alone, wanted to be nothing.
+    # The ridge as extra rows: one per input dimension, with target 0.
     more = (RIDGE * len(read)) ** 0.5 * torch.eye(read.shape[1], dtype=torch.float64)
     nearest = torch.linalg.lstsq(
         torch.cat((read, more)), torch.cat((wanted, torch.zeros(len(more), wanted.shape[1])))
@@ -93,9 +93,9 @@ def test_the_fusion_comes_nearest_to_what_the_layer_reads(target, rows):
     torch.testing.assert_close(head.fuse.weight.double(), nearest.T, rtol=1e-4, atol=1e-5)
 
 
-def test_the_final_norm_and_the_scale_of_features_are_taken_into_account(rows):
-    """A layer's output reaches the feature through the final norm's weights; what they are changes
-    how a head's numbers are read, not what it says."""
+def test_final_norm_weights_only_rescale_what_a_head_computes(rows):
+    """They lie between a layer's output and the feature, so they change only the sign and scale of
+    a head's states."""
     plain, scaled = random_target(layers=3), random_target(layers=3)
     with torch.no_grad():
         scaled.base.norm.weight.mul_(-4.0)
@@ -108,7 +108,7 @@ def test_the_final_norm_and_the_scale_of_features_are_taken_into_account(rows):
     torch.testing.assert_close(also, -said, rtol=1e-4, atol=1e-5)
 
 
-def test_eagles_first_layer_norms_what_it_reads_in_its_matrix(target, rows):
+def test_eagles_first_layer_has_the_layers_norm_weights_in_its_matrix(target, rows):
     changes = {"block_size": 1, "input_norm": False}
     head = started(target, rows, 3, **changes)
     ids, layer = rows[0]["input_ids"], target.base.layers[2]
@@ -119,7 +119,7 @@ def test_eagles_first_layer_norms_what_it_reads_in_its_matrix(target, rows):
     torch.testing.assert_close(queries, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_begins_ahead_and_stays_there(tmp_path):
+def test_a_run_with_a_start_layer_has_a_lower_loss_throughout(tmp_path):
     target, losses = shallow_target(tmp_path / "target"), {}
     for layer in ("null", "2"):
         small = ["train.steps=24", "train.batch_size=4", "train.threads=1", "data.limit=64"]
@@ -137,27 +137,27 @@ def test_a_run_begins_ahead_and_stays_there(tmp_path):
 
 
 @pytest.mark.parametrize(("first", "layers"), [(1, 1), (5, 1), (4, 2)])
-def test_a_layer_that_is_not_there_is_refused(target, first, layers):
+def test_a_missing_start_layer_is_refused(target, first, layers):
     with pytest.raises(RecipeError, match=f"head.start_layer = {first}: .* has 4 decoder layers"):
         check_start_layer(first, config_for(target, layers=layers), target)
     check_start_layer(4, config_for(target), target)
 
 
 @pytest.mark.parametrize("family", ["Gemma", "Qwen2", "Qwen3", "GPTNeoX", "Phi3", "Olmo2"])
-def test_layers_of_other_families_are_refused_by_name(family):
+def test_start_layers_of_other_families_are_refused_by_name(family):
     model = random_model(family, num_key_value_heads=2, head_dim=4, intermediate_size=32)
     with pytest.raises(RecipeError, match=r"a head's layer is Llama's, and \w+Layer of other is"):
         check_start_layer(2, config_for(random_target()), Target(model, None, "other"))
 
 
-def test_a_target_whose_layers_come_and_go_is_refused():
+def test_an_offloaded_target_is_refused():
     elsewhere = random_target(layers=3)
     cpu_offload(elsewhere.model, "cpu")
     with pytest.raises(TargetError, match=r"= 2: copies a layer of random-0, and target"):
         check_start_layer(2, config_for(elsewhere), Target(elsewhere.model, None, "random-0"))
 
 
-def test_a_target_without_its_layers_is_refused(target):
+def test_a_target_loaded_without_its_layers_is_refused(target):
     bare = Target(target.model, None, "bare", no_layers="its layers are elsewhere")
     with pytest.raises(TargetError, match="bare: its layers are elsewhere"):
         check_start_layer(2, config_for(target), bare)

@@ -1,4 +1,4 @@
-"""What a run reports to: tensorboard by default, others by name, and none that can end a run."""
+"""Trackers of a run: tensorboard by default, others by name; a failing one cannot end a run."""
 
 import json
 from collections import defaultdict
@@ -24,7 +24,7 @@ def _on_cpu(monkeypatch):
 
 
 def board(out) -> dict[str, dict[int, float]]:
-    """The scalars of tensorboard below a run, by tag and step; a step that was told twice fails."""
+    """A run's tensorboard scalars by tag and step; fails if a step was reported twice."""
     events = EventAccumulator(str(out / "tensorboard" / "toy")).Reload()
     scalars = defaultdict(dict)
     for tag in events.Tags()["scalars"]:
@@ -34,7 +34,7 @@ def board(out) -> dict[str, dict[int, float]]:
     return scalars
 
 
-def test_the_board_holds_what_the_log_holds(tmp_path):
+def test_tensorboard_has_the_figures_of_the_log(tmp_path):
     train(tmp_path)
     told = {record["step"]: record for record in log_lines(tmp_path)}
     scalars = board(tmp_path)
@@ -43,21 +43,21 @@ def test_the_board_holds_what_the_log_holds(tmp_path):
     assert scalars["train/accuracy_1"] == pytest.approx(second)
 
 
-def test_a_resumed_run_tells_the_board_each_step_once(tmp_path):
+def test_a_resumed_run_reports_each_step_to_tensorboard_once(tmp_path):
     train(tmp_path, **{"train.save_every": 4, "train.log_every": 1})
     (tmp_path / "checkpoints" / "step-6").rename(tmp_path / "gone")
     train(tmp_path, **{"train.save_every": 4, "train.log_every": 1})  # steps 5 and 6 again
     assert sorted(board(tmp_path)["train/loss"]) == [1, 2, 3, 4, 5, 6]
 
 
-def test_no_tracker_is_as_good_as_one(tmp_path, recwarn):
+def test_a_run_without_trackers_keeps_its_log_and_warns_of_nothing(tmp_path, recwarn):
     train(tmp_path, **{"train.trackers": []})
     assert not (tmp_path / "tensorboard").exists()
     assert log_lines(tmp_path)
     assert [str(w.message) for w in recwarn if "log_with" in str(w.message)] == []
 
 
-def test_a_tracker_that_is_not_installed_is_told_before_anything_runs(tmp_path, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("specdraft.train.fit.trackers.get_available_trackers", lambda: [])
     recipe = make_recipe(tmp_path / "run", **{"train.trackers": ["comet_ml", "aim"]})
     with pytest.raises(RecipeError, match="comet_ml, aim is installed; pip install comet_ml aim"):
@@ -65,7 +65,7 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_runs(tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tracker_that_there_is_not_is_told_with_those_that_there_are(tmp_path):
+def test_an_unknown_tracker_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(
         RecipeError, match=r"must be one of tensorboard, wandb, .* nearest is wandb"
     ):
@@ -73,7 +73,7 @@ def test_a_tracker_that_there_is_not_is_told_with_those_that_there_are(tmp_path)
 
 
 @pytest.mark.parametrize("name", OFFLINE)
-def test_others_take_the_same_figures_offline(name, tmp_path, monkeypatch):
+def test_other_trackers_can_replace_tensorboard_offline(name, tmp_path, monkeypatch):
     pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
     for key, value in {**OFFLINE[name], "HOME": str(tmp_path)}.items():
@@ -83,7 +83,7 @@ def test_others_take_the_same_figures_offline(name, tmp_path, monkeypatch):
 
 
 class Failing(GeneralTracker):
-    """A tracker whose server goes away after `figures` records."""
+    """A tracker whose server disappears after `figures` records."""
 
     name, requires_logging_directory, tracker = "failing", False, None
 
@@ -104,7 +104,7 @@ class Failing(GeneralTracker):
         self.told.append(step)
 
 
-def test_a_tracker_that_fails_on_the_way_is_left_out_and_the_run_goes_on(tmp_path, capsys):
+def test_a_tracker_that_fails_midway_is_dropped_and_the_run_goes_on(tmp_path, capsys):
     failing = Failing(1)
     state, _ = train(tmp_path, trackers=[failing])
     assert (state.step, failing.told, failing.settings["optim.lr"]) == (6, [3], 3.0e-3)
@@ -112,7 +112,7 @@ def test_a_tracker_that_fails_on_the_way_is_left_out_and_the_run_goes_on(tmp_pat
     assert sorted(board(tmp_path)["train/loss"]) == [3, 6]
 
 
-def test_a_tracker_that_does_not_start_is_told_with_its_reason_and_behind_no_bar(tmp_path, capsys):
+def test_a_tracker_that_fails_to_start_ends_the_run_before_its_bar(tmp_path, capsys):
     with pytest.raises(
         RecipeError, match=r"tracker fails to start .*no route to host.* leave it out"
     ):
