@@ -32,7 +32,7 @@ def good(count: int) -> list[dict]:
 
 
 def supervised(template: str, messages: list[dict]) -> list[str]:
-    """Return the supervised stretches of a rendered chat as text."""
+    """Return the supervised spans of a rendered chat as text."""
     tokenizer = st.small_tokenizer(template)
     ids, mask = Template(tokenizer).render(messages)
     stretches, before = [], False
@@ -62,14 +62,14 @@ def supervised(template: str, messages: list[dict]) -> list[str]:
         ({"instruction": "q", "input": "x", "output": "a"}, "q\n\nx"),
     ],
 )
-def test_every_chat_format_is_told_by_its_keys(tmp_path, row, question):
+def test_every_chat_format_is_recognised_by_its_keys(tmp_path, row, question):
     corpus = read_conversations([write(tmp_path / "rows.jsonl", [row])])
     messages = corpus.conversations[0].messages
     assert messages[0] == {"role": "user", "content": question}
     assert messages[1] == {"role": "assistant", "content": "a"}
 
 
-def test_messages_may_be_those_of_openai(tmp_path):
+def test_openai_messages_with_developer_roles_and_content_parts_are_read(tmp_path):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     turns = [("developer", "be kind"), ("user", parts), ("assistant", "c")]
     row = {"messages": [{"role": role, "content": content} for role, content in turns]}
@@ -78,12 +78,12 @@ def test_messages_may_be_those_of_openai(tmp_path):
     assert messages[1] == {"role": "user", "content": "ab"}
 
 
-def test_text_is_no_chat(tmp_path):
+def test_a_text_row_is_not_read_as_a_chat(tmp_path):
     corpus = read_conversations([write(tmp_path / "rows.jsonl", [{"text": "Once"}])])
     assert (corpus.conversations[0].text, corpus.conversations[0].messages) == ("Once", [])
 
 
-def test_an_array_and_lines_and_arrow_give_the_same(tmp_path):
+def test_json_array_json_lines_arrow_and_parquet_give_the_same_conversations(tmp_path):
     import datasets
 
     rows = good(3)
@@ -107,7 +107,7 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
 
 
 @pytest.mark.parametrize("end", [("human", "and?"), ("tool", "42")])
-def test_leading_answers_and_what_nobody_answers_at_the_end_are_dropped(tmp_path, end):
+def test_leading_answers_and_unanswered_last_turns_are_dropped(tmp_path, end):
     turns = [("gpt", "before"), ("human", "q"), ("gpt", "a"), end]
     corpus = read_conversations([write(tmp_path / "rows.jsonl", [sharegpt(*turns)])])
     assert [m["content"] for m in corpus.conversations[0].messages] == ["q", "a"]
@@ -168,7 +168,7 @@ def test_a_bad_row_is_counted_with_its_line_and_skipped(tmp_path, row, reason):
     assert reason in reject.reason
 
 
-def test_more_than_one_percent_broken_rows_is_an_error_that_shows_the_first(tmp_path):
+def test_more_than_one_percent_broken_rows_is_an_error_showing_the_first(tmp_path):
     path = write(tmp_path / "rows.jsonl", [*good(98), "{broken", "nonsense"])
     with pytest.raises(DataError, match=r"2 of 100 rows cannot be read.*rows.jsonl:99") as error:
         read_conversations([path])
@@ -187,14 +187,14 @@ def test_a_missing_file_is_named(name):
         read_conversations([name])
 
 
-def test_a_file_of_unknown_shape_says_which_formats_there_are(tmp_path):
+def test_a_file_of_unknown_format_is_refused_with_the_known_formats(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"title": "x"}])
     with pytest.raises(DataError, match=r"keys title.*sharegpt, messages, alpaca, text"):
         read_conversations([path])
 
 
 def answers_of(conversations):
-    """The numbers of `good` rows."""
+    """The numbers of the `good` rows that the conversations come from."""
     return [int(one.messages[1]["content"].removeprefix("answer ")) for one in conversations]
 
 
@@ -208,7 +208,7 @@ def test_the_last_rows_are_held_out_and_the_first_ones_trained_on(tmp_path):
 
 
 @pytest.mark.parametrize("holdout", [0, 3])
-def test_a_seed_draws_which_rows_a_limit_leaves_and_never_one_held_out(tmp_path, holdout):
+def test_a_seed_chooses_the_rows_of_a_limit_and_never_a_held_out_one(tmp_path, holdout):
     path = write(tmp_path / "rows.jsonl", good(10))
 
     def drawn(seed, limit=None):
@@ -232,7 +232,7 @@ def test_a_seed_draws_which_rows_a_limit_leaves_and_never_one_held_out(tmp_path,
         (st.CHATML_MARKED, [" The answer is 42. <|im_end|>", "I am fine<|im_end|>"]),
         (st.LLAMA2, [" The answer is 42. </s>", " I am fine </s>"]),
         (st.VICUNA, ["  The answer is 42. </s>", " I am fine</s>"]),
-        # The header ends in a space here, and " I" is one token: it is the assistant's.
+        # The header ends in a space, and " I" is one token, which counts as the assistant's.
         (st.EOS_AT_THE_END, [" The answer is 42. \n", " I am fine\n</s>"]),
         (
             st.THINKING,
@@ -241,16 +241,16 @@ def test_a_seed_draws_which_rows_a_limit_leaves_and_never_one_held_out(tmp_path,
     ],
     ids=["chatml", "generation_tags", "llama2", "vicuna", "eos_at_the_end", "thinking"],
 )
-def test_exactly_the_answers_and_their_end_of_turn_are_supervised(template, answers):
+def test_exactly_the_answers_and_their_end_of_turn_tokens_are_supervised(template, answers):
     assert supervised(template, CHAT) == answers
 
 
-def test_tags_and_prefixes_agree_on_every_token():
+def test_masks_from_generation_tags_and_from_prefixes_are_equal():
     render = [Template(st.small_tokenizer(t)).render(CHAT) for t in (st.CHATML, st.CHATML_MARKED)]
     assert render[0] == render[1]
 
 
-def test_the_mask_of_tags_is_the_one_of_the_tokenizer():
+def test_the_mask_from_generation_tags_equals_the_tokenizers():
     tokenizer = st.small_tokenizer(st.CHATML_MARKED)
     encoded = tokenizer.apply_chat_template(
         CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -260,7 +260,7 @@ def test_the_mask_of_tags_is_the_one_of_the_tokenizer():
     assert mask == [bool(m) for m in encoded["assistant_masks"]]
 
 
-def test_an_answer_that_repeats_the_question_or_holds_an_end_of_turn_is_found():
+def test_an_answer_that_repeats_the_question_or_contains_an_end_of_turn_is_found():
     chat = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "a"},
@@ -270,19 +270,19 @@ def test_an_answer_that_repeats_the_question_or_holds_an_end_of_turn_is_found():
     assert supervised(st.CHATML, chat) == ["a<|im_end|>", "write <|im_end|> at the end<|im_end|>"]
 
 
-def test_an_answer_that_repeats_what_a_tool_said_is_found():
+def test_an_answer_that_repeats_a_tools_output_is_found():
     chat = [
         {"role": "user", "content": "read it"},
         {"role": "assistant", "content": "call"},
         {"role": "tool", "content": "one\n"},
         {"role": "assistant", "content": "it says: one\n!"},
     ]
-    # Llama 3.1's writes a tool's text as JSON: it is not found where it stands.
+    # Like Llama 3.1's, the template writes a tool's text as JSON, so it cannot be located.
     assert supervised(st.TOOLS_AS_JSON, chat) == ["call<|im_end|>", "it says: one\n!<|im_end|>"]
 
 
 @pytest.mark.parametrize("begins", ["Hello", "<tool_call>"])
-def test_an_older_answer_whose_thinking_is_dropped_is_marked_whole(begins):
+def test_an_older_answer_without_its_thinking_is_fully_supervised(begins):
     asks = [{"role": "user", "content": text} for text in ("how", "and")]
     thought = {"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{begins} there"}
     last = {"role": "assistant", "content": "ok"}
@@ -290,8 +290,8 @@ def test_an_older_answer_whose_thinking_is_dropped_is_marked_whole(begins):
     assert found[0] == f"{begins} there<|im_end|>"
 
 
-def test_an_answer_that_would_reach_over_the_next_question_is_refused():
-    """Older answers are rewritten, and nothing special ends a turn but the last."""
+def test_an_answer_whose_end_cannot_be_found_is_refused():
+    """Older answers are rewritten, and only the last turn has an end token."""
     template = st.THOUGHTS_DROPPED.replace("<|im_start|>", "").replace("<|im_end|>", "")
     tokenizer = st.small_tokenizer(template + "<|im_end|>")
     thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello there"}
@@ -300,7 +300,7 @@ def test_an_answer_that_would_reach_over_the_next_question_is_refused():
         Template(tokenizer).render([*chat, {"role": "assistant", "content": "ok"}])
 
 
-def test_the_prompt_is_what_stands_before_the_answer():
+def test_a_prompt_is_the_text_before_the_answer():
     template = Template(st.small_tokenizer(st.VICUNA))
     ids, mask = template.render(CHAT)
     assert template.prompt(CHAT[:3]) == ids[: len(ids) - mask[::-1].index(False)]
@@ -313,7 +313,7 @@ def test_a_prompt_keeps_the_mask_of_the_answers_before_it():
     assert (ids, prompt_mask) == (whole[: len(ids)], mask[: len(ids)])
 
 
-def test_a_template_that_moves_text_about_is_refused_not_masked_wrongly():
+def test_a_template_that_moves_text_is_refused_and_not_masked_wrongly():
     chat = [{"role": "system", "content": "be very kind"}, *CHAT]
     with pytest.raises(UnrenderableError, match="generation"):
         Template(st.small_tokenizer(st.SYSTEM_LAST)).render(chat)
@@ -325,7 +325,7 @@ def test_a_role_that_the_template_refuses_is_reported():
         Template(st.small_tokenizer(st.LLAMA2)).render([{"role": "system", "content": "x"}, *CHAT])
 
 
-def test_no_template_is_an_error_that_says_how_to_give_one():
+def test_a_missing_template_is_an_error_that_says_how_to_give_one():
     with pytest.raises(DataError, match=r"no chat template; put a chat_template.jinja"):
         Template(st.small_tokenizer(None))
     tokenizer = st.small_tokenizer()
@@ -363,7 +363,7 @@ def real_rows(name: str) -> tuple[Path, list]:
         "fastchat_dummy_conversation.json",
     ],
 )
-def test_real_conversations_give_the_counts_of_a_naive_count(name):
+def test_counts_of_real_conversations_equal_a_naive_count(name):
     path, rows = real_rows(name)
     tokenizer = st.small_tokenizer(st.CHATML, merges=0)  # one token per byte or special token
     corpus = read_conversations([str(path)])
@@ -393,7 +393,7 @@ def test_real_conversations_give_the_counts_of_a_naive_count(name):
     assert [turns, tokens, answered] == expected
 
 
-def test_patterns_and_folders_are_their_files_by_name(tmp_path):
+def test_patterns_and_folders_are_read_as_their_files_in_order_of_name(tmp_path):
     (tmp_path / "chats" / "more").mkdir(parents=True)
     for name in ("b.jsonl", "a.json", "more/c.jsonl", ".hidden.jsonl"):
         write(tmp_path / "chats" / name, good(2))

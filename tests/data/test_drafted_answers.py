@@ -1,4 +1,4 @@
-"""Answers regenerated with any drafter are the same answers, in the same cache."""
+"""Answers regenerated with any drafter are the same, in the same cache."""
 
 import json
 from collections import Counter
@@ -56,8 +56,8 @@ def head_of(target: Target, seed: int = 0) -> FalconHead:
     return FalconHead(config)
 
 
-def test_each_answer_is_sampled_as_its_ask_says():
-    """Greedy, or at a temperature and with a seed of its own; whoever is decoded beside it."""
+def test_each_answer_is_sampled_with_its_own_temperature_and_seed():
+    """Whatever is decoded beside it."""
     target, prompt = random_target(), [3, 1, 4]
     settings = [(0.0, 1), (1.5, 1), (1.5, 2), (0.7, 2), (1.5, 1)]
     asks = [Ask(prompt, 12, temperature, seed) for temperature, seed in settings]
@@ -89,7 +89,7 @@ def build(settings, target) -> TokenCache:
 
 @pytest.fixture
 def drafts(monkeypatch):
-    """How many drafts each kind of drafter has been asked for."""
+    """The number of draft calls of each kind of drafter."""
     asked = Counter()
     for name, kind in DRAFTERS.items():
 
@@ -102,15 +102,15 @@ def drafts(monkeypatch):
 
 
 def answers(cache: TokenCache) -> list[str]:
-    """The lines of the answers file, in an order that drafts do not decide."""
+    """The lines of the answers file, in an order independent of drafts."""
     return sorted((cache.directory / "answers-0.jsonl").read_text().splitlines())
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_the_cache_is_the_same_whatever_drafts(tiny, run, tmp_path, drafts, name):
+def test_the_cache_is_the_same_with_any_drafter(tiny, run, tmp_path, drafts, name):
     plain = build(recipe(tmp_path), tiny)
     slots = [json.loads(line)["slot"] for line in answers(plain)]
-    assert {sample for _, sample, _ in slots} == {0, 1, 2}  # greedy, and drawn twice
+    assert {sample for _, sample, _ in slots} == {0, 1, 2}  # greedy, and sampled twice
     assert not drafts
     trained = {} if name == "prompt_lookup" else {"drafter_run": str(run)}
     cache = build(recipe(tmp_path, name, **trained), tiny)
@@ -120,14 +120,14 @@ def test_the_cache_is_the_same_whatever_drafts(tiny, run, tmp_path, drafts, name
     assert contents(cache) == contents(plain)
 
 
-def test_a_run_that_was_cut_off_goes_on_with_another_drafter(tiny, run, tmp_path, drafts):
+def test_an_interrupted_run_can_resume_with_another_drafter(tiny, run, tmp_path, drafts):
     plain = build(recipe(tmp_path), tiny)
     began = tmp_path / "falcon_tree" / f"{plain.directory.name}.partial"
     began.mkdir(parents=True)
     kept = (plain.directory / "answers-0.jsonl").read_text().splitlines(keepends=True)[:-1]
     (began / "answers-0.jsonl").write_text("".join(kept))
     cache = build(recipe(tmp_path, "falcon_tree", drafter_run=str(run)), tiny)
-    assert 0 < drafts["falcon_tree"] <= 12  # for the one answer that was missing
+    assert 0 < drafts["falcon_tree"] <= 12  # for the one missing answer
     assert answers(cache) == answers(plain)
     assert contents(cache) == contents(plain)
 
@@ -164,13 +164,13 @@ def test_a_drafter_that_is_missing_or_for_another_target_is_refused(tiny, tmp_pa
     ],
     ids=str,
 )
-def test_a_drafter_that_cannot_be_is_told(tmp_path, data, expected):
+def test_an_invalid_drafter_setting_is_refused(tmp_path, data, expected):
     with pytest.raises(RecipeError) as caught:
         recipe(tmp_path, **data)
     assert expected in str(caught.value)
 
 
-def test_answers_end_where_the_targets_positions_do_and_prompts_beyond_them_fail(tiny):
+def test_answers_are_limited_to_the_targets_positions_and_longer_prompts_fail(tiny):
     heard = []
 
     def generate(asks):

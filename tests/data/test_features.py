@@ -1,4 +1,4 @@
-"""The feature cache: right values, never half a shard, never another target's."""
+"""The feature cache: correct values, never half a shard, never another target's."""
 
 import errno
 import json
@@ -88,8 +88,8 @@ def test_a_row_is_what_the_target_computes_for_it_alone(made):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_shards_that_are_put_together_in_the_same_memory_hold_their_own_rows(made, tmp_path, dtype):
-    """Many small shards, of rows of all lengths, are one that holds them all."""
+def test_shards_assembled_in_the_same_memory_hold_their_own_rows(made, tmp_path, dtype):
+    """Many small shards, of rows of all lengths, have the contents of a single one."""
     settings, tokens, target = made
     whole, small = (
         replace(
@@ -105,7 +105,7 @@ def test_shards_that_are_put_together_in_the_same_memory_hold_their_own_rows(mad
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are posix's")
-def test_whoever_may_read_new_files_may_read_a_shard(made):
+def test_a_shards_file_permissions_follow_the_umask(made):
     before = os.umask(0o027)
     try:
         cache = build(made)
@@ -115,7 +115,7 @@ def test_whoever_may_read_new_files_may_read_a_shard(made):
     assert {file.stat().st_mode & 0o777 for file in files} == {0o640}
 
 
-def test_the_manifest_says_what_it_was_made_from(made):
+def test_the_manifest_records_target_template_shards_and_scales(made):
     _, tokens, target = made
     cache = build(made)
     manifest = cache.manifest
@@ -128,7 +128,7 @@ def test_the_manifest_says_what_it_was_made_from(made):
     assert manifest["embed_scale"] == pytest.approx(target.embed(ids).std().item(), rel=1e-3)
 
 
-def test_bfloat16_halves_the_features_and_rounds_them(made, tmp_path):
+def test_bfloat16_features_are_the_float32_ones_rounded(made, tmp_path):
     settings, tokens, target = made
     half = recipe(tmp_path, settings.data.sources[0], feature_dtype="bfloat16")
     cache, whole = build_features(half, tokens, target), build(made)
@@ -136,7 +136,7 @@ def test_bfloat16_halves_the_features_and_rounds_them(made, tmp_path):
     for n in range(len(cache)):
         made_so, rounded = cache[n]["features"], whole[n]["features"].bfloat16()
         assert made_so.dtype is torch.bfloat16
-        # Made twice, a feature may differ in its last digit, and round the other way.
+        # A feature computed twice may differ in its last digit and be rounded the other way.
         torch.testing.assert_close(made_so, rounded, rtol=2**-7, atol=1e-4)
         assert (made_so == rounded).float().mean() > 0.98
 
@@ -147,7 +147,7 @@ def test_changing_a_row_in_place_does_not_change_the_cache(made):
     assert same(cache, FeatureCache.open(cache.directory))
 
 
-def test_it_can_be_sent_to_another_process(made):
+def test_a_cache_can_be_pickled(made):
     cache = build(made)
     cache[0]
     assert same(pickle.loads(pickle.dumps(cache)), cache)
@@ -161,7 +161,7 @@ def test_rows_past_the_end_are_an_index_error(made):
 
 
 class Breaking:
-    """A target that fails at the n-th forward, and counts."""
+    """A target that counts forwards and fails at the n-th."""
 
     def __init__(self, target: Target, after: int):
         self._target, self.left, self.forwards = target, after, 0
@@ -176,7 +176,7 @@ class Breaking:
         return self._target.features(ids, **options)
 
 
-def test_a_build_that_was_cut_off_goes_on_where_it_stopped(made, tmp_path):
+def test_an_interrupted_build_resumes_where_it_stopped(made, tmp_path):
     settings, tokens, target = made
     total = Breaking(target, -1)
     elsewhere = recipe(tmp_path, settings.data.sources[0], cache_dir=str(tmp_path / "2"))
@@ -217,7 +217,7 @@ build((load_recipe(sys.argv[1]), TokenCache.open(sys.argv[2]), make_target()))
 """
 
 
-def test_after_kill_9_nothing_half_written_is_taken_for_whole(made, tmp_path):
+def test_after_kill_9_nothing_half_written_is_taken_for_complete(made, tmp_path):
     from specdraft.recipes.load import dump
 
     settings, tokens, _ = made
@@ -232,7 +232,7 @@ def test_after_kill_9_nothing_half_written_is_taken_for_whole(made, tmp_path):
     assert same(build(made), build((elsewhere, *made[1:])))
 
 
-def test_a_shard_that_the_manifest_does_not_name_does_not_exist(made):
+def test_a_shard_that_is_not_in_the_manifest_is_made_again(made):
     cache = build(made)
     good = {n: cache[n]["features"] for n in range(len(cache))}
     path = cache.directory / storage.MANIFEST
@@ -258,7 +258,7 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "words"), [(flip, "sha256"), (cut, "bytes and should have"), (Path.unlink, "missing")]
 )
-def test_a_damaged_shard_is_found_at_open_and_made_anew_when_deleted(made, harm, words):
+def test_a_damaged_shard_is_found_on_opening_and_rebuilt_once_deleted(made, harm, words):
     cache = build(made)
     good = {n: cache[n]["features"] for n in range(len(cache))}
     path = cache.directory / cache.manifest["shards"]["1"]["file"]
@@ -274,7 +274,7 @@ def test_a_damaged_shard_is_found_at_open_and_made_anew_when_deleted(made, harm,
     assert all(torch.equal(again[n]["features"], features) for n, features in good.items())
 
 
-def test_another_target_is_another_cache_and_a_mix_up_names_both(made, tmp_path):
+def test_another_target_has_its_own_cache_and_a_mix_up_names_both(made, tmp_path):
     settings, tokens, _ = made
     first, other = build(made), build((settings, tokens, make_target(seed=1)))
     assert first.directory != other.directory
@@ -285,7 +285,7 @@ def test_another_target_is_another_cache_and_a_mix_up_names_both(made, tmp_path)
         build(made)
 
 
-def test_a_target_that_computes_otherwise_with_the_same_weights_is_another(made, tmp_path):
+def test_the_same_weights_with_another_config_are_another_target(made, tmp_path):
     folder = shutil.copytree(bundled_target_dir(), tmp_path / "target")
     config = json.loads((folder / "config.json").read_text())
 
@@ -294,7 +294,7 @@ def test_a_target_that_computes_otherwise_with_the_same_weights_is_another(made,
         (folder / file).write_text(json.dumps(told))
         return identity_of("target", None, folder)["config"]
 
-    first = written("config.json", transformers_version="5.0")  # another file, the same model
+    first = written("config.json", transformers_version="5.0")  # no change of the model
     assert first == identity_of("tiny", None, bundled_target_dir())["config"]
     rope = config["rope_parameters"] | {"rope_theta": 12345.0}
     others = {written("config.json", rope_parameters=rope)}
@@ -303,7 +303,7 @@ def test_a_target_that_computes_otherwise_with_the_same_weights_is_another(made,
     assert build(made).manifest["settings"]["config"] == made[2].identity()["config"]
 
 
-def test_a_full_disk_is_told_before_anything_runs(made, monkeypatch):
+def test_too_little_disk_space_is_an_error_before_anything_runs(made, monkeypatch):
     settings, tokens, target = made
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 100))
@@ -311,7 +311,7 @@ def test_a_full_disk_is_told_before_anything_runs(made, monkeypatch):
         build((settings, tokens, Breaking(target, 0)))
 
 
-def test_a_disk_that_fills_up_stops_with_the_shortfall_and_what_is_written_stays(made, monkeypatch):
+def test_a_disk_that_fills_up_is_an_error_and_written_shards_stay_valid(made, monkeypatch):
     settings, tokens, _ = made
     flush, flushed = os.fsync, []
 
@@ -335,7 +335,7 @@ def test_a_disk_that_fills_up_stops_with_the_shortfall_and_what_is_written_stays
     assert len(build(made)) == len(tokens)
 
 
-def test_the_shortfall_is_stated(tmp_path, monkeypatch):
+def test_a_full_disk_error_states_what_is_needed_free_and_short(tmp_path, monkeypatch):
     def full(handle):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -344,7 +344,7 @@ def test_the_shortfall_is_stated(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage(9, 9, 1 << 20))
     with pytest.raises(CacheError, match=r"needs 3\.0 MiB and 1\.0 MiB are free, 2\.0 MiB short"):
         atomic.write_atomic(tmp_path / "file", b"x" * (3 << 20))
-    # What was written of it is free again, and no longer there when that is told.
+    # The part written is deleted first, so that its space counts as free.
     free = lambda path: usage(9, 9, 512 - 512 * any(tmp_path.iterdir()))  # noqa: E731
     monkeypatch.setattr(atomic.shutil, "disk_usage", free)
     with pytest.raises(CacheError, match=r"needs 2\.0 KiB and 0\.5 KiB are free, 1\.5 KiB short"):
@@ -352,7 +352,7 @@ def test_the_shortfall_is_stated(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_size_is_known_before(made):
+def test_the_size_of_a_cache_is_estimated_correctly(made):
     cache = build(made)
     count = sum(cache.lengths)
     estimate = storage.feature_bytes(count, count, HIDDEN, Storage("float32"))

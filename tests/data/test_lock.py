@@ -1,4 +1,4 @@
-"""Two runs at once: one in an output folder, and each cache built by one while the other waits."""
+"""Concurrent runs: one per output folder, and each cache is built by one while the others wait."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ from specdraft.recipes.errors import RecipeError
     ],
     ids=lambda command: command[0],
 )
-def test_a_second_run_in_an_output_folder_is_refused_and_told_who_is_there(tmp_path, command):
+def test_a_second_run_in_an_output_folder_is_refused_naming_the_first(tmp_path, command):
     with output_lock(tmp_path):
         there = {path: path.read_bytes() for path in tmp_path.iterdir()}
         done = run(*(word.format(tmp_path) for word in command))
@@ -44,7 +44,7 @@ def test_a_second_run_in_an_output_folder_is_refused_and_told_who_is_there(tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_is_free_again_when_its_holder_is_done_or_has_failed(tmp_path):
+def test_a_lock_is_free_again_after_its_holder_failed(tmp_path):
     for _ in range(2):
         with pytest.raises(KeyError), output_lock(tmp_path):
             raise KeyError
@@ -60,7 +60,7 @@ with output_lock(pathlib.Path(sys.argv[1])):
 """
 
 
-def test_the_lock_of_a_killed_run_is_taken_over_with_a_line(tmp_path, capsys):
+def test_the_lock_of_a_killed_run_is_taken_over_with_a_message(tmp_path, capsys):
     (script := tmp_path / "holding.py").write_text(HOLDING)
     holding, folder = start(script, tmp_path / "out"), tmp_path / "out"
     while holding.output[0].read_text() != "held\n":
@@ -80,13 +80,13 @@ THERE = {"pid": 1, "host": "elsewhere", "since": "2001-01-01", "command": "train
 
 
 def held_elsewhere(path: Path, seconds: float) -> Path:
-    """The lock's file of a holder on another host, who touched it so long ago."""
+    """A lock file of a holder on another host, last touched so many seconds ago."""
     path.write_text(json.dumps(THERE))
     os.utime(path, times=(time.time() - seconds,) * 2)
     return path
 
 
-def test_a_holder_on_another_host_counts_until_it_gives_no_sign_of_life(tmp_path, capsys):
+def test_a_holder_on_another_host_counts_until_its_heartbeat_stops(tmp_path, capsys):
     there = held_elsewhere(tmp_path / ".lock", 90)
     refusal = r"process 1 on elsewhere .*, whose last sign of life came 9\d s ago \(after 120 s "
     with pytest.raises(RecipeError, match=refusal), output_lock(tmp_path):
@@ -106,7 +106,7 @@ def test_a_builder_waits_for_one_on_another_host(tmp_path, capsys):
         assert json.loads(there.read_text())["pid"] == os.getpid()
 
 
-def test_a_holder_gives_signs_of_life_until_it_is_done(tmp_path, monkeypatch):
+def test_a_holder_touches_its_lock_until_it_is_done(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "SIGN", 0.01)
     with output_lock(tmp_path):
         os.utime(tmp_path / ".lock", times=(0, 0))
@@ -117,8 +117,8 @@ def test_a_holder_gives_signs_of_life_until_it_is_done(tmp_path, monkeypatch):
     assert (tmp_path / ".lock").stat().st_mtime < time.time() - 900
 
 
-def test_where_the_system_has_no_locks_the_file_counts(tmp_path, monkeypatch):
-    """As on some network file systems: whoever is killed there is dead when it is silent."""
+def test_without_system_locks_the_age_of_the_lock_file_decides(tmp_path, monkeypatch):
+    """As on some network file systems, where only silence shows that a holder was killed."""
 
     def unknown(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -134,7 +134,7 @@ def test_where_the_system_has_no_locks_the_file_counts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "to be made"])
-def test_a_folder_that_nobody_may_write_is_refused_at_once(tmp_path, monkeypatch, there):
+def test_a_read_only_folder_is_refused_at_once(tmp_path, monkeypatch, there):
     folder = tmp_path if there else tmp_path / "run"
     if os.geteuid() == 0:  # root may write anywhere
         refused = PermissionError(errno.EACCES, "Permission denied")
@@ -146,7 +146,7 @@ def test_a_folder_that_nobody_may_write_is_refused_at_once(tmp_path, monkeypatch
 
 
 def build(settings, meet, place: str) -> None:
-    """Build both caches as soon as everybody is there, and say where they are."""
+    """Build both caches once all processes are ready, and write down where they are."""
     target = make_target()
     meet.wait()
     tokens = build_tokens(settings, target.tokenizer)
@@ -154,7 +154,7 @@ def build(settings, meet, place: str) -> None:
     Path(place).write_text(str(cache.directory))
 
 
-def test_builders_of_the_same_caches_at_once_all_end_with_them(tmp_path):
+def test_simultaneous_builders_of_the_same_caches_all_get_them(tmp_path):
     settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(40)))
     context, places = multiprocessing.get_context("fork"), [str(tmp_path / n) for n in "012"]
     meet = context.Barrier(len(places), timeout=60)

@@ -1,4 +1,4 @@
-"""Online features: the heads of a cache, computed a step ahead, by every rank for its own rows."""
+"""Online features give the same heads as a cache; every rank computes its rows one step ahead."""
 
 import json
 import queue
@@ -38,7 +38,7 @@ KINDS = {
 }
 ROWS = 24
 ONLINE = {"data.features": "online"}
-ALONE = {"train.accumulation": 8}  # every forward has one row
+ALONE = {"train.accumulation": 8}  # one row per forward
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def settings(out, source, **changes):
 
 
 def train(out, source, kind="falcon", evaluate=None, **changes):
-    """Train as an entry does; return the state and the final weights."""
+    """Train as a command does; return the state and the final weights."""
     AcceleratorState._reset_state(True)
     (kind, own), target = KINDS[kind], make_target()
     recipe = settings(out, source, **own, **changes)
@@ -84,7 +84,7 @@ def train(out, source, kind="falcon", evaluate=None, **changes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_the_same_forwards_a_head_is_the_cached_one_bit_for_bit(tmp_path, source, kind):
+def test_with_the_same_forwards_a_head_equals_the_cached_one_bit_for_bit(tmp_path, source, kind):
     recipe, target = settings(tmp_path, source, **KINDS[kind][1]), make_target()
     build_features(recipe, build_tokens(recipe, target.tokenizer), target, batch_tokens=1)
     _, cached = train(tmp_path / "cached", source, kind, **ALONE)
@@ -95,7 +95,7 @@ def test_on_the_same_forwards_a_head_is_the_cached_one_bit_for_bit(tmp_path, sou
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_padded_batches_a_head_is_the_cached_one_but_for_rounding(tmp_path, source, kind):
+def test_with_padded_batches_a_head_equals_the_cached_one_up_to_rounding(tmp_path, source, kind):
     _, cached = train(tmp_path / "cached", source, kind)
     _, online = train(tmp_path / "online", source, kind, **ONLINE)
     assert_close(cached, online)
@@ -104,14 +104,14 @@ def test_on_padded_batches_a_head_is_the_cached_one_but_for_rounding(tmp_path, s
         assert a["accuracy"] == pytest.approx(b["accuracy"])
 
 
-def test_a_student_learns_from_rows_that_bring_features(tmp_path, source):
+def test_a_student_trains_on_online_features_as_on_cached_ones(tmp_path, source):
     def student(out, **changes):
         AcceleratorState._reset_state(True)
         small = {"student.layers": 1, "student.hidden": 8, "student.heads": 2}
         recipe, target = settings(out, source, **small, **changes), make_target()
         accelerator, student = make_accelerator(recipe), make_student(recipe.student, target)
         _, data = build_caches(recipe, target, accelerator)
-        # Two ends cannot run: the features must come with the rows.
+        # Embeddings alone cannot run: the features must come with the rows.
         objective = Distillation(recipe, student, target.embeddings())
         fit(student, data, objective, recipe, accelerator)
         return student.state_dict()
@@ -135,7 +135,7 @@ def test_a_row_is_what_the_target_computes_for_it_alone(made):
         online[ROWS]
 
 
-def test_features_have_the_dtype_of_a_cache(made, tmp_path, source):
+def test_online_features_have_the_dtype_of_a_cache(made, tmp_path, source):
     _, tokens, target = made
     half = settings(tmp_path, source, **{"data.feature_dtype": "bfloat16"})
     cached, online = build_features(half, tokens, target), OnlineFeatures(half, tokens, target)
@@ -152,11 +152,11 @@ def test_a_row_beyond_the_targets_context_is_refused(made):
 # -- scales ----------------------------------------------------------------------------------------
 
 
-def test_scales_of_a_small_corpus_are_those_of_its_cache(made):
+def test_scales_of_a_small_corpus_equal_those_of_its_cache(made):
     assert OnlineFeatures(*made).scales == build_features(*made).scales
 
 
-def test_scales_of_a_large_corpus_are_those_of_every_nth_row(made):
+def test_scales_of_a_large_corpus_are_sampled_from_every_nth_row(made):
     _, tokens, target = made
     scales = sample_scales(tokens, target, sample=-(-sum(tokens.lengths) // 3))
     ids = torch.cat([tokens[n]["input_ids"] for n in range(0, ROWS, 3)])
@@ -191,13 +191,13 @@ def test_the_next_step_is_computed_while_this_one_trains(watched):
     plan = SamplingPlan(data.lengths, batch_size=8, seed=0)
     steps = Loader(data, plan, collate_text).steps(0, 3)
     next(steps)
-    ahead = [forwards.get(timeout=60) for _ in range(2)][1]  # nobody has asked for it yet
+    ahead = [forwards.get(timeout=60) for _ in range(2)][1]  # not requested yet
     (batch,) = next(steps)
     assert torch.equal(ahead, batch.tokens)
     assert not batch.features.is_inference()
 
 
-def test_a_rank_runs_the_target_on_its_own_rows_once_a_micro_batch(watched):
+def test_a_rank_runs_the_target_once_per_micro_batch_on_its_own_rows(watched):
     data, forwards = watched
     plan = SamplingPlan(data.lengths, batch_size=8, seed=0)
     parts = []
@@ -230,7 +230,7 @@ def test_a_crashed_run_continues_bit_for_bit(tmp_path, source):
 
 
 @pytest.mark.parametrize("first", ["cached", "online"])
-def test_a_checkpoint_is_not_continued_with_the_other_features(tmp_path, source, first):
+def test_a_checkpoint_is_not_resumed_with_the_other_kind_of_features(tmp_path, source, first):
     second = "online" if first == "cached" else "cached"
     train(tmp_path, source, **{"data.features": first})
     with pytest.raises(RecipeError, match=f"made with data.features = {first}, now it is {second}"):
@@ -241,19 +241,19 @@ def test_a_checkpoint_is_not_continued_with_the_other_features(tmp_path, source,
 
 
 @pytest.mark.parametrize("name", ["vicuna7b", "vicuna7b_distill"])
-def test_the_plan_says_that_nothing_is_kept_and_what_the_target_takes(name):
+def test_the_plan_says_that_no_features_are_stored_and_counts_the_target(name):
     path = ROOT / "recipes" / f"{name}.yaml"
     cached, recipe = load_recipe(path), load_recipe(path, ["data.features=online"])
     plan = make_plan(recipe, ranks=8)
     text = dict(plan_lines(plan, recipe, 8, 100e12))
     assert text["feature cache"] == "none: the target runs in training, 13.5 GB in every process"
-    assert plan.memory_per_gpu == make_plan(cached, ranks=8).memory_per_gpu  # which measures
+    assert plan.memory_per_gpu == make_plan(cached, ranks=8).memory_per_gpu  # it evaluates, too
     alone = load_recipe(path, ["train.eval_every=null"])
     more = plan.memory_per_gpu - make_plan(alone, ranks=8).memory_per_gpu
     assert more == 2 * (plan.target.parameters - plan.target.embedding_parameters)
 
 
-def test_a_run_keeps_one_target_and_no_features(tmp_path, monkeypatch):
+def test_a_run_loads_one_target_and_stores_no_features(tmp_path, monkeypatch):
     load, loaded = Target.of_recipe, []
 
     def counting(*arguments):
@@ -275,7 +275,7 @@ def test_a_run_keeps_one_target_and_no_features(tmp_path, monkeypatch):
     command = ["recipes/tiny.yaml", *small, *places, "data.features=online"]
     done = run_here("train/falcon.py", *command)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(loaded) == 1  # it was not dropped and loaded again to be measured
+    assert len(loaded) == 1  # and reused for the benchmark
     assert [p.name.partition("-")[0] for p in (tmp_path / "cache").iterdir()] == ["tokens"]
     rows = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
     assert [row["method"] for row in rows] == ["plain", "falcon_tree"]

@@ -85,14 +85,14 @@ def test_the_hubs_copy_of_mt_bench_reads_like_the_published_one(tmp_path):
 
 
 @pytest.mark.parametrize("name", NINE)
-def test_deepspecs_files_ask_their_first_turn(tmp_path, name):
+def test_only_the_first_turn_of_deepspecs_files_is_asked(tmp_path, name):
     (prompt,) = prompts(tmp_path, f"{name}:{write(tmp_path / 'set.jsonl', [TWO])}")
     assert (prompt.text, prompt.category, prompt.later) == ("Hello", name, ())
 
 
 def test_other_published_forms_of_a_row(tmp_path):
     forms = {
-        "arena_hard": {"question_id": "a", "turns": [{"content": "Plan."}]},  # v0.1
+        "arena_hard": {"question_id": "a", "turns": [{"content": "Plan."}]},  # version 0.1
         "mbpp": {"task_id": 11, "text": "Plan.", "code": ""},  # the full set
         "livecodebench": {"question_content": "Sort.", "starter_code": "class Solution: ..."},
     }
@@ -128,13 +128,13 @@ def test_other_published_forms_of_a_row(tmp_path):
         ("alpaca", "{broken", "does not parse"),
     ],
 )
-def test_another_format_is_answered_with_the_first_offending_line(tmp_path, name, row, reason):
+def test_a_row_of_another_format_is_an_error_naming_its_line(tmp_path, name, row, reason):
     path = write(tmp_path / "set.jsonl", [ROWS[name][0], row, row])
     with pytest.raises(DataError, match=rf"set.jsonl:2: .*{reason}"):
         prompts(tmp_path, f"{name}:{path}")
 
 
-def test_an_unknown_set_is_answered_with_the_known_ones(tmp_path):
+def test_an_unknown_set_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(DataError, match=r"no file at mtbench; .*mt_bench, humaneval, gsm8k"):
         prompts(tmp_path, "mtbench")
     with pytest.raises(DataError, match=r"eval.prompts = gsm8k:gone.jsonl: no file at gone.jsonl"):
@@ -158,7 +158,7 @@ def test_a_set_that_cannot_be_fetched_says_what_to_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in SETS if SETS[name].hub])
-def test_what_the_hub_gives_is_read_as_rows(tmp_path, monkeypatch, name):
+def test_a_set_named_without_a_file_is_fetched_from_the_hub(tmp_path, monkeypatch, name):
     import datasets
     import huggingface_hub
 
@@ -214,7 +214,7 @@ def test_a_later_turn_that_leaves_no_room_for_its_answer_is_refused(tiny, tmp_pa
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_method_meets_the_history_that_plain_decoding_writes(tiny, tmp_path, temperature):
+def test_every_method_gets_the_history_written_by_plain_decoding(tiny, tmp_path, temperature):
     rows = [
         {"question_id": 1, "category": "math", "turns": ["What is 3 + 4?", "And now double it."]},
         {"question_id": 2, "category": "coding", "turns": ["Tell me a story about a fox."]},
@@ -302,7 +302,7 @@ REAL = {
 
 
 def ten_rows(name: str) -> list[dict]:
-    """Of the real file, where there is one, those that suit a short context; else ten made ones."""
+    """Rows of the real file that fit a short context, if it is there; else ten made-up ones."""
     file = SHARED / REAL.get(name, "none")
     if file.is_file():
         rows = [json.loads(line) for line in file.read_bytes().splitlines() if len(line) < 1500]
@@ -350,7 +350,7 @@ def test_departures_from_a_protocol_are_named_one_by_one():
         "the likeliest 20 tokens, not all",
         "the likeliest tokens up to 0.8 of the probability, not all",
     ]
-    greedy = replace(cut, temperature=0.0)  # of which nothing is cut
+    greedy = replace(cut, temperature=0.0)  # greedy ignores both cuts
     assert [*gsm8k.departures(greedy, False, [1] * 500)] == ["temperature 0, not 1"]
     assert [*mt_bench.departures(settings, True, [2] * 80)] == ["up to 2048 new tokens, not 1024"]
     assert set_of("tiny_chat") is set_of("my/gsm8k.jsonl") is None
@@ -377,7 +377,7 @@ def test_acceptance_lengths_are_averaged_over_questions_and_categories(tmp_path)
         ("gsm8k", "gsm8k/test.jsonl", 1319, 1),
     ],
 )
-def test_the_real_files_are_read_whole(tmp_path, name, file, count, categories):
+def test_the_real_files_are_read_completely(tmp_path, name, file, count, categories):
     if not (SHARED / file).exists():
         pytest.skip(f"no {file} beside the repository")
     rows = [json.loads(line) for line in (SHARED / file).read_bytes().splitlines()]

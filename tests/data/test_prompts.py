@@ -1,4 +1,4 @@
-"""Prompts come from every benchmark's rows, and end where the target begins to write."""
+"""Prompts come from every benchmark's rows, and end where the target starts to write."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_a_row_of_any_benchmark_becomes_a_prompt(tmp_path, row, text):
     assert (prompt.id, prompt.category) == ("7", "math")
 
 
-def test_a_question_goes_before_the_text_that_repeats_it_with_its_answer(tmp_path):
+def test_a_question_is_preferred_to_a_text_that_contains_its_answer(tmp_path):
     """The Hub's copy of Alpaca has both."""
     tokenizer, row = st.small_tokenizer(), {"instruction": "Hello", "input": "", "output": "Hi"}
     (prompt,) = prompts(tmp_path, [row | {"text": "Below is: Hello. Hi"}], tokenizer)
@@ -64,8 +64,8 @@ def test_a_question_goes_before_the_text_that_repeats_it_with_its_answer(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["", "gsm8k:"])
-def test_columns_that_are_empty_in_a_row_are_no_values(tmp_path, name):
-    """As a table has them of rows of several kinds."""
+def test_empty_columns_of_a_row_are_ignored(tmp_path, name):
+    """As in a table with rows of several kinds."""
     row = dict.fromkeys(("id", "messages", "conversations", "text", "category"))
     rows = write(tmp_path / "table.jsonl", [{**row, "question": "Hello"}] * 3)
     found = prompts(tmp_path, name + rows)
@@ -73,7 +73,7 @@ def test_columns_that_are_empty_in_a_row_are_no_values(tmp_path, name):
 
 
 @pytest.mark.parametrize("row", [{"prompt": "a\ud800b"}, {"text": "a\ud800b"}])
-def test_half_of_a_surrogate_pair_is_refused_with_its_place(tmp_path, row):
+def test_half_a_surrogate_pair_is_refused_with_its_place(tmp_path, row):
     half = r"bench.jsonl:2: \\ud800 at character \d+ is half of a pair"
     with pytest.raises(DataError, match=half):
         prompts(tmp_path, [{"prompt": "Hello"}, row], data={"prompt_tokens": 4})
@@ -84,15 +84,15 @@ def test_a_text_is_cut_to_its_first_tokens(tmp_path):
     (prompt,) = prompts(tmp_path, [{"text": text}], tokenizer, prompt_tokens=5)
     assert prompt.input_ids == tokenizer(text)["input_ids"][:5]
     assert text.startswith(prompt.text)
-    for own, length in ({"prompt_tokens": 5}, 5), ({}, 3):  # those of the data where none are given
+    for own, length in ({"prompt_tokens": 5}, 5), ({}, 3):  # data.prompt_tokens is the default
         (prompt,) = prompts(tmp_path, [{"text": text}], tokenizer, {"prompt_tokens": 3}, **own)
         assert len(prompt.input_ids) == length
     with pytest.raises(DataError, match=r"eval.prompt_tokens = None"):
         prompts(tmp_path, [{"text": text}], tokenizer)
 
 
-def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_prompt(tmp_path):
-    """Behind it the target would begin another text."""
+def test_an_end_token_that_the_tokenizer_appends_is_removed_from_a_prompt(tmp_path):
+    """After it the target would start another text."""
     plain, tokenizer = st.small_tokenizer(None), st.small_tokenizer(None)
     end = [("</s>", tokenizer.eos_token_id)]
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=end)
@@ -108,7 +108,7 @@ def test_a_base_model_is_given_the_bare_question(tmp_path):
     assert prompt.input_ids == tokenizer("Hello")["input_ids"]
 
 
-def test_rows_that_share_an_id_are_prompts_of_their_own(tmp_path):
+def test_rows_that_share_an_id_are_separate_prompts(tmp_path):
     rows = [{"id": n % 2, "prompt": f"What is {n} plus 2?"} for n in range(10)]
     measured = prompts(tmp_path, rows, limit=4)
     assert len({prompt.id for prompt in measured}) == 4
@@ -130,7 +130,7 @@ def test_a_limit_is_spread_over_the_categories(tmp_path):
     assert len(prompts(tmp_path, rows, limit=99)) == 9
 
 
-def test_held_out_conversations_are_asked_their_first_question(tmp_path):
+def test_the_prompts_of_held_out_conversations_are_their_first_questions(tmp_path):
     tokenizer = st.small_tokenizer()
     asked = prompts(tmp_path, "holdout", tokenizer, data={"holdout": 2})
     assert [tokenizer.decode(p.input_ids) for p in asked] == [
@@ -174,14 +174,14 @@ def test_the_bundled_prompts_cover_five_categories(tmp_path):
         ("gsm8k/test.jsonl", 1319, 1),
     ],
 )
-def test_real_benchmarks_are_read_whole(tmp_path, name, count, categories):
+def test_real_benchmarks_are_read_completely(tmp_path, name, count, categories):
     if not (SHARED / name).exists():
         pytest.skip(f"no {name} beside the repository")
     found = prompts(tmp_path, str(SHARED / name))
     assert (len(found), len({p.category for p in found})) == (count, categories)
 
 
-def test_prompts_of_the_bundled_world_are_for_the_bundled_target(tmp_path):
+def test_the_bundled_prompts_are_refused_for_another_target(tmp_path):
     with pytest.raises(DataError, match=r"tiny_chat.* knows nothing; set eval.prompts=holdout"):
         prompts(tmp_path, "tiny_chat")
     assert len(prompts(tmp_path, "tiny_chat", load_tokenizer(bundled_target_dir()))) == 200

@@ -1,4 +1,4 @@
-"""The target rewrites the answers, level by level, and never twice."""
+"""The target rewrites the answers, turn by turn, each only once."""
 
 import dataclasses
 import shutil
@@ -18,7 +18,7 @@ IDENTITY = {"name": "parrot", "weights": "0" * 64, "config": "0" * 64}
 
 
 class Parrot:
-    """A target that says the same for a prompt every time; `stop_after` answers it is killed."""
+    """A target with a fixed answer per prompt; it is interrupted after `stop_after` answers."""
 
     def __init__(self, tokenizer, end: str = "<|im_end|>", stop_after: int | None = None):
         self.tokenizer, self.end, self.stop_after = tokenizer, end, stop_after
@@ -32,7 +32,7 @@ class Parrot:
 
     def __call__(self, asks: list[Ask]):
         self.levels.append(len(asks))
-        for index in reversed(range(len(asks))):  # the order in which rows finish is any
+        for index in reversed(range(len(asks))):  # rows may finish in any order
             if self.stop_after is not None and len(self.asks) == self.stop_after:
                 raise KeyboardInterrupt
             self.asks.append(asks[index])
@@ -54,7 +54,7 @@ def contents(cache: TokenCache) -> list[tuple[list[int], list[bool]]]:
     return [(row["input_ids"].tolist(), row["loss_mask"].tolist()) for row in rows]
 
 
-def test_every_turn_answers_what_the_target_said_before(tmp_path):
+def test_every_turn_follows_the_targets_own_earlier_answers(tmp_path):
     parrot = Parrot(st.small_tokenizer())
     cache = build(rewriting(tmp_path), parrot)
     assert parrot.levels == [4, 4]
@@ -80,7 +80,7 @@ def test_the_bar_counts_the_answers_of_conversations_of_any_length(tmp_path, cap
     assert " 9/9 [" in shown
 
 
-def test_the_first_sample_is_greedy_and_the_others_have_their_own_seeds(tmp_path):
+def test_the_first_sample_is_greedy_and_others_have_their_own_seeds(tmp_path):
     parrot = Parrot(st.small_tokenizer())
     cache = build(rewriting(tmp_path, samples=3, temperature=0.8), parrot)
     assert len(cache) == 12
@@ -94,7 +94,7 @@ def test_the_first_sample_is_greedy_and_the_others_have_their_own_seeds(tmp_path
     assert contents(again) == contents(cache)
 
 
-def test_another_seed_draws_other_answers_into_another_cache(tmp_path):
+def test_another_seed_samples_other_answers_into_another_cache(tmp_path):
     seeds, names = [], []
     for seed in (0, 1):
         parrot = Parrot(st.small_tokenizer())
@@ -105,7 +105,7 @@ def test_another_seed_draws_other_answers_into_another_cache(tmp_path):
     assert len(set(seeds)) == len(seeds) == 16
 
 
-def test_a_row_ends_at_an_answer_that_came_to_no_end(tmp_path):
+def test_a_row_ends_at_an_unfinished_answer(tmp_path):
     parrot = Parrot(st.small_tokenizer())
     cache = build(rewriting(tmp_path, max_new_tokens=5), parrot)
     assert parrot.levels == [4]
@@ -116,7 +116,7 @@ def test_a_row_ends_at_an_answer_that_came_to_no_end(tmp_path):
     assert "none was cut, dropped or rejected" in whole
 
 
-def test_answers_have_no_more_room_than_max_length(tmp_path):
+def test_answers_end_at_max_length_and_prompts_beyond_it_are_rejected(tmp_path):
     parrot = Parrot(st.small_tokenizer())
     prompt = len(
         parrot.tokenizer.apply_chat_template(
@@ -144,14 +144,14 @@ def test_texts_are_continued_from_their_first_tokens(tmp_path):
     )
 
 
-def test_a_run_that_was_cut_off_goes_on_without_asking_again(tmp_path):
+def test_an_interrupted_run_resumes_without_repeating_answers(tmp_path):
     settings = rewriting(tmp_path)
     interrupted = Parrot(st.small_tokenizer(), stop_after=6)
     with pytest.raises(KeyboardInterrupt):
         build(settings, interrupted)
     (answers,) = (tmp_path / "cache").glob("tokens-*.partial/answers-0.jsonl")
     torn = answers.read_bytes()
-    answers.write_bytes(torn[:-9])  # killed within the sixth line
+    answers.write_bytes(torn[:-9])  # interrupted within the sixth line
     resumed = Parrot(st.small_tokenizer())
     cache = build(settings, resumed)
     assert resumed.levels == [3]
@@ -160,7 +160,7 @@ def test_a_run_that_was_cut_off_goes_on_without_asking_again(tmp_path):
     assert contents(cache) == contents(whole)
 
 
-def test_ranks_share_the_answers(tmp_path):
+def test_ranks_divide_the_answers(tmp_path):
     settings, parrots = rewriting(tmp_path), [Parrot(st.small_tokenizer()) for _ in range(2)]
     caches = on_ranks(2, lambda r: build(settings, parrots[r.rank], ranks=r))
     assert [parrot.levels for parrot in parrots] == [[2, 2], [2, 2]]
@@ -168,7 +168,7 @@ def test_ranks_share_the_answers(tmp_path):
     assert contents(caches[0]) == contents(caches[1]) == contents(alone)
 
 
-def test_another_target_makes_another_cache(tmp_path):
+def test_another_target_or_dtype_makes_another_cache(tmp_path):
     settings, parrot = rewriting(tmp_path), Parrot(st.small_tokenizer())
     first = build(settings, parrot)
     for key in ("weights", "config"):
@@ -180,7 +180,7 @@ def test_another_target_makes_another_cache(tmp_path):
     assert first.directory != build(rounded, parrot).directory
 
 
-def test_other_answers_to_the_same_are_other_rows_to_what_is_made_of_them(tmp_path):
+def test_different_answers_change_the_key_of_a_cache_but_not_its_folder(tmp_path):
     settings, tokenizer = rewriting(tmp_path), st.small_tokenizer()
     first = build(settings, Parrot(tokenizer))
     shutil.rmtree(first.directory)
@@ -189,10 +189,10 @@ def test_other_answers_to_the_same_are_other_rows_to_what_is_made_of_them(tmp_pa
     other = build(settings, Parrot(tokenizer, end=" Indeed.<|im_end|>"))
     assert first.directory == again.directory == other.directory
     (tmp_path / "moved").mkdir()
-    moved = build(rewriting(tmp_path / "moved"), Parrot(tokenizer))  # the same from elsewhere
+    moved = build(rewriting(tmp_path / "moved"), Parrot(tokenizer))  # the same in another folder
     assert first.key == again.key == moved.key != other.key
 
 
-def test_without_a_target_at_hand_it_says_what_to_run(tmp_path):
+def test_without_a_target_the_error_names_the_command_to_run(tmp_path):
     with pytest.raises(DataError, match=r"data/cache.py"):
         build_tokens(rewriting(tmp_path), st.small_tokenizer(), None, IDENTITY)

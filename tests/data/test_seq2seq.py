@@ -31,7 +31,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A random FLAN-T5 that writes with more layers than it reads with, and a tokenizer."""
+    """A random FLAN-T5 with more decoder than encoder layers, and a tokenizer."""
     folder, tokenizer = tmp_path_factory.mktemp("model"), st.small_tokenizer(None)
     sizes = {"vocab_size": len(tokenizer), "num_layers": 2, "num_decoder_layers": 4}
     model = random_seq2seq("flan-t5", eos_token_id=1, **sizes).model
@@ -58,7 +58,7 @@ def recipe(folder: Path, out: Path, rows: list, **sections) -> Recipe:
     )
 
 
-def test_rows_and_features_are_those_of_each_source_alone(folder, tmp_path):
+def test_rows_and_features_do_not_depend_on_other_sources(folder, tmp_path):
     made = recipe(folder, tmp_path, ROWS)
     target = Target.of_recipe(made.target, "cpu")
     tokens = build_tokens(made, target.tokenizer)
@@ -72,7 +72,7 @@ def test_rows_and_features_are_those_of_each_source_alone(folder, tmp_path):
     for n in range(8):
         ids, source = (tokens[n][name][None] for name in ("input_ids", "source_ids"))
         alone = target.features(ids, source=source)[0]
-        for item in (cached[n], online.__getitems__([n, 7])[0]):  # a longer source beside it
+        for item in (cached[n], online.__getitems__([n, 7])[0]):  # batched with a longer source
             torch.testing.assert_close(item["features"], alone, atol=1e-3, rtol=1e-3)
 
 
@@ -84,21 +84,21 @@ def test_rows_and_features_are_those_of_each_source_alone(folder, tmp_path):
         ({"translation": {"en": "Hi", "de": "Ha"}}, "Translate English to German: Hi"),
     ],
 )
-def test_published_rows_are_sources_and_targets(folder, tmp_path, row, asked):
+def test_rows_of_published_datasets_are_read_as_sources_and_targets(folder, tmp_path, row, asked):
     made = recipe(folder, tmp_path, [row] * 4, data={"holdout": 1})
     tokenizer = Target.of_recipe(made.target, "cpu").tokenizer
     (prompt,) = load_prompts(made, tokenizer)
     assert (prompt.input_ids, prompt.source) == ([0], tokenizer.encode(asked))
 
 
-def test_a_row_that_is_none_is_named_by_its_line(folder, tmp_path):
+def test_an_invalid_row_is_named_by_its_line(folder, tmp_path):
     made = recipe(folder, tmp_path, [*ROWS, {"source": "no target"}])
     tokenizer = Target.of_recipe(made.target, "cpu").tokenizer
     with pytest.raises(DataError, match=r"rows.jsonl:12: has neither of source and target, .*"):
         build_tokens(made, tokenizer)
 
 
-def test_every_method_answers_as_the_target_alone(folder, tmp_path):
+def test_every_method_gives_the_targets_own_answers(folder, tmp_path):
     methods = ["plain", "generate", "prompt_lookup", "ssd", "falcon_tree"]
     student = {"model": str(folder), "training": "none"}
     made = recipe(folder, tmp_path, ROWS, eval={"methods": methods}, student=student)
@@ -112,27 +112,27 @@ def test_every_method_answers_as_the_target_alone(folder, tmp_path):
     assert next(r for r in report["runs"] if r["method"] == "ssd")["accepted_per_step"] > 1
 
 
-def test_the_target_answers_each_source_by_itself(folder, tmp_path):
+def test_regenerated_answers_are_the_targets_own_for_each_source(folder, tmp_path):
     rewriting = {"answers": "target", "max_new_tokens": 9, "batch_rows": 3, "max_length": 24}
     made = recipe(folder, tmp_path, ROWS, data=rewriting)
     target = Target.of_recipe(made.target, "cpu")
     tokens = build_tokens(made, target.tokenizer, Answers(made, target), target.identity())
     assert len({tuple(tokens[n]["input_ids"].tolist()) for n in range(8)}) > 3
     for n, row in enumerate(ROWS[:8]):
-        source = target.tokenizer.encode(row["source"])[:24]  # as the row keeps it
+        source = target.tokenizer.encode(row["source"])[:24]  # truncated as in the row
         assert tokens[n]["source_ids"].tolist() == source
         assert tokens[n]["input_ids"].tolist() == [0, *generated(target, source, 9)]
 
 
-def test_an_answer_for_which_there_is_no_room_is_none():
-    target = random_seq2seq("bart")  # of 128 positions
+def test_a_source_beyond_the_targets_positions_gets_no_answer():
+    target = random_seq2seq("bart")  # it has 128 positions
     asks = [Ask([2, 5], 200, 0.0, 0, source=[7] * length) for length in (128, 129)]
     (_, first), (_, last) = sorted(within_context(partial(answer, target, 2), target)(asks))
     assert len(first.tokens) == 126
     assert (last.tokens, last.failure[:22]) == ([], "a source of 129 tokens")
 
 
-def test_what_does_not_fit_is_refused_with_a_way_out(folder, tmp_path):
+def test_unsupported_combinations_are_refused_with_a_remedy(folder, tmp_path):
     served = {"answers": "target", "max_new_tokens": 9, "server": "http://127.0.0.1:1/v1"}
     with pytest.raises(RecipeError, match="answers need sources; set it to null"):
         recipe(folder, tmp_path, ROWS, data=served)

@@ -1,4 +1,4 @@
-"""Answers by a server are the target's own, whatever fails on the way, and none is asked twice."""
+"""Answers from a server are the target's own, whatever fails, and none is asked twice."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ def either(target: Target, request: pytest.FixtureRequest) -> Iterator[LocalServ
 
 @pytest.fixture(scope="module")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list:
-    """All rows, when nothing goes wrong."""
+    """All rows when nothing fails."""
     with LocalServer(target.tokenizer) as server:
         return contents(build(rewriting(tmp_path_factory.mktemp("whole"), server), target))
 
@@ -88,7 +88,7 @@ def rejects(cache: TokenCache) -> list[dict]:
 # A real server
 
 
-# What environment variables say where huggingface_hub is not imported yet.
+# Constants, as environment variables only work before huggingface_hub is imported.
 SERVE = """
 import runpy, sys
 import huggingface_hub.constants
@@ -122,7 +122,7 @@ def transformers_serve(tmp_path: Path) -> Iterator[str]:
         process.wait()
 
 
-# One test, for the server takes seconds to start.
+# A single test, as the server takes seconds to start.
 def test_transformers_serve_answers_as_our_decoder_does(transformers_serve, tmp_path, target):
     def rows(*overrides: str) -> list[tuple[list[int], list[bool]]]:
         folder = tmp_path / str(len(overrides))
@@ -139,8 +139,8 @@ def test_transformers_serve_answers_as_our_decoder_does(transformers_serve, tmp_
     assert theirs == ours
     assert len(ours) == 6
     assert len({len(ids) for ids, _ in ours}) > 1
-    # It samples, and not from the best 50 alone: the model's generation config says greedy, and
-    # without its word generate() draws from so many.
+    # It samples, and not only from the top 50: the model's generation config says greedy, and 50
+    # is generate()'s default.
     settings = recipe(
         tmp_path, "tiny", answers="target", server=transformers_serve, server_model=str(TINY)
     )
@@ -156,7 +156,7 @@ def test_transformers_serve_answers_as_our_decoder_does(transformers_serve, tmp_
 @pytest.mark.parametrize(
     "trouble", [[500, 500], [429], [503, 429], [DROP], [DROP, 500], [HANG]], ids=str
 )
-def test_what_passes_is_asked_again(server, target, tmp_path, whole, trouble):
+def test_temporary_failures_are_retried(server, target, tmp_path, whole, trouble):
     server.trouble["number 3"] = list(trouble)
     cache = build(rewriting(tmp_path, server, timeout=1.0 if HANG in trouble else 600.0), target)
     assert contents(cache) == whole
@@ -176,7 +176,7 @@ def test_what_passes_is_asked_again(server, target, tmp_path, whole, trouble):
     ],
     ids=str,
 )
-def test_what_does_not_pass_costs_its_row_alone(server, target, tmp_path, whole, trouble, reason):
+def test_lasting_failures_lose_only_their_row(server, target, tmp_path, whole, trouble, reason):
     server.trouble["number 3"] = list(trouble)
     slow = HANG in trouble or DRIP in trouble
     cache = build(rewriting(tmp_path, server, timeout=1.0 if slow else 600.0), target)
@@ -188,14 +188,14 @@ def test_what_does_not_pass_costs_its_row_alone(server, target, tmp_path, whole,
     assert sum("number 3" in prompt for prompt in server.prompts()) == len(trouble)
 
 
-def test_a_row_that_fails_at_its_second_answer_is_rejected_whole(server, target, tmp_path, whole):
+def test_a_row_whose_second_answer_fails_is_rejected_entirely(server, target, tmp_path, whole):
     server.trouble["Sure?"] = [400]
     cache = build(rewriting(tmp_path, server, batch_rows=1), target)
     assert contents(cache) == whole[1:]
     assert [reject["line"] for reject in rejects(cache)] == [1]
 
 
-def test_many_failures_are_an_error_and_are_asked_about_again(server, target, tmp_path):
+def test_many_failures_are_an_error_and_only_they_are_asked_again(server, target, tmp_path):
     server.trouble |= {"number 3": [400], "number 7": [400]}
     settings = rewriting(tmp_path, server)
     with pytest.raises(DataError, match=r"2 of 12 rows got no answer, more than 10%.*:4: status"):
@@ -226,24 +226,24 @@ def test_many_failures_are_an_error_and_are_asked_about_again(server, target, tm
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_answers_that_are_none_cost_their_row(either, target, tmp_path, odd, reason):
+def test_invalid_answers_lose_only_their_row(either, target, tmp_path, odd, reason):
     either.odd["number 3"] = odd
     (reject,) = rejects(build(rewriting(tmp_path, either), target))
     assert reject["line"] == 4
     assert reason in reject["reason"]
 
 
-def test_a_text_that_has_more_tokens_than_were_asked_for_is_cut(target, tmp_path):
+def test_an_answer_longer_than_requested_is_cut_and_ends_its_row(target, tmp_path):
     with LocalServer(target.tokenizer, takes_ids=False) as server:
         server.odd["number 3"] = {"text": "I heard " * 100, "finish_reason": "stop"}
         cache = build(rewriting(tmp_path, server), target)
     ids, mask = contents(cache)[3]
     assert sum(mask) == 60
     assert ids[-1] not in target.eos_ids
-    assert sum("number 3" in prompt for prompt in server.prompts()) == 1  # no turn behind it
+    assert sum("number 3" in prompt for prompt in server.prompts()) == 1  # no second turn
 
 
-def test_a_response_that_is_deeply_nested_costs_its_row_alone(server, target, tmp_path):
+def test_a_deeply_nested_response_loses_only_its_row(server, target, tmp_path):
     server.raw["number 3"] = b"[" * 10**5
     (reject,) = rejects(build(rewriting(tmp_path, server), target))
     assert "is no completion" in reject["reason"]
@@ -262,14 +262,14 @@ def test_a_server_that_dies_ends_the_run_at_once_and_loses_nothing(server, targe
     assert len(cache) == CHATS
 
 
-def test_no_server_is_said_before_anything_starts(target, tmp_path):
+def test_a_missing_server_is_an_error_before_anything_starts(target, tmp_path):
     with LocalServer(target.tokenizer) as gone:
         settings = rewriting(tmp_path, gone, retries=9)
     with pytest.raises(DataError, match=rf"{gone.url}: no server answers \(.*vllm serve parrot"):
         build(settings, target)
 
 
-# What is asked, and what is taken for an answer
+# Requests, and what counts as an answer
 
 
 def test_both_kinds_of_servers_give_the_same_rows(either, target, tmp_path, whole):
@@ -277,7 +277,7 @@ def test_both_kinds_of_servers_give_the_same_rows(either, target, tmp_path, whol
     assert {isinstance(ask["prompt"], str) for ask in either.asks} == {not either.takes_ids}
 
 
-def test_our_distribution_is_asked_for(either, target, tmp_path):
+def test_requests_ask_for_the_plain_distribution_without_cuts(either, target, tmp_path):
     build(rewriting(tmp_path, either, samples=2, temperature=0.8), target)
     greedy, sampled = (
         [ask for ask in either.asks[1:] if ask["temperature"] == warmth] for warmth in (0.0, 0.8)
@@ -294,7 +294,7 @@ def test_our_distribution_is_asked_for(either, target, tmp_path):
             assert config == {**sampling, "eos_token_id": [3]}
 
 
-def test_ids_are_taken_as_they_are(server, target, tmp_path):
+def test_token_ids_from_the_server_are_kept_as_they_are(server, target, tmp_path):
     spelled = [target.tokenizer.encode(letter)[0] for letter in "water"]
     assert target.tokenizer.encode("water") != spelled
     server.odd["number"] = {"text": "water", "token_ids": [*spelled, 3]}
@@ -312,7 +312,7 @@ def test_ids_outside_the_vocabulary_are_refused(server, target, tmp_path, ids):
 
 
 @pytest.mark.parametrize("template", [st.LLAMA2, st.CHATML], ids=["with bos", "without"])
-def test_as_text_a_prompt_keeps_its_ids_or_is_not_sent(tmp_path, template):
+def test_a_prompt_whose_text_would_give_other_ids_is_not_sent_as_text(tmp_path, template):
     tokenizer = st.small_tokenizer(template)
     bos = ("<s>", tokenizer.bos_token_id)
     adds_bos = TemplateProcessing(single="<s> $A", special_tokens=[bos])
@@ -329,7 +329,7 @@ def test_as_text_a_prompt_keeps_its_ids_or_is_not_sent(tmp_path, template):
                 build(rewriting(tmp_path, server), target)
 
 
-def test_a_cut_answer_ends_its_row_though_its_text_has_fewer_tokens(target, tmp_path):
+def test_a_truncated_answer_ends_its_row_even_if_its_text_has_fewer_tokens(target, tmp_path):
     with LocalServer(target.tokenizer, takes_ids=False) as server:
         server.odd["number 3"] = {"text": "I heard", "finish_reason": "length"}
         cache = build(rewriting(tmp_path, server), target)
@@ -345,14 +345,14 @@ def test_another_tokenizer_behind_the_server_is_noticed(either, target, tmp_path
 
 
 @pytest.mark.parametrize("data", [{"server_model": "crow"}, {"server": "{url}/v1"}], ids=str)
-def test_a_server_that_refuses_is_an_error_at_once(server, target, tmp_path, data):
+def test_a_server_without_that_endpoint_or_model_is_an_error_at_once(server, target, tmp_path, data):
     data = {key: value.format(url=server.url) for key, value in data.items()}
     with pytest.raises(DataError, match=r"does not complete a prompt as .*status 404: .*there is"):
         build(rewriting(tmp_path, server, **data), target)
     assert server.asks == []
 
 
-def test_the_key_comes_from_the_environment(target, tmp_path, monkeypatch):
+def test_the_api_key_comes_from_the_environment(target, tmp_path, monkeypatch):
     with LocalServer(target.tokenizer, key="sk-1") as server:
         settings = rewriting(tmp_path, server)
         with pytest.raises(DataError, match=r"status 401.*OPENAI_API_KEY"):
@@ -361,7 +361,7 @@ def test_the_key_comes_from_the_environment(target, tmp_path, monkeypatch):
         assert len(build(settings, target)) == CHATS
 
 
-def test_a_key_that_is_echoed_is_neither_stored_nor_shown(target, tmp_path, monkeypatch):
+def test_an_echoed_api_key_is_neither_stored_nor_shown(target, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "my-own-secret")
     with LocalServer(target.tokenizer, key="my-own-secret") as server:
         server.trouble["number 3"] = [ECHO]
@@ -376,8 +376,8 @@ def test_a_key_that_is_echoed_is_neither_stored_nor_shown(target, tmp_path, monk
 
 
 @pytest.mark.parametrize("as_ids", [True, False])
-def test_a_key_that_is_spelt_otherwise_is_not_stored(target, tmp_path, monkeypatch, as_ids):
-    """As token ids, or behind the escapes of JSON."""
+def test_an_encoded_api_key_is_not_stored(target, tmp_path, monkeypatch, as_ids):
+    """As token ids, or with JSON escapes."""
     monkeypatch.setenv("OPENAI_API_KEY", "number")
     ids = target.tokenizer.encode("a number", add_special_tokens=False)
     choice = {"text": "a number", "finish_reason": "stop", "token_ids": ids if as_ids else None}
@@ -389,7 +389,7 @@ def test_a_key_that_is_spelt_otherwise_is_not_stored(target, tmp_path, monkeypat
             asked._read(text, Ask([4, 5], 99, 0.0, 0))
 
 
-def test_answers_are_for_nobody_else_to_read_and_what_is_none_is_asked_for_again(
+def test_the_answers_file_is_private_and_its_invalid_lines_are_asked_again(
     server, target, tmp_path, whole
 ):
     server.dies_after = 7
@@ -409,13 +409,13 @@ def test_answers_are_for_nobody_else_to_read_and_what_is_none_is_asked_for_again
         assert len(other.prompts()) == 2 * CHATS
 
 
-def test_batch_rows_requests_are_under_way_at_once_and_no_more(server, target, tmp_path):
+def test_at_most_batch_rows_requests_run_at_once(server, target, tmp_path):
     server.everybody = threading.Barrier(4, timeout=30)
     build(rewriting(tmp_path, server, batch_rows=4), target)
     assert server.most == 4
 
 
-def test_the_cache_is_another_for_another_model_and_not_for_another_port(target, tmp_path):
+def test_another_server_model_makes_another_cache_but_another_port_does_not(target, tmp_path):
     with LocalServer(target.tokenizer) as server, LocalServer(target.tokenizer) as moved:
         first = build(rewriting(tmp_path, server), target)
         assert build(rewriting(tmp_path, moved), target).directory == first.directory
@@ -426,19 +426,19 @@ def test_the_cache_is_another_for_another_model_and_not_for_another_port(target,
             assert of_settings(settings) != first.key
 
 
-# Stopped and killed
+# Interrupted and killed
 
 
 @pytest.fixture
 def interruptible():
     before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore it
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_ctrl_c_at_any_turn_of_the_loop_keeps_answers(
+def test_ctrl_c_at_any_turn_of_the_event_loop_keeps_answers(
     turns, server, target, tmp_path, whole, monkeypatch, interruptible
 ):
     def press_after(turns: int) -> None:
@@ -461,7 +461,7 @@ def test_ctrl_c_at_any_turn_of_the_loop_keeps_answers(
     assert contents(build(settings, target)) == whole
 
 
-def test_ctrl_c_ends_even_a_run_that_hangs(server, target, tmp_path, whole, interruptible):
+def test_ctrl_c_ends_even_a_hanging_run(server, target, tmp_path, whole, interruptible):
     def press() -> None:
         while server.trouble["number 4"]:
             time.sleep(0.01)
@@ -475,7 +475,7 @@ def test_ctrl_c_ends_even_a_run_that_hangs(server, target, tmp_path, whole, inte
     assert contents(build(settings, target)) == whole
 
 
-def test_a_run_that_was_killed_asks_for_the_rest_only(server, tmp_path):
+def test_a_killed_run_resumes_with_only_the_missing_answers(server, tmp_path):
     source = write(tmp_path / "a.jsonl", chats(CHATS))
     command = [
         "data/cache.py", "recipes/tiny.yaml", f"data.sources=[{source}]", "data.answers=target",
@@ -492,5 +492,5 @@ def test_a_run_that_was_killed_asks_for_the_rest_only(server, tmp_path):
     before = len(server.prompts())
     assert run_here(*command).returncode == 0
     assert len(set(server.prompts())) == 2 * CHATS
-    assert 2 * CHATS <= len(server.prompts()) <= 2 * CHATS + 2  # those under way are asked again
+    assert 2 * CHATS <= len(server.prompts()) <= 2 * CHATS + 2  # requests in flight are repeated
     assert before > 8

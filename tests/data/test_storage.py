@@ -1,4 +1,4 @@
-"""Features in fewer bytes and of fewer tokens: what is lost is bounded, measured, and said."""
+"""Features in fewer bytes and of fewer tokens: the loss is bounded, measured and reported."""
 
 import hashlib
 import json
@@ -44,11 +44,11 @@ def _on_cpu(monkeypatch):
     AcceleratorState._reset_state(True)
 
 
-# -- in which numbers ------------------------------------------------------------------------------
+# -- number formats --------------------------------------------------------------------------------
 
 
 def representable(dtype: str) -> torch.Tensor:
-    """Every finite value of a format of one byte."""
+    """Every finite value of a one-byte format."""
     patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     values = patterns.view(TYPES[dtype]).double()
     values = values[values.isfinite() & (values > -128)]  # int8 is symmetric
@@ -64,14 +64,14 @@ def features_of_all_sizes() -> torch.Tensor:
     rows[3] *= 1e-30
     rows[4] *= 1e-40  # subnormal numbers
     rows[5] = 0.0
-    rows[6, 7] = 1000.0  # one channel that towers above the others
+    rows[6, 7] = 1000.0  # one channel far larger than the others
     rows[7] = rows[7].exp().pow(4)
     rows[8] = -3.0
     return rows
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
-def test_every_value_goes_to_the_nearest_that_one_byte_and_the_scale_can_say(dtype):
+def test_every_value_is_rounded_to_the_nearest_byte_times_its_scale(dtype):
     features = features_of_all_sizes()
     stored = Storage(dtype).encode(features)
     assert stored["features"].dtype == TYPES[dtype]
@@ -100,17 +100,17 @@ def test_the_wider_formats_round_and_have_no_scales(dtype):
     assert torch.equal(decode(stored), features.to(TYPES[dtype]))
 
 
-def test_half_precision_features_are_quantised_as_they_are():
+def test_half_precision_features_are_quantised_like_float32_ones():
     features = torch.randn(4, 32).bfloat16()
     for dtype in LARGEST:
         narrow, wide = (Storage(dtype).encode(f) for f in (features, features.float()))
         assert torch.equal(decode(narrow), decode(wide))
 
 
-# -- of which tokens -------------------------------------------------------------------------------
+# -- which tokens have features --------------------------------------------------------------------
 
 
-def test_a_feature_is_kept_if_a_supervised_token_follows_soon_enough():
+def test_a_feature_is_kept_if_a_supervised_token_follows_within_the_context():
     generator = torch.Generator().manual_seed(1)
     for length in (1, 2, 9, 20):
         for density in (0.0, 0.1, 0.5, 1.0):
@@ -123,7 +123,7 @@ def test_a_feature_is_kept_if_a_supervised_token_follows_soon_enough():
 
 
 def holes(data):
-    """Masks with gaps and tails that are not supervised, as chats that end with a question have."""
+    """Masks with unsupervised gaps and tails, as in chats that end with a question."""
     generator = torch.Generator().manual_seed(2)
     for row in data.rows:
         length = len(row["input_ids"])
@@ -134,7 +134,7 @@ def holes(data):
 
 
 def without(data, context: int):
-    """The same rows, of which only the kept features are not zeros."""
+    """The same rows with all features but the kept ones set to zero."""
     storage = Storage("float32", context)
     for row in data.rows:
         kept = row["features"][storage.kept(row["loss_mask"])]
@@ -155,7 +155,7 @@ def equal(weights: dict, others: dict) -> bool:
         (2, {"glance.start": 0.9, "glance.isolated": True, "glance.supervise_revealed": True}),
     ],
 )
-def test_a_head_never_reads_features_behind_the_last_supervised_token(tmp_path, k, changes):
+def test_a_head_never_reads_features_after_the_last_supervised_token(tmp_path, k, changes):
     changes = changes | {"train.steps": 2}
     _, whole = train(tmp_path / "whole", holes(ToyRows()), k=k, **changes)
     rows = without(holes(ToyRows()), context=99)
@@ -166,7 +166,7 @@ def test_a_head_never_reads_features_behind_the_last_supervised_token(tmp_path, 
     assert not equal(whole, bounded)
 
 
-def test_a_student_reads_the_feature_before_each_supervised_token_only(tmp_path):
+def test_a_student_reads_only_the_feature_before_each_supervised_token(tmp_path):
     target = random_target()
     options = {"target": target, "distill.jsd": 0.5}
     _, whole = train_student(tmp_path / "whole", holes(ToyTexts(target)), **options)
@@ -175,7 +175,7 @@ def test_a_student_reads_the_feature_before_each_supervised_token_only(tmp_path)
     assert equal(whole, trimmed)
 
 
-def test_medusa_heads_read_one_feature_more_than_they_are():
+def test_medusa_heads_need_a_feature_context_of_their_number_plus_one():
     target = random_target()
     objective = TokensAhead(make_recipe(**{"medusa.soft_weight": 0.5}), target)
     heads = random_heads(target, 3)
@@ -195,7 +195,7 @@ def test_medusa_heads_read_one_feature_more_than_they_are():
 
 @pytest.fixture
 def make(tmp_path):
-    """Tokens of chats that are cut off at any place, with the target and a recipe of its own."""
+    """Tokens of chats truncated anywhere, with their target and recipe."""
     rows = chats(24)
     for number, row in enumerate(rows):
         row["messages"][2]["content"] += " Tell me more." * (number % 9)
@@ -218,7 +218,7 @@ every_storage = pytest.mark.parametrize(("dtype", "context"), STORED)
 
 
 @every_storage
-def test_a_row_has_its_features_as_stored_and_zeros_for_the_others(make, dtype, context):
+def test_a_row_has_its_stored_features_and_zeros_for_the_others(make, dtype, context):
     made = make(feature_dtype=dtype, feature_context=context)
     cache, whole = build(made, shard_bytes=1 << 20), build(make(), shard_bytes=1 << 20)
     storage = Storage(dtype, context)
@@ -237,7 +237,7 @@ def test_a_row_has_its_features_as_stored_and_zeros_for_the_others(make, dtype, 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="a system that cannot be asked")
 @every_storage
-def test_what_is_fetched_ahead_is_what_rows_are_made_of(make, dtype, context, monkeypatch):
+def test_read_ahead_covers_exactly_the_requested_rows(make, dtype, context, monkeypatch):
     cache, rows = build(make(feature_dtype=dtype, feature_context=context)), [3, 0, 11]
     features, asked = [cache[n]["features"] for n in range(len(cache))], Counter()
 
@@ -247,7 +247,7 @@ def test_what_is_fetched_ahead_is_what_rows_are_made_of(make, dtype, context, mo
     monkeypatch.setattr(os, "posix_fadvise", fetch)
     cache.will_read(rows)
     assert {*asked.values()} == {1}
-    for path in cache.directory.glob("*.safetensors"):  # all else is lost
+    for path in cache.directory.glob("*.safetensors"):  # zero all other bytes
         left, file = bytearray(path.read_bytes()), path.stat().st_ino
         for name, tensor in load_file(path).items():
             if name in ("features", "scales"):
@@ -261,7 +261,7 @@ def test_what_is_fetched_ahead_is_what_rows_are_made_of(make, dtype, context, mo
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="a system that cannot be asked")
-def test_a_row_without_features_does_not_fetch_the_rest_of_the_file(tmp_path, monkeypatch):
+def test_an_empty_row_is_not_read_ahead(tmp_path, monkeypatch):
     (path := tmp_path / "shard").write_bytes(bytes(16))
     asked = []
     monkeypatch.setattr(os, "posix_fadvise", lambda file, *span: asked.append(span[:2]))
@@ -270,7 +270,7 @@ def test_a_row_without_features_does_not_fetch_the_rest_of_the_file(tmp_path, mo
 
 
 @every_storage
-def test_the_manifest_says_what_was_lost(make, dtype, context):
+def test_the_manifest_states_the_quantisation_error(make, dtype, context):
     cache, whole = build(make(feature_dtype=dtype, feature_context=context)), build(make())
     storage, error, squares = Storage(dtype, context), 0.0, 0.0
     for n in range(len(cache)):
@@ -287,7 +287,7 @@ def test_the_manifest_says_what_was_lost(make, dtype, context):
 
 
 @every_storage
-def test_sizes_are_known_before_the_first_forward(make, dtype, context):
+def test_the_size_is_announced_before_the_first_forward(make, dtype, context):
     settings, tokens, target = make(feature_dtype=dtype, feature_context=context)
     told = []
     with pytest.raises(KeyboardInterrupt):
@@ -303,7 +303,7 @@ def test_sizes_are_known_before_the_first_forward(make, dtype, context):
     assert plan == size
 
 
-def test_a_plan_has_the_size_of_the_cache(tmp_path):
+def test_the_planned_size_is_the_size_of_the_cache(tmp_path):
     places = [f"data.cache_dir={tmp_path}", "data.limit=8", "data.feature_context=20"]
     places.append("data.feature_layers=[]")
     command = ["data/cache.py", "recipes/tiny.yaml", *places, "data.feature_dtype=int8"]
@@ -321,7 +321,7 @@ def test_a_plan_has_the_size_of_the_cache(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float8", "int8"])
-def test_a_build_that_was_cut_off_equals_one_in_one_piece_and_one_of_two_ranks(make, dtype):
+def test_an_interrupted_build_and_one_of_two_ranks_equal_an_uninterrupted_one(make, dtype):
     options = {"feature_dtype": dtype, "feature_context": 9}
     alone = build(make(**options))
     settings, tokens, target = make("cut", **options)
@@ -341,7 +341,7 @@ def test_a_build_that_was_cut_off_equals_one_in_one_piece_and_one_of_two_ranks(m
 
 @pytest.mark.parametrize("harm", [flip, cut])
 @pytest.mark.parametrize("dtype", ["float8", "int8"])
-def test_damage_is_found(make, dtype, harm):
+def test_a_damaged_shard_is_found_on_opening(make, dtype, harm):
     cache = build(make(feature_dtype=dtype))
     harm(cache.directory / cache.manifest["shards"]["1"]["file"])
     with pytest.raises(CacheError, match="delete that file and run again"):
@@ -349,7 +349,7 @@ def test_damage_is_found(make, dtype, harm):
 
 
 def rewrite(cache: FeatureCache, **changes) -> None:
-    """Write a manifest as it was before there were quantised features, with changes."""
+    """Write a manifest as before quantised features, with changes."""
     manifest = json.loads(json.dumps(cache.manifest | {"quantisation": None} | changes))
     del manifest["kept"]
     for entry in manifest["shards"].values():
@@ -357,11 +357,11 @@ def rewrite(cache: FeatureCache, **changes) -> None:
     write_sealed(cache.directory / storage.MANIFEST, manifest)
 
 
-def test_a_cache_of_before_opens_and_one_that_was_not_finished_goes_on(make):
+def test_an_older_cache_opens_and_an_unfinished_older_one_is_completed(make):
     settings, tokens, target = made = make(feature_dtype="bfloat16")
     names = {"version", "weights", "config", "target_dtype", "tokenizer", "template", "tokens"}
     names.add("dtype")
-    assert feature_settings(settings, tokens, target).keys() == names  # or it has another name
+    assert feature_settings(settings, tokens, target).keys() == names  # a new key renames it
     cache = build(made)
     rewrite(cache)
     opened = build((settings, tokens, Breaking(target, 0)))
@@ -377,7 +377,7 @@ def test_a_cache_of_before_opens_and_one_that_was_not_finished_goes_on(make):
 
 
 @every_storage
-def test_the_doctor_knows_how_features_were_stored(make, dtype, context):
+def test_the_doctor_checks_features_in_every_storage_format(make, dtype, context):
     settings, _, target = made = make(feature_dtype=dtype, feature_context=context)
     cache = build(made)
 
@@ -391,10 +391,10 @@ def test_the_doctor_knows_how_features_were_stored(make, dtype, context):
     assert outcomes(wrong)["features"] == "fail"
 
 
-def test_the_doctor_compares_rows_with_one_stored_feature(make):
+def test_the_doctor_can_check_rows_with_a_single_stored_feature(make):
     settings, _, target = made = make(feature_context=1)
     cache, rows = build(made), []
-    for row in (cache[n] for n in range(4)):  # cut behind the first token that is learnt
+    for row in (cache[n] for n in range(4)):  # cut after the first supervised token
         end = int(row["loss_mask"].int().argmax()) + 1
         rows.append({name: values[:end] for name, values in row.items()})
     found = {line.line: line.outcome for line in check_rows(settings, target, cache, rows)}
@@ -412,24 +412,24 @@ def test_the_doctor_compares_rows_with_one_stored_feature(make):
         ("int8", "data.features=online"),
     ],
 )
-def test_a_full_disk_is_told_with_what_would_take_less(tmp_path, dtype, way_out):
+def test_a_full_disk_error_names_settings_that_need_less_space(tmp_path, dtype, way_out):
     with pytest.raises(CacheError, match=rf"short; set {way_out}, a lower data.limit"):
         storage.check_disk(tmp_path / "features", 9, 1 << 60, dtype)
 
 
-def test_another_storage_is_another_cache(make):
+def test_every_storage_format_has_its_own_cache(make):
     made = [make(feature_dtype=dtype, feature_context=context) for dtype, context in STORED]
     assert len({build(one).directory for one in made}) == len(STORED)
 
 
 @pytest.mark.parametrize("data", [{"feature_dtype": "int4"}, {"feature_context": 0}])
-def test_what_cannot_be_stored_is_refused(make, data):
+def test_invalid_storage_settings_are_refused(make, data):
     with pytest.raises(RecipeError, match=next(iter(data))):
         make(**data)
 
 
 @pytest.mark.parametrize("key", ["settings", "lengths", "kept", "shards"])
-def test_a_manifest_that_was_changed_or_is_of_another_shape_is_refused(make, key):
+def test_a_changed_or_malformed_manifest_is_refused(make, key):
     cache = build(make())
     path = cache.directory / storage.MANIFEST
     content = json.loads(path.read_text())
@@ -437,13 +437,13 @@ def test_a_manifest_that_was_changed_or_is_of_another_shape_is_refused(make, key
         path.write_text(json.dumps(content | {key: value}))
         with pytest.raises(CacheError, match="its checksum is another"):
             FeatureCache.open(cache.directory)
-        path.write_text(json.dumps(content | {key: value, "sha256": None}))  # by an older version
+        path.write_text(json.dumps(content | {key: value, "sha256": None}))  # an older manifest
         with pytest.raises(CacheError, match=r"manifest.json is damaged"):
             FeatureCache.open(cache.directory)
 
 
 @pytest.mark.parametrize("size", [0, 1, 6, 7, 8, 14, 20])
-def test_a_file_has_the_hash_of_its_bytes_however_it_is_cut(tmp_path, monkeypatch, size):
+def test_a_file_hashed_in_parts_has_the_sha256_of_its_bytes(tmp_path, monkeypatch, size):
     monkeypatch.setattr(fingerprint, "PART", 7)
     (path := tmp_path / "file").write_bytes(content := bytes(range(size)))
     assert fingerprint.of_file(path) == hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""The token cache holds what may be learnt, names itself by its inputs, and is whole or absent."""
+"""The token cache has the training rows, is named by its inputs, and is complete or absent."""
 
 import json
 import os
@@ -65,8 +65,8 @@ def test_rows_are_the_rendered_chats(tmp_path):
     assert cache.stats["supervised"] == sum(int(cache[n]["loss_mask"].sum()) for n in range(5))
 
 
-def test_what_became_of_the_rows_is_told_in_tokens(tmp_path):
-    """As the losses count them: a share of what is read, not of rows."""
+def test_the_summary_counts_supervised_tokens_and_lost_rows(tmp_path):
+    """The supervised share is of tokens, as in the losses, not of rows."""
     answer = {"role": "assistant", "content": "word " * 200}
     long = {"messages": [{"role": "user", "content": "Go on."}, answer]}
     useless = {"messages": [{"role": "user", "content": "Nobody answers"}]}
@@ -83,7 +83,7 @@ def test_what_became_of_the_rows_is_told_in_tokens(tmp_path):
     assert rejects.is_file()
 
 
-def test_a_file_may_be_named_in_bytes_that_are_no_text(tmp_path):
+def test_a_file_name_may_have_invalid_utf_8(tmp_path):
     folder = tmp_path / "chats"
     folder.mkdir()
     source = write(tmp_path / "a.jsonl", chats(3))
@@ -93,14 +93,14 @@ def test_a_file_may_be_named_in_bytes_that_are_no_text(tmp_path):
     assert cache.origin(0).endswith("caf\\udce9.jsonl:1")
 
 
-def test_it_is_an_arrow_dataset_that_others_can_read(tmp_path):
+def test_a_token_cache_is_an_arrow_dataset_that_datasets_can_load(tmp_path):
     source = write(tmp_path / "a.jsonl", chats(3))
     cache = build_tokens(recipe(tmp_path, source), st.small_tokenizer())
     dataset = datasets.load_from_disk(str(cache.directory))
     assert dataset[1]["input_ids"] == cache[1]["input_ids"].tolist()
 
 
-def test_no_bar_but_our_own_is_drawn(tmp_path, capfd):
+def test_only_our_own_progress_bar_is_shown(tmp_path, capfd):
     Target.load("tiny")
     source = write(tmp_path / "a.jsonl", chats(3))
     build_tokens(recipe(tmp_path, source), st.small_tokenizer())
@@ -111,14 +111,14 @@ def test_no_bar_but_our_own_is_drawn(tmp_path, capfd):
     assert [line for line in bars if not line.startswith("tokens: ")] == []
 
 
-def test_a_second_build_only_opens_it(tmp_path, monkeypatch):
+def test_a_second_build_only_opens_the_cache(tmp_path, monkeypatch):
     settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(3)))
     first = build_tokens(settings, st.small_tokenizer())
     monkeypatch.setattr(token_builder, "_build", lambda *_: pytest.fail("built again"))
     assert build_tokens(settings, st.small_tokenizer()).directory == first.directory
 
 
-def test_whatever_changes_a_row_changes_the_name(tmp_path):
+def test_whatever_changes_rows_changes_the_caches_name(tmp_path):
     source, tokenizer = write(tmp_path / "a.jsonl", chats(4)), st.small_tokenizer()
 
     def name(tokenizer=tokenizer, **data) -> str:
@@ -131,7 +131,7 @@ def test_whatever_changes_a_row_changes_the_name(tmp_path):
     assert len(set(names)) == len(names)
 
 
-def test_a_moved_source_is_the_same_source(tmp_path):
+def test_a_moved_source_gives_the_same_cache(tmp_path):
     names = set()
     for place in ("a.jsonl", "b.jsonl"):
         settings = recipe(tmp_path, write(tmp_path / place, chats(2)))
@@ -139,7 +139,7 @@ def test_a_moved_source_is_the_same_source(tmp_path):
     assert len(names) == 1
 
 
-def test_a_long_chat_keeps_its_head_and_the_mask_stays_aligned(tmp_path):
+def test_a_long_chat_is_truncated_at_its_end_together_with_its_mask(tmp_path):
     tokenizer, (chat,) = st.small_tokenizer(), chats(1)
     ids, mask = Template(tokenizer).render(chat["messages"])
     cut = mask.index(True) + 4  # in the middle of the first answer
@@ -150,7 +150,7 @@ def test_a_long_chat_keeps_its_head_and_the_mask_stays_aligned(tmp_path):
     assert cache.stats["truncated"] == 1
 
 
-def test_a_row_whose_answers_are_all_cut_off_is_dropped_and_counted(tmp_path):
+def test_a_row_with_all_answers_truncated_is_dropped_and_counted(tmp_path):
     long = chats(1)[0]
     long["messages"][0]["content"] = "very long " * 30
     settings = recipe(tmp_path, write(tmp_path / "a.jsonl", [*chats(3), long]), max_length=90)
@@ -174,14 +174,14 @@ def test_rejected_lines_are_counted_and_listed(tmp_path, broken):
     assert (reject["line"], Path(reject["file"]).name) == (8, "a.jsonl")
 
 
-def test_half_a_character_in_the_name_of_a_key_loses_no_cache(tmp_path):
+def test_half_a_surrogate_pair_in_a_key_only_rejects_its_row(tmp_path):
     rows = [*chats(120), '{"\\ud83d": 1}']
     cache = build_tokens(recipe(tmp_path, write(tmp_path / "a.jsonl", rows)), st.small_tokenizer())
     (reject,) = map(json.loads, (cache.directory / "rejects.jsonl").read_text().splitlines())
     assert "\ud83d" in reject["reason"]
 
 
-def test_a_parquet_file_that_is_damaged_inside_is_refused(tmp_path):
+def test_a_damaged_parquet_file_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
     datasets.Dataset.from_list(chats(4)).to_parquet(str(path))
     whole = path.read_bytes()
@@ -190,7 +190,7 @@ def test_a_parquet_file_that_is_damaged_inside_is_refused(tmp_path):
         list(Source(str(path)).rows())
 
 
-def test_a_parquet_file_is_known_by_its_contents_not_its_time(tmp_path):
+def test_a_parquet_file_is_identified_by_its_contents_not_its_time(tmp_path):
     path, found = tmp_path / "a.parquet", []
     for first in (0, 5):
         datasets.Dataset.from_list(chats(4, first)).to_parquet(str(path))
@@ -210,7 +210,7 @@ def test_saved_splits_without_train_are_named(tmp_path):
     assert len(build_tokens(settings, st.small_tokenizer())) == 4
 
 
-def test_of_a_text_all_but_the_prompt_is_supervised(tmp_path):
+def test_all_of_a_text_but_its_prompt_is_supervised(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"text": "Hello there, how are you today?"}])
     base = st.small_tokenizer(None)  # a base model has no chat template and needs none
     for prompt_tokens, unsupervised in ((None, 1), (4, 4)):
@@ -241,14 +241,14 @@ def test_a_template_that_supervises_all_or_nothing_is_an_error(tmp_path, templat
         build_tokens(settings, st.small_tokenizer(template))
 
 
-def test_a_template_that_refuses_many_chats_is_an_error_with_its_words(tmp_path):
+def test_a_template_that_refuses_many_chats_is_an_error_with_its_message(tmp_path):
     chat = {"messages": [{"role": "system", "content": "be kind"}, *chats(1)[0]["messages"]]}
     settings = recipe(tmp_path, write(tmp_path / "a.jsonl", [chat, *chats(3)]))
     with pytest.raises(DataError, match=r"1 of 4 conversations cannot .*a.jsonl:1.*no such role"):
         build_tokens(settings, st.small_tokenizer(st.LLAMA2))
 
 
-def test_a_build_that_was_cut_off_is_not_taken_for_a_cache(tmp_path, monkeypatch):
+def test_an_interrupted_build_is_not_taken_for_a_cache(tmp_path, monkeypatch):
     settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(3)))
     with monkeypatch.context() as patch:
         patch.setattr(token_builder, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -258,7 +258,7 @@ def test_a_build_that_was_cut_off_is_not_taken_for_a_cache(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut"])
-def test_damaged_rows_are_named_and_made_anew_once_deleted(tmp_path, harm):
+def test_a_damaged_cache_is_named_and_rebuilt_once_deleted(tmp_path, harm):
     settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(3)))
     cache = build_tokens(settings, st.small_tokenizer())
     rows = [cache[n]["input_ids"].tolist() for n in range(3)]
@@ -266,7 +266,7 @@ def test_damaged_rows_are_named_and_made_anew_once_deleted(tmp_path, harm):
     content = bytearray(path.read_bytes())
     place = content.index(torch.tensor(rows[0][:4]).int().numpy().tobytes())
     content[place] ^= 1
-    path.unlink()  # the open cache keeps what it has mapped
+    path.unlink()  # the open cache has mapped it
     path.write_bytes(content if harm == "flip" else content[:-1])
     words = {"flip": "has the sha256", "cut": "bytes and should have"}[harm]
     with pytest.raises(CacheError, match=rf"{path.name} has .*; delete {cache.directory}") as told:
@@ -277,7 +277,7 @@ def test_damaged_rows_are_named_and_made_anew_once_deleted(tmp_path, harm):
     assert [again[n]["input_ids"].tolist() for n in range(3)] == rows
 
 
-def test_a_damaged_cache_with_answers_is_to_be_renamed_so_that_they_stay(tmp_path):
+def test_renaming_a_damaged_cache_as_advised_keeps_its_answers(tmp_path):
     settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(3)))
     cache, tokenizer = build_tokens(settings, st.small_tokenizer()), st.small_tokenizer()
     answers = cache.directory / "answers-0.jsonl"
@@ -304,8 +304,8 @@ def test_a_missing_and_a_damaged_cache_are_errors(tmp_path):
         TokenCache.open(cache.directory)
 
 
-def test_a_disk_too_small_for_the_rows_is_told_with_their_folder(tmp_path):
-    """A limit on the size of files stands for the disk."""
+def test_a_disk_too_full_for_the_rows_is_reported_with_their_folder(tmp_path):
+    """A limit on file sizes stands for a full disk."""
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats(40)))
     words = [f"data.sources=[{tmp_path / 'a.jsonl'}]", f"data.cache_dir={tmp_path / 'cache'}"]
     done = start("data/cache.py", "recipes/tiny.yaml", *words, largest_file=1000)
@@ -315,7 +315,7 @@ def test_a_disk_too_small_for_the_rows_is_told_with_their_folder(tmp_path):
     assert "make room, and the same command goes on" in errors
 
 
-def test_the_largest_id_of_a_row_has_to_be_below_the_targets_vocabulary(tmp_path):
+def test_token_ids_beyond_the_targets_vocabulary_are_refused(tmp_path):
     settings = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(2)))
     cache = build_tokens(settings, st.small_tokenizer())
     largest = max(int(cache[n]["input_ids"].max()) for n in range(2))
@@ -324,7 +324,7 @@ def test_the_largest_id_of_a_row_has_to_be_below_the_targets_vocabulary(tmp_path
         cache.check_vocabulary(largest, "small")
 
 
-def test_rows_of_another_models_tokenizer_are_told_before_its_forward(tmp_path):
+def test_rows_of_another_models_tokenizer_are_refused_before_a_forward(tmp_path):
     target = shutil.copytree(bundled_target_dir(), tmp_path / "model")
     tokenizer = json.loads((target / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]

@@ -77,14 +77,14 @@ def test_a_conversation_alternates_between_user_and_assistant_for_one_to_four_tu
         assert all(message["content"].strip() for message in messages)
 
 
-def test_no_slot_and_no_choice_is_left_open(talks):
+def test_every_template_slot_and_choice_is_filled(talks):
     for messages in talks:
         for message in messages:
             outside_code = re.sub(r"```.*?```", "", message["content"], flags=re.DOTALL)
             assert not re.search(r"[{}\[\]|]", outside_code), message["content"]
 
 
-def test_the_same_seed_draws_the_same_conversations_and_another_seed_does_not():
+def test_the_same_seed_gives_the_same_conversations_and_another_seed_others():
     first, again, other = (list(itertools.islice(conversations(s), 20)) for s in (3, 3, 4))
     assert first == again
     assert first != other
@@ -95,7 +95,7 @@ def test_almost_all_answers_are_different(talks):
     assert len(set(answers)) > 0.9 * len(answers)
 
 
-def test_one_request_has_many_valid_answers():
+def test_a_sentence_template_yields_all_its_variants():
     slots = {"name": "Mara", "town": "Merrow"}
     said = {say(random.Random(s), "[Hi|Hello] {name}[| of {town}].", **slots) for s in range(50)}
     assert said == {"Hi Mara.", "Hello Mara.", "Hi Mara of Merrow.", "Hello Mara of Merrow."}
@@ -105,8 +105,8 @@ def test_the_facts_of_the_world_never_change():
     before = deepcopy(facts())
     random.seed(3)
     assert len(list(itertools.islice(conversations(9), 50))) == 50
-    assert facts() == before  # nobody has written into what is kept
-    assert facts.__wrapped__() == before  # nor is it a matter of when they are drawn
+    assert facts() == before  # the cached facts are not modified
+    assert facts.__wrapped__() == before  # nor does the time of drawing matter
     assert set(facts()["town"]) == set(words("towns"))
     assert set(facts()["person"]) == set(words("names"))
 
@@ -125,7 +125,7 @@ def test_about_a_sixteenth_of_the_requests_is_held_out():
     assert 1 / 24 < share < 1 / 11
 
 
-def test_evaluation_prompts_end_with_distinct_held_out_requests_of_every_kind():
+def test_evaluation_prompts_are_distinct_held_out_requests_of_every_kind():
     prompts = list(held_out_prompts(seed=5, per_kind=10))
     assert [kind for kind, _ in prompts] == [kind for kind in KINDS for _ in range(10)]
     last = [messages[-2]["content"] for _, messages in prompts]
@@ -134,7 +134,7 @@ def test_evaluation_prompts_end_with_distinct_held_out_requests_of_every_kind():
 
 
 @pytest.mark.parametrize("count", [3, 3010])
-def test_as_many_conversations_as_asked_begin_as_the_bundled_ones(tmp_path, count):
+def test_any_number_of_conversations_starts_with_the_bundled_ones(tmp_path, count):
     asked = ["--write-data", "--conversations", str(count), "--data", str(tmp_path)]
     done = run_here("data/tiny.py", *asked)
     assert f"wrote {count:,} conversations" in done.stdout, done.stderr
@@ -176,7 +176,7 @@ def test_bundled_files_are_what_the_generator_writes_today():
 # --- kinds -----------------------------------------------------------------------------------
 
 
-def test_every_sum_in_a_worked_answer_is_right_and_the_last_one_is_the_answer():
+def test_every_calculation_in_an_answer_is_right_and_the_last_gives_the_result():
     for _, answer in exchanges("math"):
         sums = re.findall(r"(\d+) ([-+*]) (\d+) = (\d+)", answer)
         for left, operator, right, result in sums:
@@ -204,16 +204,16 @@ def test_the_loop_and_the_expression_of_a_function_agree():
         assert results[0] == results[1] or made.fold == "largest", made.python
 
 
-def test_quoted_facts_stand_in_the_passage():
+def test_quoted_facts_occur_in_the_passage():
     asking, quoted = ("Which sentence", "Where does the text", "What does the text"), 0
     for user, answer in exchanges("summary"):
-        if user.startswith(asking) and "\n\n" in user:  # the passage stands in this very turn
+        if user.startswith(asking) and "\n\n" in user:  # the passage is in the same turn
             assert re.search(r'"(.*)"$', answer)[1] in user
             quoted += 1
     assert quoted > 20
 
 
-def test_a_change_names_something_in_the_passage_and_something_new():
+def test_a_change_replaces_words_of_the_passage_by_new_ones():
     for seed in range(200):
         passage = Passage(random.Random(seed))
         assert 4 <= len(passage.sentences) <= 8
@@ -225,7 +225,7 @@ def test_a_change_names_something_in_the_passage_and_something_new():
 # --- tokenizer and training rows -------------------------------------------------------------
 
 
-def test_the_template_marks_the_answers_and_their_ends_and_nothing_else(tokenizer, talks):
+def test_the_template_marks_exactly_the_answers_and_their_ends(tokenizer, talks):
     for messages in talks[:50]:
         rendered = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
@@ -246,7 +246,7 @@ def test_training_reads_the_same_tokens_as_the_template(tokenizer, talks):
         assert answer == [bool(on) for on in rendered["assistant_masks"]]
 
 
-def test_a_prompt_is_a_prefix_of_the_conversation_it_opens(tokenizer, talks):
+def test_a_prompt_is_a_prefix_of_its_conversation(tokenizer, talks):
     for messages in talks[:50]:
         prompt = tokenizer.apply_chat_template(
             messages[:1], add_generation_prompt=True, return_dict=True
@@ -254,7 +254,7 @@ def test_a_prompt_is_a_prefix_of_the_conversation_it_opens(tokenizer, talks):
         assert encode(tokenizer, messages)[0][: len(prompt)] == prompt
 
 
-def test_text_survives_the_tokenizer_and_digits_are_single_tokens(tokenizer, talks):
+def test_text_survives_tokenization_and_digits_are_single_tokens(tokenizer, talks):
     for text in ("Grüße, 你好 🙂 1234!", *(m["content"] for talk in talks[:20] for m in talk)):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
@@ -278,7 +278,7 @@ def test_training_rows_have_few_shapes_and_no_loss_on_padding(tokenizer):
         assert (weights[ids == tokenizer.pad_token_id] == 0).all()
 
 
-def test_a_variant_keeps_what_fits_and_learns_through_what_comes_after_lm_head(model, tmp_path):
+def test_a_variant_keeps_fitting_weights_and_its_loss_includes_logit_scaling(model, tmp_path):
     changes = {
         "model_type": "granite_swa",
         "sliding_window": 8,
@@ -304,7 +304,7 @@ def test_a_variant_keeps_what_fits_and_learns_through_what_comes_after_lm_head(m
     torch.testing.assert_close(found, expected)
 
 
-def test_the_learning_rate_rises_stays_and_falls():
+def test_the_learning_rate_warms_up_stays_constant_and_decays():
     settings = TrainSettings(steps=1000, lr=1.0, warmup=100, decay_share=0.5)
     rates = [learning_rate(settings, step, step / 1000) for step in range(1000)]
     assert rates[:100] == sorted(rates[:100])
@@ -326,12 +326,12 @@ def test_distinct_n_counts_different_ngrams_over_all_answers():
     assert distinct(answers, 2) == 3 / 5
 
 
-def test_a_loop_is_the_same_ngram_again_and_again():
+def test_an_answer_that_repeats_one_ngram_is_a_loop():
     assert loops(_answer([1, 2, 3] * 7))
     assert not loops(_answer(list(range(30)) * 2))
 
 
-def test_an_answer_is_faithful_if_it_names_nobody_new():
+def test_an_answer_that_names_a_new_person_is_not_faithful():
     said = "Mara from Merrow lost a key."
     assert faithful(Answer("summary", said, said, "", [], "Mara lost a key.", ended=True))
     assert not faithful(Answer("summary", said, said, "", [], "Piet lost a key.", ended=True))
@@ -350,7 +350,7 @@ def test_the_bundled_target_is_small_and_stored_as_bfloat16(model):
     assert config.tie_word_embeddings
 
 
-def test_the_bundled_target_knows_its_world(model, tokenizer):
+def test_the_bundled_target_has_a_low_perplexity_on_held_out_prompts(model, tokenizer):
     held_out = list(held_out_prompts(seed=9, per_kind=4))
     assert perplexity(model, tokenizer, held_out)["all"] < 1.8
 
