@@ -1,4 +1,4 @@
-"""The device that these claims are made on: a GPU, or what SPECDRAFT_TEST_DEVICE names."""
+"""The device of these tests: a GPU, or the one that SPECDRAFT_TEST_DEVICE names."""
 
 import os
 
@@ -16,7 +16,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_tf32():
-    """Its products are no closer to float32 than a near-tie is to a tie."""
+    """TF32 products differ from float32 by as much as near-ties do."""
     flags = torch.backends.cuda.matmul, torch.backends.cudnn
     before = torch.get_float32_matmul_precision(), [flag.allow_tf32 for flag in flags]
     torch.set_float32_matmul_precision("highest")

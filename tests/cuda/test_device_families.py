@@ -1,4 +1,4 @@
-"""On a GPU every family decodes as its own model does, in `generate`'s place, too."""
+"""On a GPU every family decodes as its own model does, also inside `generate`."""
 
 from functools import partial
 
@@ -60,7 +60,7 @@ def test_an_encoder_decoder_gives_its_own_tokens(device, name):
 
 
 @pytest.mark.parametrize("inputs", [one(), batch()], ids=["batch 1", "padded batch 3"])
-def test_generate_is_the_same_with_drafts(device, inputs):
+def test_generate_gives_the_same_tokens_with_drafts(device, inputs):
     model = moved(random_target(), device).model
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)

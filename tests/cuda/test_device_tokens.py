@@ -1,4 +1,4 @@
-"""On a GPU every drafting method gives plain decoding's tokens, and these are the CPU's."""
+"""On a GPU every drafting method gives plain decoding's tokens, which equal the CPU's."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,7 @@ CHAIN = [(0,) * n for n in range(1, 6)]
 
 @dataclass
 class Plain:
-    """What a target says by itself: to greedy requests and, between them, to sampled ones."""
+    """A target's own answers to alternating greedy and sampled requests."""
 
     target: Target
     requests: list[Request]
@@ -57,7 +57,7 @@ def plain(device) -> Plain:
 
 @pytest.fixture(scope="module")
 def deep(device) -> Plain:
-    """Of a target with layers to read, every head with keys of its own."""
+    """For a target with layers to read, and with keys for every head."""
     return Plain.of(moved(random_target(layers=4, kv_heads=4), device))
 
 
@@ -78,12 +78,12 @@ def falcon(target, k, paths=PATHS, rows=1, head=random_head, **changes) -> Falco
 
 
 def one_by_one(head):
-    """The maker of a head that knows no other block size."""
+    """A function that makes a head whose only block size is 1."""
     return lambda target, _, **changes: head(target, **changes)
 
 
 @pytest.mark.parametrize("layers", [2, 4])
-def test_greedy_tokens_are_those_of_the_model_without_a_cache(plain, deep, layers):
+def test_greedy_tokens_equal_those_of_the_model_without_a_cache(plain, deep, layers):
     said = {2: plain, 4: deep}[layers]
     for request, tokens in list(zip(said.requests, said.tokens, strict=True))[::2]:
         assert tokens == plain_tokens(said.target, request.prompt, 12)
@@ -113,7 +113,7 @@ HEADS = {
     "eagle tree": {"k": 1, "head": one_by_one(eagle)},
 }
 DEEP_HEADS = {
-    # Masks of seven nodes and a root have rows of whole multiples of eight, and begin anywhere.
+    # Masks of seven nodes and a root have rows of multiples of eight, at any offset.
     "eight": {"k": 2, "paths": PATHS[:7], "kv_heads": 4},
     "layers": {"k": 2, "feature_layers": (1, 3), "reads": "both", "coupling": "markov"},
     "layers linear": {"k": 3, "feature_layers": (2,), "fusion": "linear"},
@@ -173,7 +173,7 @@ def test_a_cascade_changes_no_token(plain, students, leniency):
 
 
 @pytest.mark.parametrize("mode", PADDINGS)
-def test_pads_change_no_token(plain, students, mode):
+def test_padded_decoding_changes_no_token(plain, students, mode):
     target, rows = plain.target, 4
     for drafter in (None, falcon(target, 2, rows=rows), make("ssd", students[0], rows)):
         decoder, found = PaddedDecoder(target, drafter, rows, CAPACITY, *PADDINGS[mode]), []
@@ -184,18 +184,18 @@ def test_pads_change_no_token(plain, students, mode):
 
 
 def drawn(target, rule: str, rows: int, requests: list[Request]) -> list[list[int]]:
-    """What a rule leaves of drawn drafts."""
+    """What a rule accepts of sampled drafts."""
     drafter = falcon(target, 2, CHAIN[:4] if rule == "block" else PATHS, rows)
     requests = [replace(r, rule=rule, temperature=2.0) for r in requests]
     return decode(Decoder(target, drafter, rows, CAPACITY), requests)
 
 
-def test_tokens_are_those_of_the_cpu(plain, deep):
+def test_tokens_equal_those_of_the_cpu(plain, deep):
     assert Plain.of(random_target()).tokens == plain.tokens
     assert Plain.of(random_target(layers=4, kv_heads=4)).tokens == deep.tokens
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_accepts_what_it_accepts_on_the_cpu_whatever_the_neighbours(plain, rule):
+def test_a_rule_accepts_the_same_on_the_cpu_whatever_the_other_rows(plain, rule):
     found = drawn(plain.target, rule, 3, plain.requests)
     assert found == drawn(random_target(), rule, 8, plain.requests)

@@ -1,4 +1,4 @@
-"""On a GPU training takes the steps that it takes on the CPU, and goes on in bfloat16."""
+"""On a GPU training takes the same steps as on the CPU, and also works in bfloat16."""
 
 from collections.abc import Callable
 
@@ -24,9 +24,9 @@ from specdraft.train.objectives.csgd import CoupledGlancing
 from specdraft.train.objectives.distillation import Distillation
 from specdraft.train.objectives.training_time_test import TrainingTimeTest
 
-# A drafter on a device, its objective, and the rows that it learns from.
+# A drafter on a device, its objective, and its training rows.
 Case = tuple[nn.Module, object, list[dict]]
-QUIET = {"loss.feature_noise": 0.0, "glance.start": 0.4}  # noise is drawn where the features are
+QUIET = {"loss.feature_noise": 0.0, "glance.start": 0.4}  # noise is drawn on the features' device
 
 
 def falcon(device: torch.device, k: int = 3, changes: dict | None = None, **shape) -> Case:
@@ -92,7 +92,7 @@ def losses(case: Case, device: torch.device, steps: int = 2) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_steps_are_those_of_the_cpu(device, name):
+def test_two_training_steps_equal_those_of_the_cpu(device, name):
     cpu = torch.device("cpu")
     found, expected = (losses(CASES[name](place), place, 3) for place in (device, cpu))
     assert found == pytest.approx(expected, rel=1e-3)
@@ -100,9 +100,9 @@ def test_two_steps_are_those_of_the_cpu(device, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_products_in_bfloat16_stay_near(device, name):
+def test_the_loss_in_bfloat16_stays_close(device, name):
     exact, case = losses(CASES[name](device), device, 1), CASES[name](device)
-    drafter = case[0]  # its forward alone, as accelerate does it
+    drafter = case[0]  # only its forward, as accelerate does
     drafter.forward = torch.autocast(device.type, torch.bfloat16)(drafter.forward)
     found = losses(case, device)
     assert all(map(torch.isfinite, torch.tensor(found)))
@@ -110,8 +110,8 @@ def test_products_in_bfloat16_stay_near(device, name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_cache_is_that_of_the_cpu(device, tmp_path, dtype):
-    """Of many shards, each put together while the one before goes to the disk."""
+def test_a_feature_cache_equals_that_of_the_cpu(device, tmp_path, dtype):
+    """With many shards, each assembled while the one before is written."""
     target, texts = make_target(), write(tmp_path / "texts.jsonl", chats(24))
     caches = []
     for place in ("cpu", device):

@@ -345,7 +345,7 @@ def test_another_tokenizer_behind_the_server_is_noticed(either, target, tmp_path
 
 
 @pytest.mark.parametrize("data", [{"server_model": "crow"}, {"server": "{url}/v1"}], ids=str)
-def test_a_server_without_that_endpoint_or_model_is_an_error_at_once(server, target, tmp_path, data):
+def test_a_server_without_the_model_or_endpoint_is_an_error_at_once(server, target, tmp_path, data):
     data = {key: value.format(url=server.url) for key, value in data.items()}
     with pytest.raises(DataError, match=r"does not complete a prompt as .*status 404: .*there is"):
         build(rewriting(tmp_path, server, **data), target)

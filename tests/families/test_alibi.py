@@ -1,4 +1,4 @@
-"""ALiBi decodes as the family's own `generate`: by positions, whatever the slots."""
+"""ALiBi decodes as the family's own `generate`: the bias follows positions, not cache slots."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ FAMILIES = {
     "bloom-6": (
         "Bloom",
         {"n_head": 6, "n_layer": 3, "hidden_size": 24, "seed": 6},
-    ),  # no power of two
+    ),  # not a power of two
     "mpt": ("Mpt", {"d_model": HIDDEN, "n_heads": 4, "n_layers": 3, "max_seq_len": 256}),
 }
 
@@ -24,7 +24,7 @@ FAMILIES = {
 def leaning(name: str) -> Target:
     family, settings = FAMILIES[name]
     model = random_model(family, **settings, tie_word_embeddings=False)
-    with torch.no_grad():  # MPT's configuration names no range
+    with torch.no_grad():  # MPT's config has no initializer range
         for parameter in model.base_model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.3)
@@ -37,8 +37,8 @@ def test_alibi_decodes_as_the_model_generates(name):
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt"])
-def test_a_bias_by_slots_would_be_noticed(name, monkeypatch):
-    """Of a tree's nodes several have one position."""
+def test_the_tests_catch_a_bias_by_cache_slots(name, monkeypatch):
+    """Several nodes of a tree share a position."""
     target = leaning(name)
     expected = [plain_tokens(target, prompt, 14) for prompt in prompts()]
     answers = {tuple(p): answer for p, answer in zip(prompts(), expected, strict=True)}
@@ -53,7 +53,7 @@ def test_a_bias_by_slots_would_be_noticed(name, monkeypatch):
     assert decode(Decoder(target, Foreseeing(answers), 2, 100), requests) != expected
 
 
-def test_the_callers_model_keeps_its_attention():
+def test_the_callers_attention_is_not_replaced():
     target = leaning("bloom")
     PackedTarget(target, 1, 64)
     assert "forward" not in vars(target.model.transformer.h[0].self_attention)

@@ -1,4 +1,4 @@
-"""Encoder-decoders decode as the family's own `generate`, of sources of any lengths."""
+"""Encoder-decoders decode as the family's own `generate`, for sources of any length."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def foreseeing(expected: list[list[int]]) -> Foreseeing:
 
 
 def drafters(target: Target, rows: int) -> list:
-    """One of every kind; a student that is not the target, and the target as a student."""
+    """One of every kind, with another model as student and with the target itself."""
     other = random_seq2seq(target.name, seed=3)
     table = MaxGramDrafter(FirstSuffixes, 4, next_id=NEXT, rows=rows)
     return [
@@ -56,20 +56,20 @@ def drafters(target: Target, rows: int) -> list:
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_decoding_gives_the_models_own_tokens(target, rows):
     expected = own(target)
-    assert len({tuple(answer) for answer in expected}) > 5  # the source decides
+    assert len({tuple(answer) for answer in expected}) > 5  # answers depend on the source
     for drafter in (None, foreseeing(expected)):
         decoder = Decoder(target, drafter, rows, 60, prefill=3)
         assert decode(decoder, asked(target, SOURCES)) == expected
 
 
-def test_drafters_of_every_kind_change_nothing(target):
+def test_drafters_of_every_kind_change_no_output(target):
     expected = own(target)
     for drafter in drafters(target, 3):
         decoder = Decoder(target, drafter, 3, 60)
         assert decode(decoder, asked(target, SOURCES), accepts=False) == expected, drafter
 
 
-def test_samples_share_their_noise(target):
+def test_sampled_outputs_are_the_same_with_every_drafter(target):
     requests = asked(target, SOURCES, temperature=1.3, top_k=15, top_p=0.95)
     expected = [decode(Decoder(target, None, 1, 60), [request])[0] for request in requests]
     assert expected != own(target)
@@ -77,7 +77,7 @@ def test_samples_share_their_noise(target):
         assert decode(Decoder(target, drafter, 3, 60), requests, accepts=False) == expected, drafter
 
 
-def test_padded_batches_change_nothing(target):
+def test_padded_batches_change_no_output(target):
     expected = own(target)
     for paddings in PADDINGS.values():
         decoder = PaddedDecoder(target, foreseeing(expected), 3, 100, *paddings)
@@ -95,7 +95,7 @@ def test_a_longer_source_gets_room_while_others_run():
     assert decode(Decoder(target, None, 2, 60), requests) == expected
 
 
-def test_the_encoder_runs_once_a_request(target):
+def test_the_encoder_runs_once_per_request(target):
     decoder, reads = Decoder(target, None, 3, 60), []
     note = lambda *_: reads.append(1)  # noqa: E731
     hook = target.model.get_encoder().register_forward_hook(note)
@@ -111,10 +111,10 @@ def test_the_callers_model_keeps_its_attention(target):
     assert generated(target, SOURCES[2], 4) == own(target)[2][:4]
 
 
-# -- mistakes that the claims above would find --------------------------------------------------
+# -- planted mistakes that the tests above must catch ------------------------------------------
 
 
-def test_another_rows_source_would_be_noticed(target, monkeypatch):
+def test_the_tests_catch_a_row_with_another_rows_source(target, monkeypatch):
     sources = [source[-3:] for source in SOURCES]
     expected = [generated(target, source, 12) for source in sources]
     decoder = Decoder(target, None, 3, 60)
@@ -131,8 +131,8 @@ def test_another_rows_source_would_be_noticed(target, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_a_nodes_number_as_its_position_would_be_noticed(name, monkeypatch):
-    """Of a tree's nodes several have one position."""
+def test_the_tests_catch_positions_by_cache_slots(name, monkeypatch):
+    """Several nodes of a tree share a position."""
     target = random_seq2seq(name)
     expected = own(target)
     place = PackedTarget.forward
@@ -146,12 +146,12 @@ def test_a_nodes_number_as_its_position_would_be_noticed(name, monkeypatch):
     assert decode(decoder, asked(target, SOURCES)) != expected
 
 
-# -- files, and what is refused -----------------------------------------------------------------
+# -- files and refusals ------------------------------------------------------------------------
 
 
-def test_files_give_the_same_target(target, tmp_path):
+def test_a_target_saved_and_loaded_is_the_same(target, tmp_path):
     target.model.save_pretrained(tmp_path)
-    small = random_seq2seq(target.name)  # a tokenizer is not asked for here
+    small = random_seq2seq(target.name)  # no tokenizer is needed here
     loaded = type(target.model).from_pretrained(tmp_path)
     again = Target(loaded, None, "again")
     assert again.start_ids == small.start_ids
@@ -161,12 +161,12 @@ def test_files_give_the_same_target(target, tmp_path):
     torch.testing.assert_close(features, target.features(ids, source=ids))
     both = TargetEmbeddings.load(str(tmp_path))
     assert torch.equal(both.embedding, target.embedding.weight)
-    assert torch.equal(both.embed(ids), target.embed(ids))  # mBART's are scaled
+    assert torch.equal(both.embed(ids), target.embed(ids))  # mBART scales them
     logits = both.finish(features @ both.lm_head_weight.T)
     torch.testing.assert_close(logits, target.logits(features))
 
 
-def test_a_request_has_a_source_where_the_target_reads_one():
+def test_a_missing_unexpected_or_invalid_source_is_refused():
     for target, request in (
         (random_seq2seq("t5"), Request([0], 4)),
         (random_target(), Request([0], 4, source=[1, 2])),
@@ -178,7 +178,7 @@ def test_a_request_has_a_source_where_the_target_reads_one():
         assert "source" in str(done.error)
 
 
-def test_what_cannot_work_is_refused_with_the_reason():
+def test_a_model_without_a_decoder_start_token_is_refused():
     target = random_seq2seq("t5")
     target.model.generation_config.decoder_start_token_id = None
     target.config.decoder_start_token_id = None
@@ -220,12 +220,12 @@ def test_generate_gives_its_own_tokens_for_padded_sources(target, rows, side):
         assert fast.last.tokens == rows * (expected.shape[1] - 1) or target.name == "bart"
 
 
-def test_a_students_encoder_counts_the_padding_as_the_targets_does(target):
+def test_a_student_reads_padded_sources_as_the_target_does(target):
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     inputs, fast = batch(SOURCES[:3], "left"), Speculative(ssd(target))
     expected = target.model.generate(**inputs, **options)
     assert torch.equal(target.model.generate(**inputs, **options, custom_generate=fast), expected)
-    assert fast.last.tokens_per_step > 3  # its drafts are the target's own tokens
+    assert fast.last.tokens_per_step > 3  # it drafts the target's own tokens
 
 
 @pytest.mark.parametrize("place", [-2, slice(None)], ids=["inside", "all"])
@@ -237,7 +237,7 @@ def test_padding_inside_a_source_is_refused(target, place):
         target.model.generate(**inputs, **options, custom_generate=fast)
 
 
-def test_what_an_encoder_said_elsewhere_is_refused_and_so_is_padding_that_counts(target):
+def test_encoder_outputs_and_padding_that_shifts_positions_are_refused(target):
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     model, inputs = target.model, batch(SOURCES[:2], "right")
     said = model.get_encoder()(input_ids=inputs["input_ids"])
@@ -246,7 +246,7 @@ def test_what_an_encoder_said_elsewhere_is_refused_and_so_is_padding_that_counts
     start = next(iter(target.start_ids))
     inputs["decoder_input_ids"] = torch.tensor([[0, 0, start, 5], [start, 7, 8, 9]])
     inputs["decoder_attention_mask"] = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    if target.context:  # learned positions, of which padding takes some
+    if target.context:  # padding uses up learned positions
         with pytest.raises(DataError, match="give decoder_input_ids of one length"):
             model.generate(**inputs, **options, custom_generate=Speculative())
     else:
@@ -254,7 +254,7 @@ def test_what_an_encoder_said_elsewhere_is_refused_and_so_is_padding_that_counts
         assert torch.equal(ours, model.generate(**inputs, **options))
 
 
-def test_generate_samples_several_answers_to_each_source(target):
+def test_generate_samples_several_equal_answers_with_every_drafter(target):
     options = {"max_new_tokens": 10, "do_sample": True, "num_return_sequences": 3}
     options |= {"pad_token_id": 0, "return_dict_in_generate": True}
     found = []

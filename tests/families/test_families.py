@@ -1,4 +1,4 @@
-"""Each family decodes as its own model does; whatever cannot is refused with the reason."""
+"""Each family decodes as its own model does, or is refused with the reason."""
 
 from functools import partial
 
@@ -79,7 +79,7 @@ def prompts(count: int = 4) -> list[list[int]]:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_decoding_gives_the_models_own_tokens(target, rows):
     expected = [plain_tokens(target, prompt, 14) for prompt in prompts()]
-    assert len({token for tokens in expected for token in tokens}) > 3  # no constant output
+    assert len({token for tokens in expected for token in tokens}) > 3  # the output is not constant
     head, tree = random_head(target, 2), StaticTree(PATHS, 2)
     requests = [Request(p, 14) for p in prompts()]
     right = Foreseeing({tuple(p): answer for p, answer in zip(prompts(), expected, strict=True)})
@@ -89,7 +89,7 @@ def test_decoding_gives_the_models_own_tokens(target, rows):
         assert decode(decoder, requests, accepts=drafter is right) == expected, drafter
 
 
-def test_layers_behind_a_feature_are_the_models_own_hidden_states(target):
+def test_wide_features_contain_the_models_own_hidden_states(target):
     if target.name == "opt-projected":
         with pytest.raises(TargetError, match="widths 32 for them, and 16 for its feature"):
             target.features(torch.tensor(prompts()[:1]), layers=(1,))
@@ -126,12 +126,12 @@ def test_logits_of_features_are_the_models_logits(target):
     torch.testing.assert_close(target.logits(features), expected)
 
 
-def test_both_ends_can_be_read_from_files(target, tmp_path):
+def test_embeddings_and_lm_head_can_be_read_from_files(target, tmp_path):
     target.model.save_pretrained(tmp_path)
     described = identity_of("x", None, tmp_path)
     assert (described["hidden_size"], described["vocab_size"]) == (HIDDEN, VOCAB)
     assert target.identity()["hidden_size"] == HIDDEN
-    if target.config.model_type == "phi":  # the one with a bias on lm_head
+    if target.config.model_type == "phi":  # its lm_head has a bias
         with pytest.raises(TargetError, match=r"lm_head has a bias.*prompt lookup"):
             TargetEmbeddings.load(str(tmp_path))
         with pytest.raises(TargetError, match="lm_head has a bias"):
@@ -153,7 +153,7 @@ def test_embeddings_are_found_in_files_written_by_the_base_model(name, tmp_path)
     assert torch.equal(embeddings.embedding, target.embedding.weight)
 
 
-def test_half_precision_passes_the_check_at_construction():
+def test_half_precision_models_pass_the_check_at_construction():
     for name in ("llama-gqa", "gpt2", "gpt-neox", "opt"):
         model = random_family(name).model.to(torch.bfloat16)
         assert PackedTarget(Target(model, None, name), 1, 64).pool.dtype == torch.bfloat16
@@ -165,7 +165,7 @@ def test_a_tiny_capacity_can_be_checked(capacity):
 
 
 @pytest.mark.parametrize("padding", [0, 2])
-def test_a_padding_token_that_is_embedded_as_zero_is_no_reason_to_refuse(padding):
+def test_a_padding_token_with_a_zero_embedding_is_accepted(padding):
     target = random_family("llama", pad_token_id=padding)
     assert not target.embed(torch.tensor(padding)).any()
     expected = [plain_tokens(target, prompt, 8) for prompt in prompts()]
@@ -188,7 +188,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
-def test_what_cannot_work_is_refused_with_the_reason(reason):
+def test_a_model_that_cannot_work_is_refused_with_the_reason(reason):
     model = REFUSALS[reason]()
     with pytest.raises(TargetError, match=reason) as error:
         PackedTarget(Target(model, None, "refused"), 1, 64)
@@ -196,7 +196,7 @@ def test_what_cannot_work_is_refused_with_the_reason(reason):
 
 
 class Reversed(nn.Embedding):
-    """Positions that no packed forward can know: they run from the end of what is read."""
+    """Positions that a packed forward cannot know: they count from the end of the input."""
 
     def forward(self, ids):
         return super().forward(ids.flip(-1))
@@ -215,12 +215,12 @@ def test_a_capacity_beyond_learned_positions_is_refused(name):
     with pytest.raises(TargetError, match=r"capacity of 129 tokens .* exceeds the 128 positions"):
         Decoder(target, None, 1, 129)
     prompt = prompts()[3]
-    request = Request(prompt, 128 - len(prompt))  # the last position there is
+    request = Request(prompt, 128 - len(prompt))  # up to the last position
     done = next(Decoder(target, None, 1, 128).run([request]))
     assert done.tokens == plain_tokens(target, prompt, request.max_new_tokens)
 
 
-def test_answers_up_to_the_last_position_are_plain_where_none_is_left_for_drafts():
+def test_answers_up_to_the_last_position_need_no_room_for_drafts():
     target, prompt = random_family("gpt2"), prompts()[3]
     ask = Ask(prompt, 128 - len(prompt), temperature=0.0, seed=0)
     for make in (lambda capacity: None, lambda capacity: PromptLookup(1, 5, 2)):
@@ -234,8 +234,8 @@ LONGROPE = {
 }
 
 
-def test_frequencies_that_change_with_length_are_used_up_to_it_and_no_further():
-    """Beyond it a row's own output depends on its neighbours, in the family's own `generate`."""
+def test_longrope_is_decoded_up_to_the_length_where_its_frequencies_change():
+    """Beyond it, a row's output depends on its neighbours even in the family's own `generate`."""
     changes = {"original_max_position_embeddings": 24, "rope_parameters": LONGROPE}
     target = Target(random_model("Phi3", **GQA, **changes, sliding_window=None), None, "phi3")
     with pytest.raises(TargetError, match=r"25 tokens .* 24 positions before its longrope rotary"):
@@ -252,7 +252,7 @@ def test_frequencies_that_change_with_length_are_used_up_to_it_and_no_further():
     assert beside[0, len(long) :].tolist() != answer
 
 
-def test_rotary_positions_go_on_but_not_those_that_change_with_length():
+def test_only_rotary_frequencies_that_depend_on_length_limit_the_capacity():
     PackedTarget(random_family("llama"), 1, 400)
     dynamic = {**ROPE, "rope_type": "dynamic", "factor": 2.0}
     with pytest.raises(TargetError, match=r"128 positions before its dynamic rotary"):

@@ -1,4 +1,4 @@
-"""Latent attention, where keys are wider than values, decodes as the family's own `generate`."""
+"""Latent attention, with keys and values of different widths, decodes as `generate` does."""
 
 import pytest
 from random_families import LATENT, check_family, random_model

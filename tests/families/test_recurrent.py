@@ -1,4 +1,4 @@
-"""Recurrent layers decode as the family's own `generate`: rejected drafts are taken back."""
+"""Recurrent layers decode as the family's own `generate`: rejected drafts are undone."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ SPACES = {"num_heads": 8, "head_dim": 4, "state_size": 6, "n_groups": 2, "chunk_
 FAMILIES = {
     "qwen3_next": ("Qwen3Next", {**GQA, **DELTA}),
     "lfm2": ("Lfm2", {**GQA, "layer_types": ["conv", "full_attention", "conv"]}),
-    "mamba2": ("Mamba2", SPACES),  # no attention at all
+    "mamba2": ("Mamba2", SPACES),  # without attention
     "falcon_h1": ("FalconH1", {**GQA, **MAMBA, "head_dim": 8}),  # both in one
 }
 TREE = Topology([-1, 0, 0, 1, 1, 2])
@@ -58,21 +58,21 @@ def test_recurrent_layers_decode_as_the_model_generates(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_draft_that_is_not_taken_back_would_be_noticed(name, monkeypatch):
+def test_the_tests_catch_states_that_keep_rejected_or_lose_accepted_tokens(name, monkeypatch):
     target = recurrent(name)
     asked = prompts(4)
     expected = [plain_tokens(target, prompt, 14) for prompt in asked]
     drafter = Foreseeing({tuple(p): answer for p, answer in zip(asked, expected, strict=True)})
     requests, keep = [Request(prompt, 14) for prompt in asked], states.States.keep
     everything = [*range(len(drafter.topology))]
-    for mistake in (everything, [0]):  # what was rejected is read for good; what was accepted not
+    for mistake in (everything, [0]):  # rejected tokens stay; accepted tokens are lost
         decoder = Decoder(target, drafter, 2, 100)
         with monkeypatch.context() as patch:
             patch.setattr(states.States, "keep", lambda s, row, _, m=mistake: keep(s, row, m))
             assert decode(decoder, requests) != expected
 
 
-def test_rows_sit_out_and_come_back():
+def test_a_row_may_skip_forwards_and_continue():
     target = recurrent("qwen3_next")
     packed, ids = PackedTarget(target, 3, 64), torch.tensor(prompts()[3])
     expected = target.features(ids[None])[0]
@@ -94,7 +94,7 @@ def test_rows_sit_out_and_come_back():
     torch.testing.assert_close(torch.cat((first, again)), expected[:6], atol=1e-4, rtol=1e-4)
 
 
-def test_of_a_drafted_node_its_input_is_kept_and_no_state():
+def test_drafted_nodes_keep_their_inputs_and_no_states():
     target = recurrent("qwen3_next")
     packed = PackedTarget(target, 2, 64)
     held = packed.states
@@ -105,14 +105,14 @@ def test_of_a_drafted_node_its_input_is_kept_and_no_state():
     assert [kept.shape for kept in held.inputs] == [(5, target.hidden_size)] * 2
     after = [[state.data_ptr() for state in states._tensors(layer)] for layer in held.layers]
     assert after == before
-    assert len(packed.pool.layers) == 1  # keys and values only where there is attention
+    assert len(packed.pool.layers) == 1  # only attention layers have keys and values
 
 
-def test_paths_lead_to_all_leaves():
+def test_leaf_paths_cover_all_nodes_and_end_at_all_leaves():
     for topology in (TREE, chain(4), Topology([-1, 0, 1, 0, 3, 3, 1])):
         for known in (1, 2):
             if known == 2 and topology.parents[1:].count(0) > 1:
-                continue  # of what is committed, a node has one child
+                continue  # a committed node has one child
             paths, where = states.leaf_paths(topology, known)
             leaves = [n for n in range(known, len(topology)) if not topology.children[n]]
             assert [path[-1] for path in paths] == leaves
@@ -131,6 +131,6 @@ def test_paths_lead_to_all_leaves():
         lambda target: PaddedDecoder(target, None, 2, 64),
     ],
 )
-def test_what_needs_states_to_be_cut_is_refused(refused):
+def test_uses_that_would_need_truncated_states_are_refused(refused):
     with pytest.raises(TargetError, match=r"lfm2 \(lfm2\): it has recurrent layers, whose state"):
         refused(recurrent("lfm2"))

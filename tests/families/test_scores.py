@@ -15,7 +15,7 @@ from specdraft.models.families.finish import PLAIN, Finish, finish_of
 from specdraft.models.families.scores import Scores, attention, fold_mask
 from specdraft.models.target import Target
 
-# An embedding that is scaled and tied says the last token again.
+# A scaled and tied embedding would repeat the last token.
 UNTIED = {**GQA, "tie_word_embeddings": False}
 GEMMA = {**UNTIED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 9}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
@@ -23,13 +23,13 @@ MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GRANITE = {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.7}
 FAMILIES = {
     "gemma": ("Gemma", {**UNTIED, "head_dim": 8}, PLAIN),  # scaled embeddings
-    "gemma2": ("Gemma2", {**GEMMA, **CAPS}, Finish(1.0, 5.0)),  # and norms around
+    "gemma2": ("Gemma2", {**GEMMA, **CAPS}, Finish(1.0, 5.0)),  # and norms before and after layers
     "gpt_oss": ("GptOss", {**UNTIED, **MOE, "head_dim": 8, "sliding_window": 9}, PLAIN),
     "cohere": ("Cohere", {**UNTIED, "logit_scale": 0.5}, Finish(0.5)),
     "cohere2": ("Cohere2", {**UNTIED, "logit_scale": 0.5, "sliding_window": 9}, Finish(0.5)),
     "granite": ("Granite", {**UNTIED, **GRANITE}, Finish(0.25)),
     "hyperclovax": ("HyperCLOVAX", {**UNTIED, "logits_scaling": 4.0}, Finish(4.0)),
-    "olmo2": ("Olmo2", UNTIED, PLAIN),  # norms of queries and keys, after layers
+    "olmo2": ("Olmo2", UNTIED, PLAIN),  # query and key norms, and norms after layers
     "glm": ("Glm", {**UNTIED, "head_dim": 8, "partial_rotary_factor": 0.5}, PLAIN),
 }
 
@@ -49,7 +49,7 @@ def test_a_family_decodes_as_its_model_generates(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_comes_after_lm_head_is_found_with_and_without_weights(name, tmp_path):
+def test_what_follows_lm_head_is_found_with_and_without_the_models_weights(name, tmp_path):
     target, expected = scored(name), FAMILIES[name][2]
     assert target.finish == pytest.approx(expected)
     target.model.save_pretrained(tmp_path)
@@ -62,13 +62,13 @@ def test_what_comes_after_lm_head_is_found_with_and_without_weights(name, tmp_pa
 def test_training_embeds_tokens_as_drafting_does(name, tmp_path):
     target = scored(name)
     target.model.save_pretrained(tmp_path)
-    ids = torch.arange(1, 9)  # the first may be padding, whose embedding is zero
+    ids = torch.arange(1, 9)  # without token 0, which may be padding with a zero embedding
     for embeddings in (target.embeddings(), TargetEmbeddings.load(str(tmp_path))):
         assert torch.equal(embeddings.embed(ids), target.embed(ids))
 
 
 @pytest.mark.parametrize(("name", "forgotten"), [("gpt_oss", "sinks"), ("gemma2", "cap")])
-def test_sinks_and_caps_that_are_forgotten_would_be_noticed(name, forgotten, monkeypatch):
+def test_the_tests_catch_forgotten_sinks_and_caps(name, forgotten, monkeypatch):
     target = scored(name)
     decoder = Decoder(target, None, 1, 100)
     requests = [Request(prompt, 14) for prompt in prompts()[3:]]
@@ -82,7 +82,7 @@ def test_sinks_and_caps_that_are_forgotten_would_be_noticed(name, forgotten, mon
     assert decode(decoder, requests) != expected
 
 
-def test_without_what_comes_after_lm_head_samples_differ():
+def test_ignoring_what_follows_lm_head_changes_samples():
     target = scored("gemma2")
     requests = [Request(prompt, 14, 1.3, seed=5) for prompt in prompts()]
     expected = decode(Decoder(target, None, 1, 100), requests)
@@ -91,11 +91,11 @@ def test_without_what_comes_after_lm_head_samples_differ():
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_of_ours_is_torchs_where_nothing_is_special(kv_heads):
+def test_our_attention_equals_torchs_without_sinks_and_caps(kv_heads):
     query, keys = torch.randn(3, 4, 5, 8), torch.randn(3, kv_heads, 9, 8)
     values, mask = torch.randn_like(keys), torch.zeros(3, 1, 5, 9)
     mask[:, :, 2, 4:] = -torch.inf
-    nothing = torch.full((4,), -torch.inf)  # a sink that takes nothing
+    nothing = torch.full((4,), -torch.inf)  # a sink without weight
     expected = attention(query, keys, values, mask, False, Scores(0.3))
     found = attention(query, keys, values, mask, False, Scores(0.3, sinks=nothing))
     torch.testing.assert_close(found, expected)
@@ -105,7 +105,7 @@ def test_attention_of_ours_is_torchs_where_nothing_is_special(kv_heads):
 
 
 @pytest.mark.parametrize("finish", [Finish(0.3), Finish(1.0, 2.0), Finish(0.5, 3.0)])
-def test_a_slope_goes_back_through_what_comes_after_lm_head(finish):
+def test_the_gradient_through_what_follows_lm_head_is_correct(finish):
     raw = torch.randn(4, 7, requires_grad=True)
     logits, slope = finish(raw), torch.randn(4, 7)
     logits.backward(slope)
@@ -114,8 +114,8 @@ def test_a_slope_goes_back_through_what_comes_after_lm_head(finish):
 
 @pytest.mark.parametrize("kind", ["one mask", "a mask per head"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_heads_that_share_keys_attend_as_each_would_alone(kind, count):
-    """Several rows on a CPU, whose heads of a key are queries of one head there."""
+def test_heads_that_share_keys_attend_as_separate_heads_would(kind, count):
+    """For several rows on a CPU, heads that share a key become queries of one head."""
     rows, heads, kv_heads, slots, width = 4, 6, 2, 7, 8
     torch.manual_seed(0)
     query = torch.randn(rows, heads, count, width)

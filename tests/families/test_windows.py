@@ -1,4 +1,4 @@
-"""Sliding windows, in all layers or in some, decode as the family's own `generate`."""
+"""Sliding windows, in all or some layers, decode as the family's own `generate`."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from specdraft.eval.engine.tree import chain
 from specdraft.eval.families.probe import ALL, OTHER, window_mask
 from specdraft.models.target import Target
 
-# An embedding that is scaled and tied says the last token again.
+# A scaled and tied embedding would repeat the last token.
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 FAMILIES = {
@@ -35,14 +35,14 @@ def windowed(name: str, window: int) -> Target:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_which_layers_have_windows_is_read_off_their_masks(name):
+def test_the_windows_of_layers_are_detected_from_their_masks(name):
     windows = PackedTarget(windowed(name, 7), 1, 64).pool.windows
     assert windows == tuple(7 if has else None for has in FAMILIES[name][2])
 
 
 @pytest.mark.parametrize("size", range(1, 12))
-def test_a_mask_is_judged_by_what_the_tokens_of_a_full_row_see(size):
-    """A window or a chunk that holds the row is none; one chunk of several is not understood."""
+def test_a_mask_is_classified_by_what_the_tokens_of_a_full_row_see(size):
+    """A window or chunk as long as the row counts as none; shorter chunks are not supported."""
     capacity = 8
     window = sliding_window_causal_mask_function(size)
     assert window_mask(capacity, 2, 2, window).unique().tolist() == [
@@ -53,7 +53,7 @@ def test_a_mask_is_judged_by_what_the_tokens_of_a_full_row_see(size):
     assert window_mask(capacity, 2, 2, chunk).unique().tolist() == [known]
 
 
-def test_a_window_as_long_as_a_row_costs_nothing():
+def test_a_window_as_long_as_a_row_counts_as_none():
     assert PackedTarget(windowed("mistral", 64), 1, 64).pool.windows == (None, None, None)
     assert PackedTarget(windowed("mistral", 63), 1, 64).pool.windows == (63, 63, 63)
 
@@ -68,8 +68,8 @@ def test_a_window_shorter_than_a_draft_decodes_as_the_model_generates():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_window_off_by_one_would_be_noticed(name):
-    """Or the test above would pass for any window."""
+def test_the_tests_catch_a_window_off_by_one(name):
+    """Otherwise the test above would pass for any window."""
     target = windowed(name, 9)
     requests = [Request(prompt, 14) for prompt in prompts()[3:]]
     expected = [plain_tokens(target, request.prompt, 14) for request in requests]
@@ -94,7 +94,7 @@ def test_a_windowed_layer_reads_no_more_than_its_window(monkeypatch):
     assert read == {0: 9, 1: 4 * len(prompts()[5]) + 13, 2: 9}
 
 
-def test_features_of_layers_see_windows_too():
+def test_features_of_inner_layers_respect_windows_too():
     target = windowed("gemma3", 3)
     ids, packed = torch.tensor(prompts()[4]), PackedTarget(target, 1, 100, (1, 2))
     wide = target.features(ids[None], layers=(1, 2))[0]

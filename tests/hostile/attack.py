@@ -1,9 +1,9 @@
-"""A hostile hour: kills, spoilt inputs, tampered files, two of everything at once.
+"""Attacks: kills, corrupt inputs, tampered files, and concurrent commands.
 
     python tests/hostile/attack.py [fuzz kills tampers pairs] [--work DIR] [--count 200] [--first 0]
 
-Every attack has a number and is drawn from it. DIR/attacks.jsonl keeps what came of each: the same
-command goes on where it stopped, and ends with a summary. Exit code 1 if anything was found.
+An attack's number is its seed. DIR/attacks.jsonl keeps the results: the same command resumes where
+it stopped, and ends with a summary. The exit code is 1 if anything was found.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pairs import pair  # noqa: E402
 from place import Place  # noqa: E402
 from tampers import tamper  # noqa: E402
 
-# Does the attack of a number in a fresh folder; returns how many it was, and what is wrong.
+# Runs the attack of a number in a fresh folder; returns how many it made, and what is wrong.
 Attack = Callable[[int, Path, Place], tuple[int, str | None]]
 KINDS: dict[str, tuple[Attack, int]]
 KINDS = {"fuzz": (fuzz, 2000), "kills": (kill, 50), "tampers": (tamper, 200), "pairs": (pair, 24)}
@@ -46,7 +46,7 @@ def main() -> None:
     work = options.work.resolve()
     os.chdir(ROOT)
     for number in (signal.SIGINT, signal.SIGHUP):
-        # What nohup and a shell's & have ignored, every command would ignore, too.
+        # Commands would inherit the signals that nohup or a shell's & made us ignore.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     place, log = Place(work / "place"), work / "attacks.jsonl"
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def attacked(attack: Attack, number: int, place: Place) -> dict:
-    """What came of an attack."""
+    """The result of an attack."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         count, wrong = attack(number, Path(folder), place)
@@ -73,7 +73,7 @@ def attacked(attack: Attack, number: int, place: Place) -> dict:
 
 
 def summary(done: list[dict]) -> int:
-    """Print how many attacks of each kind there were, and how many have found something."""
+    """Print the number of attacks of each kind, and how many found something."""
     there, found = Counter(), Counter()
     for each in done:
         there[each["kind"]] += each["count"]

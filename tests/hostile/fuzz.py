@@ -1,4 +1,4 @@
-"""Inputs that are no inputs: recipes, trees, targets, heads, caches, rows, answers of a server."""
+"""Corrupt inputs: recipes, trees, targets, heads, caches, rows, answers of a server."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def a_tree(random: Random, folder: Path, place: Place) -> str | None:
 
 
 def a_target(random: Random, folder: Path, place: Place) -> str | None:
-    """A small target, of which a question is asked."""
+    """A small target that is asked a question."""
     here = shutil.copytree(bundled_target_dir(), folder / "target")
     path = random.choice([path for path in sorted(here.iterdir()) if path.suffix != ".md"])
     path.write_bytes((odd_json if path.suffix == ".json" else spoilt)(path.read_bytes(), random))
@@ -72,7 +72,7 @@ def a_target(random: Random, folder: Path, place: Place) -> str | None:
 
 
 def a_head(random: Random, folder: Path, place: Place) -> str | None:
-    """Its checksums are as its files: whoever spoils it can count."""
+    """The checksums match the corrupt files, as an attacker would make them."""
     run = shutil.copytree(place.run / "falcon", folder / "run" / "falcon").parent
     (run / "falcon" / SUMS).unlink()
     path = run / "falcon" / random.choice(["config.json", "config.json", "model.safetensors"])
@@ -130,5 +130,5 @@ KINDS = (a_recipe, a_tree, a_head, a_cache, rows, answers, a_target)
 
 
 def fuzz(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
-    """The input of a number; say what is wrong with how it was taken."""
+    """Try the input of a number; return what is wrong with how it was handled."""
     return 1, KINDS[number % len(KINDS)](Random(f"fuzz {number}"), folder, place)

@@ -1,9 +1,9 @@
-"""What a user types that is no recipe: names, folders, overrides, patterns of data.
+"""Invalid names, folders, overrides and data patterns, as a user may type them.
 
     PYTHONPATH=tests python tests/hostile/fuzz_names.py 1000 [FIRST]
 
-Nothing asks a network: huggingface_hub is told that there is none. The short part is among the
-tests (tests/hostile/test_names.py).
+Nothing uses the network: huggingface_hub runs offline. tests/hostile/test_names.py runs a short
+part of it.
 """
 
 import os
@@ -15,7 +15,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 if __name__ == "__main__":
-    os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub reads it
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 
 from mangle import SCALARS, odd_json, spoilt
 from verdict import refused_or_fine
@@ -46,7 +46,7 @@ def a_name(random: Random, folder: Path) -> str | None:
 
 
 def an_override(random: Random, folder: Path) -> str | None:
-    """Keys of a recipe, or nearly, with values that are not theirs."""
+    """Keys of a recipe, or nearly, with values that do not fit."""
     overrides = []
     for _ in range(random.randrange(1, 4)):
         section = random.choice([*SECTIONS, "nothing", ""])
@@ -59,7 +59,7 @@ def an_override(random: Random, folder: Path) -> str | None:
 
 
 def a_run(random: Random, folder: Path) -> str | None:
-    """The folder of a run, some of it missing, spoilt or twice there."""
+    """The folder of a run with parts missing, corrupt or duplicated."""
     run = folder / random.choice(["run", "falcon", "recipe.yaml", "table"])
     recipe = (Path(__file__).parents[2] / "recipes" / "tiny.yaml").read_bytes()
     config = b'{"block_size": 3, "fusion": "linear", "hidden_size": 128, "vocab_size": 2048}'
@@ -87,7 +87,7 @@ def some_data(random: Random, folder: Path) -> str | None:
 
 
 def _all_of(name: str) -> str | None:
-    """Everything that takes a name: a recipe, a push of what it has, a drafter."""
+    """Everything that takes a name: a recipe, a push, a drafter."""
 
     def push() -> None:
         recipe = load_recipe(name, ["hub.repo_id=you/x"], check=problems)
@@ -101,7 +101,7 @@ WAYS = (a_name, an_override, a_run, some_data)
 
 
 def fuzz(number: int, folder: Path) -> str | None:
-    """The input of a number; say what is wrong with how it was taken."""
+    """Try the input of a number; return what is wrong with how it was handled."""
     return WAYS[number % len(WAYS)](Random(f"names {number}"), folder)
 
 

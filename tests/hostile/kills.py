@@ -1,8 +1,8 @@
-"""Commands that are ended by signals and closed terminals, again and again, in all their stages.
+"""Commands ended repeatedly, at all their stages, by signals and closed terminals.
 
-A number stands for a command that is begun five times in the same folder, under any launcher, and
-ended at any moment. Nothing of it may live on, and nobody may complain. Then it is left to end, and
-has to come to what comes of it undisturbed.
+Each number stands for a command that is started five times in one folder, under some launcher, and
+ended at some moment. None of its processes may survive, and none may complain. Then it runs to its
+end, and must give the result of an undisturbed run.
 """
 
 import os
@@ -26,7 +26,7 @@ from pairs import ANSWERS, BENCH, CACHE, COSTS, COUNT, FIT, TRAIN
 from place import Place, weights
 from verdict import of_command
 
-PATIENCE = 90  # seconds until all that belongs to an ended command is gone
+PATIENCE = 90  # seconds until all processes of an ended command are gone
 LAUNCHERS = {
     "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
@@ -38,8 +38,8 @@ PAPER = ["eval/paper.py", "noise", "--seeds", "0"]
 
 @dataclass(frozen=True)
 class Stage:
-    """A command; ranks: whether several processes share its work; trained: whether it begins with
-    what was trained; kept: the folder of the weights that it leaves."""
+    """A command; ranks: whether several processes share its work; trained: whether it starts from a
+    trained run; kept: the folder of the weights it leaves."""
 
     command: list[str]
     ranks: bool = False
@@ -62,16 +62,16 @@ HOW = ["ctrl-c", "ctrl-c twice", "closed", "SIGINT", "SIGTERM", "SIGHUP", "SIGKI
 
 
 def kill(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
-    """Begin a command and end it, five times; then see what comes of it."""
+    """Start a command and end it, five times; then check its result."""
     random, stage = Random(f"kill {number}"), STAGES[number % len(STAGES)]
-    # Two ranks add up in another order: numbers without any have their weights compared.
+    # Two ranks add in another order, so weights are compared only for numbers without ranks.
     ranks = stage.ranks and number // len(STAGES) % 2 == 1
     launchers = ["python", "python", "accelerate", "torchrun"][: 3 + ranks]
     command, kills = overridden(stage, folder, place), 0
     prepare(stage, folder, place)
     for _ in range(5):
         launcher, how, at_work = random.choice(launchers), random.choice(HOW), random.random() < 0.8
-        after = random.expovariate(random.choice([0.5, 5]))  # some stages are done in a second
+        after = random.expovariate(random.choice([0.5, 5]))  # some stages take only a second
         session = Session(launcher, command, folder)
         if (not at_work or session.lasts(PATIENCE, session.is_at_work)) and session.lasts(after):
             kills += 1
@@ -80,7 +80,7 @@ def kill(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
         told += " of work" if at_work else ""
         if found := session.aftermath():
             return kills, f"{told}: {found}"
-        if session.code == 0:  # nothing is left to end
+        if session.code == 0:  # it has finished
             prepare(stage, folder, place)
     done = run(*command)
     if done.returncode:
@@ -91,7 +91,7 @@ def kill(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
 
 
 def prepare(stage: Stage, folder: Path, place: Place) -> None:
-    """Have a folder hold what a stage begins with, and nothing else."""
+    """Fill a folder with exactly what a stage starts from."""
     for name in [path.name for path in folder.iterdir()]:
         shutil.rmtree(folder / name)
     for name in ("run", "cache") if stage.trained else ():
@@ -99,7 +99,7 @@ def prepare(stage: Stage, folder: Path, place: Place) -> None:
 
 
 def overridden(stage: Stage, folder: Path, place: Place) -> list[str]:
-    """The command of a stage whose files lie in a folder."""
+    """The command of a stage with its files in a folder."""
     given = {word.split("=")[0] for word in stage.command}
     own = [word for word in place.settings(folder) if word.split("=")[0] not in given]
     if stage.command is PAPER:
@@ -111,7 +111,7 @@ def overridden(stage: Stage, folder: Path, place: Place) -> list[str]:
 
 
 def whole(stage: Stage, place: Place) -> str:
-    """The weights of a stage that nobody ends."""
+    """The weights of an undisturbed stage."""
     folder = place.folder / "whole" / stage.kept
     if not (folder / "run" / "report.json").is_file():
         done = run(*overridden(stage, folder, place))
@@ -120,12 +120,12 @@ def whole(stage: Stage, place: Place) -> str:
 
 
 class Session:
-    """A command that leads the session of a terminal."""
+    """A command that is the session leader of a terminal."""
 
     def __init__(self, launcher: str, command: list[str], folder: Path):
         self.folder, self.said, self.code, self.fork = folder, b"", None, None
         self.began = time.time()
-        if launcher == "python":  # forked: its imports are done
+        if launcher == "python":  # forked with its imports done
             self.terminal, screen = pty.openpty()
             self.fork = start(*command, terminal=os.ttyname(screen))
             self.pid = self.fork.pid
@@ -141,19 +141,19 @@ class Session:
         self.reader.start()
 
     def _read(self) -> None:
-        # Who waits within a read keeps the terminal open: nothing that is silent would be hung up.
-        with suppress(OSError):  # it ends with the last who has the terminal
+        # A blocking read would keep the terminal open: silent commands would get no SIGHUP.
+        with suppress(OSError):  # the last process with the terminal has ended
             while not self.closing.is_set():
                 if select([self.terminal], [], [], 0.05)[0]:
                     self.said += os.read(self.terminal, 4096)
 
     def is_at_work(self) -> bool:
-        """Whether a file was written in its folder."""
+        """Whether it has written a file in its folder."""
         paths = self.folder.rglob("*")
         return any(path.stat().st_mtime > self.began for path in paths if path.is_file())
 
     def lasts(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Whether it goes on for so long, or until something is."""
+        """Whether it runs for so long, or until a condition holds."""
         deadline = time.monotonic() + seconds
         while self._runs() and time.monotonic() < deadline:
             with suppress(FileNotFoundError):
@@ -171,7 +171,7 @@ class Session:
         return self.code is None
 
     def end(self, how: str) -> None:
-        """Do to it what a user, a shell or a scheduler does."""
+        """End it as a user, a shell or a scheduler would."""
         if how == "closed":
             self.closing.set()
             self.reader.join()
@@ -186,7 +186,7 @@ class Session:
             os.kill(self.pid, signal.Signals[how])
 
     def aftermath(self) -> str | None:
-        """Wait until all of it is gone; say what is wrong with how it went."""
+        """Wait until all its processes are gone; return what is wrong with how it ended."""
         deadline = time.monotonic() + PATIENCE
         while self._runs() or self.alive():
             if time.monotonic() > deadline:
@@ -205,7 +205,7 @@ class Session:
 
     @property
     def text(self) -> str:
-        """What it said."""
+        """Its output."""
         return self.said.decode(errors="replace")
 
     def alive(self) -> list[psutil.Process]:

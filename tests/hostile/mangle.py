@@ -1,4 +1,4 @@
-"""Ways to spoil bytes and JSON values, drawn with a seed: attackers, bad disks, torn writes."""
+"""Seeded ways to corrupt bytes and JSON values, as by attackers, bad disks or torn writes."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ WORDS += [
 
 
 def spoilt(content: bytes, random: Random) -> bytes:
-    """Bytes in which a part is cut off, turned, replaced, repeated or added."""
+    """Bytes with a part cut off, flipped, replaced, repeated or added."""
     return random.choice(WAYS)(content, random)
 
 
@@ -75,7 +75,7 @@ WAYS = [flipped, cut, emptied, zeroed, inserted, repeated, drawn]
 
 
 def odd(value: Any, random: Random) -> Any:
-    """A JSON value of which one part, at any depth, is another, is gone, or has a neighbour."""
+    """A JSON value with one part, at any depth, replaced, removed or added."""
     value = copy.deepcopy(value)
     places = [*_places(value)]
     if not places or random.random() < 0.05:
@@ -94,7 +94,7 @@ def odd(value: Any, random: Random) -> Any:
 
 
 def odd_json(content: bytes, random: Random) -> bytes:
-    """A JSON text that says something odd, or none at all."""
+    """A JSON text with an odd value, or invalid JSON."""
     if random.random() < 0.3:
         return spoilt(content, random)
     return json.dumps(odd(json.loads(content), random)).encode()

@@ -1,4 +1,4 @@
-"""Two of everything at once: one does it, the other waits or says who is there."""
+"""Two commands at once: one does the work, the other waits or names the first."""
 
 import shutil
 import time
@@ -18,7 +18,7 @@ TRAIN, CACHE = ["train/falcon.py", *TINY], ["data/cache.py", *TINY]
 BENCH, COSTS = ["eval/bench.py", *TINY], ["eval/costs.py", *TINY, *GRID]
 FIT, ANSWERS = ["eval/fit.py", *TINY, "--finalists", "1"], [*CACHE, "data.answers=target"]
 COUNT = ["train/maxgram.py", *TABLE, "eval.methods=[plain,maxgram]", "train.epochs=null"]
-# Two commands, and whether they begin with what was trained.
+# Two commands, and whether they start from a trained run.
 KINDS = [
     (CACHE, CACHE, False), (TRAIN, TRAIN, False), (TRAIN, CACHE, False), (COUNT, COUNT, False),
     (ANSWERS, ANSWERS, False), (BENCH, BENCH, True), (COSTS, COSTS, True), (TRAIN, BENCH, True),
@@ -27,7 +27,7 @@ KINDS = [
 
 
 def pair(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
-    """Run the two commands of a number, one moment apart at most."""
+    """Run the two commands of a number, at most a moment apart."""
     *commands, trained = KINDS[number % len(KINDS)]
     if trained:
         for name in ("run", "cache"):
@@ -50,7 +50,7 @@ def pair(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
 
 
 def unfinished(folder: Path) -> str | None:
-    """Say what is not whole, or was left behind, in caches and run."""
+    """Return what is incomplete or left behind in caches and run."""
     for cache in folder.glob("cache/tokens-*"):
         TokenCache.open(cache)
     for cache in folder.glob("cache/features-*"):

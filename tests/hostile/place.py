@@ -1,4 +1,4 @@
-"""What is attacked: a small run that was trained once, with its caches, and its target."""
+"""The object of the attacks: a small run, trained once, with its caches and target."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ SMALL += ["eval.methods=[plain,falcon_tree]", "eval.tree=tiny_coupled_k3_small"]
 
 
 class Place:
-    """A folder with `run` and `cache`, which are made if they are not there."""
+    """A folder with `run` and `cache`, which are made if missing."""
 
     def __init__(self, folder: Path):
         self.folder, self.run, self.cache = folder, folder / "run", folder / "cache"
@@ -30,7 +30,7 @@ class Place:
 
     @staticmethod
     def settings(folder: Path) -> list[str]:
-        """Overrides of a run whose run and cache lie in a folder."""
+        """Overrides that put run and cache into a folder."""
         return [*SMALL, f"output.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
 
     def made(self, script: str, folder: Path, *more: str) -> None:
@@ -40,17 +40,17 @@ class Place:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """Of the run."""
+        """The recipe of the run."""
         return load_recipe("recipes/tiny.yaml", self.settings(self.folder))
 
     @cached_property
     def target(self) -> Target:
-        """The bundled one."""
+        """The bundled target."""
         return Target.load("tiny")
 
     @cached_property
     def expected(self) -> dict:
-        """What comes of the run when nobody touches it: {"bench": .., "train": ..}."""
+        """The results of the untouched run: {"bench": .., "train": ..}."""
         from tampers import BENCH, MORE, steps
 
         if not (kept := self.folder / "expected.json").is_file():
@@ -66,5 +66,5 @@ class Place:
 
 
 def weights(run: Path, folder: str = "falcon") -> str:
-    """The checksum of what was trained."""
+    """The checksum of the trained weights."""
     return hashlib.sha256((run / folder / "model.safetensors").read_bytes()).hexdigest()

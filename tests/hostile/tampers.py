@@ -1,4 +1,4 @@
-"""Files of a run and its caches, spoilt one at a time: refused by name, or of no consequence."""
+"""Files of a run and its caches, corrupted one at a time: refused by name, or without effect."""
 
 import json
 import shutil
@@ -10,12 +10,12 @@ from mangle import spoilt
 from place import Place, weights
 from verdict import of_command
 
-MORE = ["train.steps=8"]  # than the run has: it goes on from its newest checkpoint
+MORE = ["train.steps=8"]  # more than the run has, so that it resumes
 BENCH = ["--methods", "plain,falcon_chain"]
 
 
 def tamper(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
-    """Spoil the file of a number, and run what reads it."""
+    """Corrupt the file of a number, and run what reads it."""
     random = Random(f"tamper {number}")
     for name in ("run", "cache"):
         shutil.copytree(place.folder / name, folder / name)
@@ -29,7 +29,7 @@ def tamper(number: int, folder: Path, place: Place) -> tuple[int, str | None]:
 
 
 def spoil(path: Path, random: Random) -> str:
-    """Spoil a file; say how."""
+    """Corrupt a file; return how."""
     content, way = path.read_bytes(), random.random()
     path.unlink()
     if way < 0.1:
@@ -45,7 +45,7 @@ def spoil(path: Path, random: Random) -> str:
 
 
 def consequence(name: Path, folder: Path, place: Place) -> str | None:
-    """Say what is wrong with the commands that read a file; None where they are right."""
+    """Return what is wrong with the commands that read a file, or None."""
     settings = ["recipes/tiny.yaml", *place.settings(folder)]
     if name.parts[1] == "falcon":
         done = run("eval/bench.py", *settings, *BENCH, "--out", str(folder / "bench"))
@@ -65,5 +65,5 @@ def consequence(name: Path, folder: Path, place: Place) -> str | None:
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps that each method took."""
+    """The number of steps of each method."""
     return [each["steps"] for each in json.loads((folder / "report.json").read_text())["runs"]]

@@ -1,4 +1,4 @@
-"""The short part of a hostile hour: some inputs of every kind, and a run that is tampered with."""
+"""A short part of the attacks: some corrupt inputs of every kind, and a tampered run."""
 
 import signal
 from pathlib import Path
@@ -21,17 +21,17 @@ def place(tmp_path_factory) -> Place:
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=[kind.__name__ for kind in KINDS])
-def test_spoilt_inputs_are_refused_in_a_few_words_or_are_no_matter(place, tmp_path, kind):
+def test_corrupt_inputs_are_refused_briefly_or_are_harmless(place, tmp_path, kind):
     for number in range(kind, 12 * len(KINDS), len(KINDS)):
         (folder := tmp_path / str(number)).mkdir()
         assert fuzz(number, folder, place) == (1, None), number
 
 
-def test_what_was_tampered_with_is_not_taken_as_whole(place, tmp_path):
+def test_a_tampered_file_is_refused_or_without_effect(place, tmp_path):
     assert tamper(0, tmp_path, place) == (1, None)
 
 
-def test_a_closed_terminal_hangs_up_who_has_nothing_to_say(tmp_path):
+def test_a_closed_terminal_ends_a_silent_command(tmp_path):
     script, begun = tmp_path / "silent.py", tmp_path / "begun"
     script.write_text(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(60)\n")
     session = Session("python", [str(script)], tmp_path)
@@ -42,8 +42,8 @@ def test_a_closed_terminal_hangs_up_who_has_nothing_to_say(tmp_path):
     assert session.aftermath() is None
 
 
-def test_the_attacks_find_what_they_look_for():
-    """Or a silent hour would say nothing."""
+def test_the_verdicts_recognise_the_faults_they_look_for():
+    """Otherwise attacks without a finding would prove nothing."""
 
     def refused(message: str) -> None:
         raise RecipeError(message)

@@ -1,4 +1,4 @@
-"""What no input and no kill may lead to: a traceback, an internal error, a hang, a crash."""
+"""What no input and no kill may cause: a traceback, an internal error, a hang, a crash."""
 
 import re
 import signal
@@ -9,13 +9,13 @@ from commands import ROOT
 
 from specdraft.recipes.errors import UserError
 
-PATIENCE = 60  # seconds of one input
+PATIENCE = 60  # seconds per input
 OURS = re.compile(rf'File "[^"]*(?:{ROOT}|specdraft)/(?:recipes|models|data|eval|train)/')
-ESCAPES = re.compile("\x1b(?!\\[[0-9;]*[mKA])")  # but colours, and what a bar draws with
+ESCAPES = re.compile("\x1b(?!\\[[0-9;]*[mKA])")  # except colours and a progress bar's codes
 
 
 def refused_or_fine(call: Callable[[], object]) -> str | None:
-    """Call it; say what is wrong with how that went. To be refused in a few words is right."""
+    """Call it; return what is wrong with how that went. A short refusal is right."""
     previous = signal.signal(signal.SIGALRM, _hangs)
     signal.alarm(PATIENCE)
     try:
@@ -33,7 +33,7 @@ def refused_or_fine(call: Callable[[], object]) -> str | None:
 
 
 def of_command(code: int, output: str) -> str | None:
-    """Say what is wrong with how a command has ended: 0, 1 with a reason, 2, 130, or a signal."""
+    """What is wrong with how a command ended; 0, 1 with a reason, 2, 130 or a signal are right."""
     if "internal error" in output:
         return next(line for line in output.splitlines() if "internal error" in line)
     if found := _our_traceback(output):
@@ -46,7 +46,7 @@ def of_command(code: int, output: str) -> str | None:
 
 
 def _our_traceback(output: str) -> str | None:
-    """A traceback through a file of ours: launchers tell of their end by theirs."""
+    """Whether there is a traceback through a file of ours; launchers print their own."""
     for part in output.split("Traceback (most recent call last)")[1:]:
         if OURS.search(part):
             return f"Traceback{part[:1500]}"
@@ -58,7 +58,7 @@ def _hangs(*_: object) -> None:
 
 
 def _place(error: Exception) -> str:
-    """An error, and where of ours it came from."""
+    """An error, and the place in our code that it came from."""
     at = [
         f"{frame.filename}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)

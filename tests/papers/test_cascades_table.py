@@ -1,4 +1,4 @@
-"""CS Drafting's Table 2: its rows, how each is tuned, and what is made of their figures."""
+"""CS Drafting's Table 2: its rows, how each is tuned, and the figures computed from them."""
 
 import gc
 import json
@@ -46,7 +46,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def rows(target):
-    """The rows of a random target with two students, one nearer to it than the other."""
+    """The rows of a random target with two students, one closer to it than the other."""
     recipe = load_recipe(RECIPE, ["eval.max_new_tokens=14"])
     students = (near(target, 0.02), near(target, 0.05))
     return contenders(recipe, Trained(table=table_of(VOCAB), cascade=students))
@@ -59,7 +59,7 @@ def chats(tokens: list[list[int]]) -> list[Prompt]:
 # -- rows ----------------------------------------------------------------------------------------
 
 
-def test_every_student_drafts_alone_above_max_gram_and_with_the_others(rows):
+def test_every_student_has_rows_alone_with_max_gram_and_with_the_other(rows):
     assert [row.name for row in rows] == NAMES
     methods = ["plain", "ssd", "ssd", "maxgram", "cascade", "cascade", "cascade"]
     assert [row.method for row in rows] == methods
@@ -69,7 +69,7 @@ def test_every_student_drafts_alone_above_max_gram_and_with_the_others(rows):
     assert [row.recipe.cascade.size for row in rows[4:]] == [1, 1, 2]
 
 
-def test_one_student_makes_no_row_twice():
+def test_a_single_student_makes_no_duplicate_row():
     recipe = load_recipe("recipes/tiny_cascade.yaml")
     student = random_target()
     made = contenders(recipe, Trained(table=table_of(VOCAB), cascade=(student,)))
@@ -80,7 +80,7 @@ def test_one_student_makes_no_row_twice():
 def test_a_student_alone_keeps_its_part_of_k():
     recipe = load_recipe(RECIPE, ["cascade.k=[[4, 3, 2], [0, 0, 1], [0, 0, 5]]"])
     assert alone(recipe, 0).cascade.k == ((4, 2), (0, 5))
-    # It contributed nothing to student 1; alone it has to draft.
+    # It contributed nothing to student 1, but alone it has to draft.
     assert alone(recipe, 1).cascade.k == ((1, 2), (0, 5))
     names = [alone(recipe, place).cascade.students for place in (0, 1)]
     assert names == [("runs/tiny_distill/student",), ("runs/tiny_distill_1/student",)]
@@ -90,7 +90,7 @@ def test_a_student_alone_keeps_its_part_of_k():
 
 
 @pytest.mark.parametrize("students", [2, 3])
-def test_every_point_of_a_larger_k_is_a_k(students):
+def test_every_point_of_the_tuning_space_is_a_valid_k(students):
     size = students + 1
     zeros = [[int(i == j) for j in range(size)] for i in range(size)]
     names = [f"s{n}" for n in range(students)]
@@ -106,15 +106,15 @@ def test_every_point_of_a_larger_k_is_a_k(students):
         ]
     found = sample_settings(recipe, "cascade", 40)
     assert len({tuple(setting.values()) for setting in found}) == 40
-    for setting in found:  # raises where a setting and the recipe do not go together
+    for setting in found:  # raises if a setting does not fit the recipe
         tree = apply_setting(recipe, setting).to_dict()["cascade"]
         places = [path.split(".")[2:] for path in entries]
         assert [tree["k"][int(i)][int(j)] for i, j in places] == [setting[p] for p in entries]
-    for path, values in space.items():  # the sample does not miss a value
+    for path, values in space.items():  # the sample has every value
         assert {setting[path] for setting in found[1:]} == set(values)
 
 
-def test_all_points_of_a_space_are_found_once():
+def test_sampling_finds_every_point_of_a_tuning_space_once():
     recipe = load_recipe(RECIPE)
     for method in ("ssd", "maxgram", "gsd", "cascade"):
         space = space_of(recipe, method)
@@ -128,7 +128,7 @@ def test_all_points_of_a_space_are_found_once():
 
 def test_the_best_setting_of_the_last_rung_is_taken(rows, target, monkeypatch):
     class Counted(Scorer):
-        """Prefers long drafts, whatever they bring."""
+        """Prefers long drafts, whatever they gain."""
 
         def __call__(self, setting, budget):
             return setting["maxgram.n"] / budget
@@ -143,7 +143,7 @@ def test_the_best_setting_of_the_last_rung_is_taken(rows, target, monkeypatch):
 # -- figures -------------------------------------------------------------------------------------
 
 
-def test_every_row_says_what_plain_decoding_says_and_categories_add_up(rows, target):
+def test_every_row_gives_plain_decodings_output_and_categories_add_up(rows, target):
     tuning, asked = chats(random_prompts(2)), chats(random_prompts(6)[1:])
     chosen = [tuned(row, target, tuning, 2, "swi") for row in rows]
     made = measured(chosen, target, asked)
@@ -160,14 +160,14 @@ def test_every_row_says_what_plain_decoding_says_and_categories_add_up(rows, tar
     assert {part["swi_measured"] for part in plain["categories"]} == {1}
     assert all(row["score"] > 0 and row["setting"] for row in drafted)
     assert min(row["tokens_per_step"] for row in made[1:2] + made[4:]) > 1
-    for part in made[3]["categories"]:  # Max-Gram has no forwards that cost anything
+    for part in made[3]["categories"]:  # Max-Gram's drafts cost no forwards
         assert part["swi_measured"] == part["tokens"] / part["steps"]
     both = next(row for row in made if row["row"] == "1 + 2 + MaG")
     assert len(both["setting"]["cascade"]["k"]) == 3
 
 
-def test_a_category_has_the_forwards_of_its_own_prompts(target):
-    """A category has the SWI that its prompts have where no others are measured."""
+def test_a_category_counts_only_the_forwards_of_its_own_prompts(target):
+    """Its SWI equals that of its prompts measured alone."""
     recipe = load_recipe(RECIPE, ["eval.max_new_tokens=14", "drafting.gamma=3"])
     row = Contender("SD", "ssd", recipe, Trained(student=target))
     plain = Contender("plain", "plain", recipe, Trained())
@@ -175,7 +175,7 @@ def test_a_category_has_the_forwards_of_its_own_prompts(target):
     (_, made) = measured([plain, row], target, asked)
     for part, places in zip(made["categories"], ([0, 2, 4], [1, 3]), strict=True):
         (_, lone) = measured([plain, row], target, [asked[n] for n in places])
-        # Of the two SWIs the one without a clock.
+        # Of the two SWIs, the one that does not depend on timing.
         assert part["swi_params"] == pytest.approx(lone["swi_params"])
         assert part["steps"] == lone["steps"]
 
@@ -188,7 +188,7 @@ def test_runners_take_turns_on_every_batch(target):
         run = make_method("plain", recipe, target, Trained(), 64)
         runners[name] = lambda some, name=name, run=run: asked.append(name) or run(some)
     outcomes = take_turns(runners, requests, recipe.eval, progress=False)
-    # Warmed up; every prompt once, each beginning with another one; then all of them again.
+    # A warm-up; every prompt once, each time starting with another runner; then all again.
     assert "".join(asked) == "abc" + "abcbcacab" + "bcacabcba"
     assert [len(parts) for parts in outcomes.values()] == [3, 3, 3]
     for part in (part for parts in outcomes.values() for part in parts):
@@ -196,18 +196,18 @@ def test_runners_take_turns_on_every_batch(target):
         assert part.seconds == pytest.approx(sum(part.tries) / 2)  # their median
 
 
-def test_no_garbage_collection_over_what_was_loaded_falls_into_a_turn(target):
+def test_loaded_objects_are_frozen_out_of_garbage_collection_during_turns(target):
     recipe = load_recipe(RECIPE, ["eval.max_new_tokens=2"])
     run, frozen = make_method("plain", recipe, target, Trained(), 64), []
     before = gc.get_freeze_count()
     runners = {"a": lambda some: frozen.append(gc.get_freeze_count()) or run(some)}
     take_turns(runners, make_requests(recipe.eval, chats(random_prompts(2))), recipe.eval, False)
-    assert min(frozen[1:]) > before + 10_000  # the first call warms up
+    assert min(frozen[1:]) > before + 10_000  # the first call is the warm-up
     assert gc.get_freeze_count() <= before
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 9])
-def test_each_follows_every_other_equally_often(count):
+def test_in_balanced_orders_each_follows_every_other_equally_often(count):
     times = 1 + count % 2
     orders = [balanced(range(count), turn) for turn in range(count * times)]
     assert all(sorted(order) == [*range(count)] for order in orders)
@@ -222,7 +222,7 @@ def test_each_follows_every_other_equally_often(count):
 
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory) -> list[str]:
-    """Untrained students of a target of two layers and a table for it, as overrides."""
+    """Overrides: a target of two layers, untrained students and a table for it."""
     folder = tmp_path_factory.mktemp("drafters")
     target = Target.load(shallow_target(folder / "target"))
     for name, layers in (("two", [0, 1]), ("one", [1])):
@@ -263,7 +263,7 @@ def test_the_command_tunes_on_other_prompts_than_it_measures(drafters, tmp_path,
     assert best["ours"] in [row["ours"] for row in rows[1:3]]
     parts = [f"{part}: {way}" for part in ("chat", "math", "code") for way in ("SWI", "x")]
     assert set(parts) < set(report["columns"])
-    for column in report["columns"]:  # the ratio is that of the best rows of either kind
+    for column in report["columns"]:  # the ratio compares the best rows of both kinds
         best = {"cascade": 0, "ssd": 0}
         for row, run in zip(rows, report["runs"], strict=True):
             best[run["method"]] = max(best.get(run["method"], 0), row["ours"][column]["mean"])
@@ -290,7 +290,7 @@ def test_the_command_tunes_on_other_prompts_than_it_measures(drafters, tmp_path,
         (["table.by=time"], "table.by = 'time': must be one of wall, swi"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_clear_line(drafters, overrides, message, tmp_path):
+def test_bad_input_gives_one_clear_line(drafters, overrides, message, tmp_path):
     out = tmp_path / "new" / "table.json"
     done = run_here("eval/paper.py", "tuned_cascades", *drafters, "--out", str(out), *overrides)
     assert done.returncode == 2

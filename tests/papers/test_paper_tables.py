@@ -1,4 +1,4 @@
-"""The papers' tables, made again: what is run for them, run once, and what becomes of it."""
+"""Reproducing the papers' tables: which runs they need, each made once, and their figures."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ from specdraft.recipes.load import load_recipe
 
 TABLES = all_tables()
 ABLATIONS = [table for table in TABLES.values() if isinstance(table, FalconTable)]
-# These measure what there is, in their own process.
+# These tables measure existing drafters in their own process.
 READY = {"tau", "tuned_cascades", "t5_cascades", "budgets", "ewif", "suffix", "contexts", "report"}
 READY |= {"prepacked", "trees"}
 SMALL = ("data.limit=8", "train.steps=2", "train.batch_size=4", "eval.limit=2")
@@ -42,7 +42,7 @@ def plan(tmp_path_factory) -> Plan:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """A folder in which nothing is run."""
+    """A folder for runs that are only planned."""
     return tmp_path_factory.mktemp("runs")
 
 
@@ -66,7 +66,7 @@ def test_every_run_is_a_script_on_a_valid_recipe_and_has_its_own_folder(name, ru
         assert folders.setdefault(job.folder, job) == job
 
 
-def test_tables_share_what_they_train(runs):
+def test_tables_share_their_training_runs(runs):
     jobs = [job for name in TABLES for job in jobs_of(name, runs)]
     trained = {job.folder: job for job in jobs if job.script.startswith("train/")}
     assert {job for job in jobs if job.script.startswith("train/")} == {*trained.values()}
@@ -110,7 +110,7 @@ def test_heads_are_trained_once_and_the_table_has_their_figures(plan):
         for way, method in (("chain", "falcon_chain"), ("tree", "falcon_tree")):
             expected = rounded(over_seeds([runs[method]["accepted_per_step"]]))
             assert row["ours"][f"{way}: accepted/step"] == expected
-        assert (row["identical"], row["outputs"]) == (4, 4)  # two prompts, both ways
+        assert (row["identical"], row["outputs"]) == (4, 4)  # two prompts, chain and tree
 
     times = [path.stat().st_mtime_ns for path in reports]
     again = command(plan, "--out", str(plan.runs / "again.json"))
@@ -187,7 +187,7 @@ def test_an_unknown_table_names_the_known_ones():
         (["report", "--recipe", "tiny"], "--recipe tiny: report reads no recipe; it has table.re"),
     ],
 )
-def test_what_a_table_does_not_have_is_refused(words, message):
+def test_invalid_settings_of_a_table_are_refused(words, message):
     done = run_here("eval/paper.py", *words)
     assert done.returncode == 2
     assert message in done.stderr
@@ -196,7 +196,7 @@ def test_what_a_table_does_not_have_is_refused(words, message):
 
 
 @pytest.mark.parametrize("text", ['{"recipe": {', "{}", "[]"])
-def test_half_a_report_is_told(tmp_path, text):
+def test_an_incomplete_report_is_refused(tmp_path):
     job = jobs_of("fusion", tmp_path)[0]
     job.folder.mkdir(parents=True)
     job.path.write_text(text)
@@ -210,7 +210,7 @@ def test_without_a_table_all_are_listed():
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(TABLES)
 
 
-def test_prepacking_is_timed_beside_the_weights_as_they_are(plan):
+def test_prepacked_products_are_timed_next_to_unpacked_ones(plan):
     table = with_settings(TABLES["prepacked"], ["table.widths=[64]", "table.nodes=[1,300]"])
     found = table.find(plan, (0, 1))
     assert found.environment["threads"] == 1

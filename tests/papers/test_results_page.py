@@ -1,4 +1,4 @@
-"""eval/results/README.md is what the kept files make of its template, and says when it is not."""
+"""eval/results/README.md is its template filled from the result files, or is reported as stale."""
 
 import json
 import shlex
@@ -80,7 +80,7 @@ def test_a_placeholder_without_its_figure_and_a_file_without_a_placeholder_are_r
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
-def test_a_kept_file_has_a_row_per_line_and_a_command_that_makes_it(path):
+def test_a_result_file_has_a_row_per_line_and_a_valid_command(path):
     made = json.loads(path.read_text())
     assert one_row_per_line(made) == path.read_text()
     assert len(path.read_text().splitlines()) < 20 + len(made["rows"]) + len(made["runs"])
@@ -91,11 +91,11 @@ def test_a_kept_file_has_a_row_per_line_and_a_command_that_makes_it(path):
     assert command[0] in ("python", "accelerate")
     if command[1] == "eval/paper.py":
         assert command[2] in all_tables()
-    for row in made["rows"]:  # the paper's figures stand beside ours
+    for row in made["rows"]:  # the paper's figures are for our rows and columns
         assert row["paper"].keys() <= row["ours"].keys() <= set(made["columns"])
 
 
-def test_every_table_with_figures_of_a_paper_is_kept_with_all_of_them():
+def test_every_table_with_a_papers_figures_has_a_result_file_with_all_of_them():
     for table in all_tables().values():
         if table.paper:
             (path, *_) = [each for each in KEPT if each.stem.startswith(table.name)]
@@ -103,7 +103,7 @@ def test_every_table_with_figures_of_a_paper_is_kept_with_all_of_them():
             assert {name: rows[name] for name in table.paper} == rounded(dict(table.paper))
 
 
-def test_a_report_is_kept_as_overrides_and_without_replays():
+def test_a_report_is_stored_as_overrides_and_without_replays():
     recipe = load_recipe("recipes/tiny.yaml", ["eval.limit=3", "output.dir=elsewhere"])
     run = {"method": "plain", "prompt_set": "tiny_chat", "batch_size": 1, "temperature": 0.0,
            "outputs": 3, "identical": 3, "near_ties": 0, "tokens_per_step": 1.0, "speedup": None,

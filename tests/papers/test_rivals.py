@@ -1,4 +1,4 @@
-"""Falcon beside other heads: which comparisons are fair, what is trained once, and the sums."""
+"""Falcon against other heads: fair comparisons, heads trained once, and the figures."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ def _forked():
         yield
 
 
-def test_every_head_is_in_it_and_falcon_also_without_its_parts():
+def test_the_table_has_every_head_and_falcon_also_as_a_chain_and_without_csgd():
     plan = Plan(Path("runs"))
     rivals = TABLE.line_up(plan)
     made = [(rival.name, rival.method, rival.job(plan, 0).script) for rival in rivals]
@@ -47,13 +47,13 @@ def test_every_head_is_in_it_and_falcon_also_without_its_parts():
         ("medusa", "medusa_tree", "train/medusa.py"),
     ]
     ours, chain, without, *_ = rivals
-    assert ours.job(plan, 1) == chain.job(plan, 1)  # one head, decoded in two ways
+    assert ours.job(plan, 1) == chain.job(plan, 1)  # one head, two ways of decoding
     assert ours.job(plan, 1) != ours.job(plan, 2)
     assert ours.recipe.glance.enabled
     assert not without.recipe.glance.enabled
 
 
-def test_rows_that_differ_in_decoding_alone_share_a_head():
+def test_rows_that_differ_only_in_decoding_share_a_head():
     plan = Plan(Path("runs"))
     rows = {row.name: row for row in all_tables()["heads"].line_up(plan)}
     ours, shallow = rows["falcon"], rows["falcon, 16 nodes to depth 6"]
@@ -73,9 +73,9 @@ def test_rows_that_differ_in_decoding_alone_share_a_head():
     assert rows["eagle3, 16 nodes to depth 6"].method == "eagle3_tree"
 
 
-def test_rows_are_left_out_by_how_their_names_begin():
+def test_rows_can_be_left_out_by_the_start_of_their_names():
     table, plan = all_tables()["heads"], Plan(Path("runs"))
-    layers = replace(plan, overrides=("data.feature_layers=[3]",))  # which Medusa does not read
+    layers = replace(plan, overrides=("data.feature_layers=[3]",))  # Medusa cannot read layers
     assert with_settings(table, ["table.without=[eagle3,medusa]"]).line_up(layers)
     every = {row.name: row.method for row in table.line_up(plan)}
     some = with_settings(table, ["table.without=[eagle3,medusa]"]).line_up(plan)
@@ -88,13 +88,13 @@ def test_rows_are_left_out_by_how_their_names_begin():
     assert stories["eagle, dynamic"] == "eagle_dynamic"
 
 
-def test_a_head_has_one_folder_whichever_rows_are_left_out_and_however_it_is_asked_for():
+def test_a_heads_folder_does_not_depend_on_the_chosen_rows_or_on_overrides():
     table, plan = all_tables()["heads_stories"], Plan(Path("runs"))
     whole = {row.name: row.job(plan, 0).folder for row in table.line_up(plan)}
     others = {name: folder for name, folder in whole.items() if not name.startswith("eagle, 16")}
     some = with_settings(table, ["table.without=['eagle, 16']"]).line_up(plan)
     assert {row.name: row.job(plan, 0).folder for row in some} == others
-    every = replace(plan, overrides=("train.alignments=all",))  # what some rows say themselves
+    every = replace(plan, overrides=("train.alignments=all",))  # some rows set this themselves
     rows = {row.name: row for row in table.line_up(every)}
     assert rows["falcon, every alignment, chain"].job(every, 0) == rows["falcon"].job(every, 0)
     assert whole["falcon, every alignment, chain"] != whole["falcon"]
@@ -111,7 +111,7 @@ def test_an_unfair_comparison_is_refused(key, value):
         check_fair(ours, theirs, TABLE.equal)
 
 
-def test_a_run_is_not_repeated_and_a_failure_is_told(tmp_path):
+def test_a_finished_run_is_not_repeated_and_failures_are_reported(tmp_path):
     done = Job("train/falcon.py", "recipes/tiny.yaml", ("train.seed=4",), tmp_path)
     recipe = load_recipe(done.recipe, [*done.settings, "output.dir=elsewhere"])
     (tmp_path / "report.json").write_text(json.dumps({"recipe": recipe.to_dict()}))
@@ -123,7 +123,7 @@ def test_a_run_is_not_repeated_and_a_failure_is_told(tmp_path):
         run_all([missing], 1, "training")
 
 
-def test_a_run_that_is_killed_is_told_as_such(tmp_path):
+def test_a_killed_run_is_reported_with_its_signal(tmp_path):
     (script := tmp_path / "killed.py").write_text(
         "import os, sys\nsys.stderr.write('train 3/9')\nsys.stderr.flush()\nos.kill(os.getpid(), 9)"
     )
@@ -132,8 +132,8 @@ def test_a_run_that_is_killed_is_told_as_such(tmp_path):
         run_all([killed], 1, "training")
 
 
-def test_runs_go_side_by_side_from_the_first(tmp_path):
-    """Each ends once it has met the other."""
+def test_runs_are_executed_in_parallel(tmp_path):
+    """Each ends only once the other has started."""
     (script := tmp_path / "run.py").write_text(
         """import sys, time
 from pathlib import Path
@@ -151,7 +151,7 @@ else:
     run_all(jobs, 2, "training")
 
 
-def test_figures_over_seeds():
+def test_figures_over_seeds_have_mean_and_standard_error():
     assert over_seeds([1.0]) == {"values": [1.0], "mean": 1.0, "standard_error": None}
     figure = over_seeds([1.0, 3.0])
     assert (figure["mean"], figure["standard_error"]) == (2.0, 1.0)
@@ -161,8 +161,8 @@ def test_figures_over_seeds():
         whole_numbers("--seeds", "0,x")
 
 
-def test_heads_are_trained_and_take_turns(tmp_path):
-    """Three kinds of heads from one seed, to the table; what steps cost is measured for one row."""
+def test_heads_are_trained_and_compared_also_at_the_size_of_a_larger_target(tmp_path):
+    """Three kinds of heads from one seed; step costs are measured for the dynamic row only."""
     options = [
         "table.against={medusa: [recipes/tiny_medusa.yaml], 'eagle, dynamic': "
         "[recipes/tiny_eagle.yaml]}",
@@ -177,7 +177,7 @@ def test_heads_are_trained_and_take_turns(tmp_path):
     report = json.loads((tmp_path / "rivals.json").read_text())
     names = ["falcon", "falcon, chain", "falcon without CSGD", "medusa", "eagle, dynamic"]
     assert [row["row"] for row in report["rows"]] == names
-    _, *runs = report["runs"]  # plain decoding, then a run of every head
+    _, *runs = report["runs"]  # plain decoding first
     for row, run_of_it in zip(report["rows"], runs, strict=True):
         assert row["identical"] == row["outputs"] == 2
         gain = runs[0]["speedup"] / run_of_it["speedup"]
@@ -187,12 +187,12 @@ def test_heads_are_trained_and_take_turns(tmp_path):
     assert (tmp_path / "rivals" / "falcon-seed1" / "falcon").is_dir()
     assert (tmp_path / "rivals" / "medusa-seed1" / "medusa").is_dir()
     assert (tmp_path / "rivals" / "eagle_dynamic-seed1" / "costs.json").is_file()
-    # Heads that were trained elsewhere: told is where they were measured.
+    # For heads trained elsewhere, the table names the machine that measured them.
     first = tmp_path / "rivals" / "falcon-seed1" / "report.json"
     trained = json.loads(first.read_text())
     trained["environment"]["cpu"] = "another"
     first.write_text(json.dumps(trained))
-    # The same heads, several rows at a time, at the cost of a larger target.
+    # The same heads with several rows at once, at the size of a larger target.
     config = llama_config(TargetShape(256, 3, 8, 4, 768, 2100, 1e6), 512)
     (larger := tmp_path / "larger.json").write_text(json.dumps(config.to_dict()))
     measured = [f"table.shape={larger}", "table.measured=[eval.batch_size=2,target.dtype=bfloat16]"]

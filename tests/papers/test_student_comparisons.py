@@ -1,4 +1,4 @@
-"""Figures of the papers: trees of equal length or budget, and what merging costs by tau."""
+"""Figures of the papers: trees of equal length or budget, and the divergence of merges by tau."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ def nodes(branching: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("budget", [6, 10, 14])
-def test_branching_factors_of_a_budget_are_all_there_are(budget):
+def test_all_branching_factors_of_a_budget_are_found(budget):
     every = {
         factors
         for depth in range(2, budget)
@@ -50,7 +50,7 @@ def test_branching_factors_of_a_budget_are_all_there_are(budget):
 
 
 @pytest.mark.parametrize("budget", [6, 10, 14, 21, 30])
-def test_every_shape_has_the_nodes_of_its_budget_or_the_depth_of_its_length(budget):
+def test_every_shape_has_its_budgets_nodes_or_its_lengths_depth(budget):
     target, recipe = random_target(), load_recipe("recipes/tiny_distill.yaml")
 
     def drafter(shape):
@@ -62,7 +62,7 @@ def test_every_shape_has_the_nodes_of_its_budget_or_the_depth_of_its_length(budg
         assert {drafter(shape).depth for shape in at_length(length)} == {length}
 
 
-def test_the_standard_error_is_that_of_resampled_prompts():
+def test_the_standard_error_agrees_with_resampling_prompts():
     chance = random.Random(1)
     done = []
     for number in range(60):
@@ -85,7 +85,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory, tiny):
-    """A recipe whose student is ready: two layers of the target, as they are."""
+    """A recipe with a finished student: two unchanged layers of the target."""
     folder, target = tmp_path_factory.mktemp("run"), tiny
     make_student(StudentSection(keep_layers=[0, 11]), target).save_pretrained(folder / "student")
     options = ["eval.limit=3", "eval.max_new_tokens=10", "eval.temperature=1", "train.threads=1"]
@@ -115,7 +115,7 @@ def test_every_prompt_is_decoded_with_every_seed(recipe, tiny):
     assert len({row["steps"] for (row,) in single}) > 1
 
 
-def test_tau_decides_how_much_is_merged(recipe, tiny):
+def test_a_larger_tau_merges_less(recipe, tiny):
     student = finished_student(recipe.student, Path(recipe.output.dir) / "student", tiny)
     rows = sweep(recipe, tiny, student, [0, 1], {"tokens/step": "tokens_per_step"})
     assert list(rows) == ["tau 0", "tau 1"]
@@ -126,8 +126,8 @@ def test_tau_decides_how_much_is_merged(recipe, tiny):
     assert merges([1.0, 3.0], 4)["KL"] == {"mean": 2, "standard_error": 1}
 
 
-def test_the_divergence_of_a_merge_is_that_of_the_two_texts():
-    """And comparing changes neither drafts nor output."""
+def test_the_divergence_of_a_merge_compares_its_two_texts():
+    """Computing it does not change the output."""
     target, student = random_target(), random_target(seed=3, sharpness=3.0)
     prompt = prompts()[1]
     drafter = ComparingGSD(student, 1, 64, 1, 5, depth=3, theta_prob=0.1, theta_sib=0.1)

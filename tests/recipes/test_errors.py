@@ -1,4 +1,4 @@
-"""What other libraries raise is told in one line, also where they say nothing."""
+"""Errors of other libraries are reported in one line, even without a message."""
 
 import pytest
 
@@ -15,12 +15,12 @@ from specdraft.recipes.errors import TargetError, in_a_line
         (ValueError("x" * 999), "x" * 300, "ValueError: " + "x" * 300),
     ],
 )
-def test_an_error_is_told_in_one_line(error: Exception, line: str, with_its_kind: str):
+def test_an_error_is_reported_in_one_line(error: Exception, line: str, with_its_kind: str):
     assert in_a_line(error) == line
     assert in_a_line(error, kind=True) == with_its_kind
 
 
-def test_a_hub_that_fails_without_a_word_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_hub_failure_without_a_message_is_reported_by_its_type(monkeypatch: pytest.MonkeyPatch):
     def silent(*_, **__):
         raise TimeoutError
 

@@ -1,4 +1,4 @@
-"""Values that nobody means: each is refused soon and in few words, or is a value like another."""
+"""Hostile values: each is refused quickly and briefly, or is valid for its key."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ HOSTILE = {
 
 
 def problem(*overrides: str, recipe: Path = RECIPE) -> str | None:
-    """The message about a recipe, or None for a valid one; short, and soon, in any case."""
+    """The message about a recipe, or None for a valid one; always short and fast."""
     began = time.process_time()
     try:
         load_recipe(recipe, list(overrides), check=problems)
@@ -73,10 +73,10 @@ def problem(*overrides: str, recipe: Path = RECIPE) -> str | None:
 
 
 @pytest.mark.parametrize("number", range(len(HOSTILE)), ids=[*HOSTILE])
-def test_a_hostile_value_is_refused_wherever_it_stands(number: int):
+def test_a_hostile_value_at_any_key_is_handled_quickly_and_briefly(number: int):
     value = [*HOSTILE.values()][number]
     for key in [*KEYS[number % 9 :: 9], "name", "train", "nonsense", "data.nonsense"]:
-        problem(f"{key}={value}")  # which may be a value like another, such as a text
+        problem(f"{key}={value}")  # it may be valid there, such as a text
     assert problem(f"data.limit={value}")
 
 
@@ -95,7 +95,7 @@ def numbers(annotation: object) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("section", [name for name in get_type_hints(Recipe) if name != "name"])
-def test_every_number_has_a_lower_and_an_upper_end(section: str):
+def test_every_number_has_finite_bounds(section: str):
     kind = get_type_hints(Recipe)[section]
     for key, annotation in get_type_hints(kind, include_extras=True).items():
         found = list(bounds(annotation))
@@ -131,7 +131,7 @@ def test_every_number_has_a_lower_and_an_upper_end(section: str):
         (f"data.limit={'[' * 5000}", "nested more than 16 deep"),
     ],
 )
-def test_a_hostile_value_is_told_with_what_is_allowed(override: str, expected: str | None):
+def test_a_hostile_value_is_refused_with_what_is_allowed(override: str, expected: str | None):
     message = problem(override)
     assert message is None if expected is None else expected in message
 
@@ -144,11 +144,11 @@ def test_a_hostile_value_is_told_with_what_is_allowed(override: str, expected: s
         (["maxgram.branches=256", "maxgram.n=17"], 4352),
     ],
 )
-def test_drafts_are_no_larger_than_a_target_reads_at_once(overrides: list[str], nodes: int):
+def test_drafts_larger_than_a_target_can_read_at_once_are_refused(overrides: list[str], nodes: int):
     assert f"makes {nodes} nodes, at most 4096; lower it or" in problem(*overrides)
 
 
-def test_a_list_of_lists_of_lists_is_refused_before_it_is_written_out(tmp_path: Path):
+def test_a_yaml_bomb_is_refused_before_it_is_expanded(tmp_path: Path):
     path = tmp_path / "bomb.yaml"
     path.write_text(BOMB + "data: {sources: *a11}\n", encoding="utf-8")
     assert "the anchors stand for too many values" in problem(recipe=path)
@@ -156,7 +156,7 @@ def test_a_list_of_lists_of_lists_is_refused_before_it_is_written_out(tmp_path: 
     assert "train.other is an unknown key" in problem(recipe=path)
 
 
-def test_an_override_changes_one_section_where_two_share_an_anchor(tmp_path: Path):
+def test_an_override_changes_only_one_of_two_sections_that_share_an_anchor(tmp_path: Path):
     path = tmp_path / "shared.yaml"
     path.write_text(
         "data: {sources: [tiny]}\ntrain: {steps: 1}\nhead: &a {layers: 2}\nmedusa: *a\n"
@@ -165,13 +165,13 @@ def test_an_override_changes_one_section_where_two_share_an_anchor(tmp_path: Pat
     assert (recipe.head.layers, recipe.medusa.layers) == (3, 2)
 
 
-def test_a_recipe_whose_name_no_file_can_have_is_refused():
+def test_a_recipe_name_that_no_file_can_have_is_refused():
     for name in ("a\0b.yaml", "a\0b/c.yaml", "x" * 5000 + ".yaml", "y/" * 3000 + "z"):
         assert "no recipe at" in problem(recipe=Path(name))
         assert problem(f"eval.tree={name}")
 
 
-def test_a_recipe_that_is_no_recipe_at_all_is_refused(tmp_path: Path):
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path):
     path = tmp_path / "mine.yaml"
     for text in (
         "\0",
@@ -185,10 +185,10 @@ def test_a_recipe_that_is_no_recipe_at_all_is_refused(tmp_path: Path):
         path.write_text(text, encoding="utf-8")
         assert problem(recipe=path)
     path.write_text("".join(f"key{n}: 1\n" for n in range(1000)))
-    assert problem(recipe=path).endswith("and 2 more")  # of data and train
+    assert problem(recipe=path).endswith("and 2 more")  # data and train are missing
 
 
-def test_a_message_is_cut_where_a_value_is_long():
+def test_a_message_about_a_long_value_is_shortened():
     with pytest.raises(RecipeError) as caught:
         from_dict({"name": "x" * 10**6, "data": {"sources": [None] * 10**5, "limit": "y" * 10**6}})
     assert len(str(caught.value)) < 2000
@@ -203,7 +203,7 @@ def test_a_message_is_cut_where_a_value_is_long():
         ([[0], [10**30]], "skips its sibling"),
     ],
 )
-def test_a_tree_that_no_target_could_read_is_refused(paths: list, expected: str, tmp_path: Path):
+def test_a_tree_too_large_for_any_target_is_refused(paths: list, expected: str, tmp_path: Path):
     file = tmp_path / "mine.yaml"
     file.write_text(f"paths: {paths}\n")
     with pytest.raises(RecipeError, match=expected):

@@ -1,4 +1,4 @@
-"""Recipe mistakes: each is named with its value, what is allowed and the nearest known key."""
+"""Recipe mistakes: each is reported with its value, what is allowed and the nearest known key."""
 
 import dataclasses
 import difflib
@@ -64,11 +64,11 @@ def test_overrides_are_yaml_values():
     assert load_recipe(RECIPES / "tiny.yaml", ["output.dir=a/b"]).output.dir == "a/b"
 
 
-def test_an_override_that_is_no_assignment_is_refused():
+def test_an_override_without_an_assignment_is_refused():
     assert "override 'optim.lr': write it as key=value" in complaint("optim.lr")
 
 
-def test_an_override_that_is_no_yaml_is_refused():
+def test_an_override_that_is_invalid_yaml_is_refused():
     assert complaint("data.sources=[a").startswith("override 'data.sources=[a': line 1: ")
 
 
@@ -129,7 +129,7 @@ def test_an_override_that_is_no_yaml_is_refused():
         ("name=3", "name = 3: must be text that can name a folder"),
     ],
 )
-def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expected: str):
+def test_a_value_that_is_not_allowed_is_reported_with_what_is(override: str, expected: str):
     assert expected in complaint(override)
 
 
@@ -215,7 +215,7 @@ def test_a_value_that_is_not_allowed_is_told_with_what_is(override: str, expecte
         (["eval.tree=no/tree.yaml"], "no/tree.yaml: cannot be read (No such file or directory)"),
     ],
 )
-def test_an_impossible_combination_is_told(overrides: list[str], expected: str):
+def test_an_impossible_combination_is_refused(overrides: list[str], expected: str):
     assert expected in complaint(*overrides)
 
 
@@ -231,7 +231,7 @@ def test_a_section_built_in_python_is_checked_too():
         )
 
 
-def test_a_recipe_cannot_be_changed_after_it_was_checked():
+def test_a_checked_recipe_cannot_be_changed():
     recipe = from_dict(SMALLEST)
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.train.steps = 2
@@ -258,7 +258,7 @@ def test_all_errors_are_reported_at_once():
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_an_unknown_key_is_reported_with_its_nearest_neighbour(section: str):
+def test_an_unknown_key_is_reported_with_the_nearest_known_key(section: str):
     known = [field.name for field in dataclasses.fields(SECTIONS[section])]
     everywhere = {field.name for kind in SECTIONS.values() for field in dataclasses.fields(kind)}
     letters = random.Random(0)
@@ -277,12 +277,12 @@ def test_an_unknown_key_is_reported_with_its_nearest_neighbour(section: str):
             message = str(caught.value)
             assert f"{section}.{wrong} is an unknown key; nearest is {section}." in message
             named = re.search(rf"nearest is {section}\.(\w+) \({section} has ", message)[1]
-            # Several may be equally near; any of those will do.
+            # Several may be equally near; any of them is fine.
             assert difflib.SequenceMatcher(None, named, wrong).ratio() == pytest.approx(ratio)
             assert message.count(", ") >= len(known) - 1
 
 
-def test_a_key_in_the_wrong_section_is_sent_to_the_right_one():
+def test_a_key_in_the_wrong_section_is_reported_with_the_right_one():
     assert "train.lr is an unknown key; nearest is optim.lr" in complaint("train.lr=1.0")
     assert "lr is an unknown key; nearest is optim.lr" in complaint("lr=1.0")
     assert "trian.steps is an unknown key" not in complaint("trian.steps=1")
@@ -291,21 +291,21 @@ def test_a_key_in_the_wrong_section_is_sent_to_the_right_one():
     )
 
 
-def test_a_missing_key_is_told(tmp_path: Path):
+def test_a_missing_key_is_reported(tmp_path: Path):
     assert refused("train: {steps: 1}", tmp_path) == "data.sources is missing"
 
 
-# Files that are none
+# Invalid files
 
 
-def test_a_missing_recipe_names_those_there_are(tmp_path: Path):
+def test_a_missing_recipe_is_reported_with_the_known_ones(tmp_path: Path):
     with pytest.raises(RecipeError, match=r"no recipe at .*vicuna7.yaml; nearest is .*vicuna7b"):
         load_recipe(RECIPES / "vicuna7.yaml")
     with pytest.raises(RecipeError, match=r"tiny, .*tinystories, .*vicuna13b, vicuna7b"):
         load_recipe(tmp_path / "tinny.yaml")
 
 
-def test_a_recipe_is_found_by_its_name_and_by_its_run(tmp_path: Path):
+def test_a_recipe_is_found_by_its_name_and_by_its_runs_folder(tmp_path: Path):
     assert load_recipe("tiny_eagle") == load_recipe(RECIPES / "tiny_eagle.yaml")
     recipe = load_recipe("tiny", ["train.steps=7"])
     dump(recipe, tmp_path / "run" / "recipe.yaml")
@@ -314,7 +314,7 @@ def test_a_recipe_is_found_by_its_name_and_by_its_run(tmp_path: Path):
     (tmp_path / "run" / "head").mkdir()
     (tmp_path / "run" / "head" / "config.json").touch()
     for folder in (tmp_path / "run", tmp_path / "run" / "head"):
-        assert load_recipe(folder) == run  # wherever it was moved to
+        assert load_recipe(folder) == run  # wherever it was moved
     with pytest.raises(RecipeError, match=r"is not the folder of a run.*but run; name a recipe"):
         load_recipe(tmp_path)
     for name in ("../tiny", "tiny\0", "x" * 5000, ""):
@@ -322,7 +322,7 @@ def test_a_recipe_is_found_by_its_name_and_by_its_run(tmp_path: Path):
             load_recipe(name)
 
 
-def test_a_run_with_several_kinds_is_asked_which_one_is_meant(tmp_path: Path):
+def test_a_run_with_several_kinds_must_be_given_by_the_folder_of_one(tmp_path: Path):
     for name in ("tiny", "tiny_eagle"):
         recipe = load_recipe(name)
         dump(recipe, tmp_path / recipe.kind / "recipe.yaml")
@@ -334,7 +334,7 @@ def test_a_run_with_several_kinds_is_asked_which_one_is_meant(tmp_path: Path):
         load_recipe(tmp_path)
 
 
-def test_a_student_that_was_copied_is_itself_and_no_revision_of_what_it_was_made_of(tmp_path: Path):
+def test_a_copied_students_recipe_names_the_copy_without_a_revision(tmp_path: Path):
     pinned = ["student.model=you/base", "student.revision=v1", "student.keep_layers=null"]
     dump(load_recipe("tiny_distill", pinned), tmp_path / "recipe.yaml")
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
@@ -342,13 +342,13 @@ def test_a_student_that_was_copied_is_itself_and_no_revision_of_what_it_was_made
     assert (student.model, student.revision) == (str(tmp_path), None)
 
 
-def test_a_recipe_knows_its_kind_of_drafter():
+def test_a_recipes_kind_of_drafter_follows_from_its_settings():
     kinds = {"tiny": "falcon", "tiny_eagle": "eagle", "tiny_eagle3": "eagle3"}
     kinds |= {"tiny_medusa": "medusa", "tiny_distill": "student"}
     assert {name: load_recipe(name).kind for name in kinds} == kinds
 
 
-def test_numbers_are_written_as_people_write_them():
+def test_decimal_numbers_are_accepted_in_any_usual_notation_and_others_refused():
     for text in ("3e-3", "3E-3", "3.0e-3", "3.e-3", "+3e-3", "0.003"):
         assert load_recipe("tiny", [f"optim.lr={text}"]).optim.lr == 0.003
     assert load_recipe("tiny", ["loss.depth_decay=1e0"]).loss.depth_decay == 1.0
@@ -364,12 +364,12 @@ def test_text_that_looks_like_a_number_survives_a_round_trip(tmp_path: Path, rev
     assert load_recipe(str(tmp_path / "recipe.yaml")).target.revision == revision
 
 
-def test_a_part_of_a_recipe_with_an_empty_section_leaves_it_alone(tmp_path: Path):
+def test_an_empty_section_in_a_partial_recipe_changes_nothing(tmp_path: Path):
     (tmp_path / "part.yaml").write_text("eval:\n  # limit: 4\n")
     assert load_recipe("tiny", [str(tmp_path / "part.yaml")]).eval == load_recipe("tiny").eval
 
 
-def test_a_section_that_a_part_of_a_recipe_makes_null_has_its_defaults(tmp_path: Path):
+def test_a_null_section_in_a_partial_recipe_resets_it_to_its_defaults(tmp_path: Path):
     (tmp_path / "part.yaml").write_text("glance: null\nloss:\n")
     recipe, whole = load_recipe("tiny", [str(tmp_path / "part.yaml")]), load_recipe("tiny")
     assert recipe.glance != whole.glance
@@ -377,14 +377,14 @@ def test_a_section_that_a_part_of_a_recipe_makes_null_has_its_defaults(tmp_path:
     assert recipe.loss == whole.loss
 
 
-def test_what_is_written_to_may_begin_at_home(monkeypatch, tmp_path: Path):
+def test_output_paths_may_start_with_a_tilde(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("HOME", str(tmp_path))
     recipe = load_recipe("tiny", ["output.dir=~/run", "data.cache_dir=~/cache"])
     assert recipe.output.dir == str(tmp_path / "run")
     assert recipe.data.cache_dir == str(tmp_path / "cache")
 
 
-def test_broken_yaml_is_told_with_its_line(tmp_path: Path):
+def test_broken_yaml_is_reported_with_its_line(tmp_path: Path):
     message = refused("name: x\ntrain: {steps: 1\ndata: 3\n", tmp_path)
     assert message.startswith("line 3: while parsing a flow mapping, expected")
     message = refused("optim: {lr: &a 0.1}\nloss: {distill_weight: &a 1.0}\n", tmp_path)
@@ -393,12 +393,12 @@ def test_broken_yaml_is_told_with_its_line(tmp_path: Path):
     assert refused("", tmp_path).startswith("must be a mapping of keys to values, not None")
 
 
-def test_a_key_given_twice_is_refused_where_yaml_would_take_the_last(tmp_path: Path):
+def test_a_key_given_twice_is_refused(tmp_path: Path):
     message = refused("optim:\n  lr: 0.1\n  warmup: 0.0\n  lr: 0.2\n", tmp_path)
     assert message == "line 4: lr is given twice"
 
 
-def test_a_recipe_that_is_no_text_is_refused(tmp_path: Path):
+def test_a_recipe_file_that_is_not_utf_8_is_refused(tmp_path: Path):
     path = tmp_path / "bytes.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     assert complaint(recipe=path) == "cannot be read (not UTF-8 text)"
@@ -433,7 +433,7 @@ def test_credentials_are_refused_and_not_repeated(override):
     assert "HF_TOKEN" in message
 
 
-def test_a_message_about_something_else_shows_no_credentials_either():
+def test_messages_about_other_errors_show_no_credentials_either():
     for override in (
         f"data.sever=http://me:{PASSWORD}@there/v1",
         f"nonsense http://me:{PASSWORD}@there/v1",
@@ -451,5 +451,5 @@ def test_a_message_about_something_else_shows_no_credentials_either():
         "target.model=/runs/step=3/key=value",
     ],
 )
-def test_names_that_only_look_a_little_like_credentials_are_none(override):
+def test_names_that_merely_resemble_credentials_are_accepted(override):
     load_recipe(RECIPES / "tiny.yaml", [override], check=problems)

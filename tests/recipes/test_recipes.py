@@ -46,7 +46,7 @@ def test_the_commands_in_a_recipe_header_name_files_that_exist(path: Path):
 @pytest.mark.parametrize(
     "name", ["vicuna7b", "vicuna7b_paper", "vicuna13b", "llama2_7b_chat", "llama2_13b_chat"]
 )
-def test_the_recipes_of_the_paper_have_its_settings(name: str):
+def test_the_recipes_of_the_falcon_paper_have_its_settings(name: str):
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     assert recipe.head.block_size == 2
     assert (recipe.optim.lr, recipe.optim.betas) == (3.0e-5, (0.9, 0.95))
@@ -55,14 +55,14 @@ def test_the_recipes_of_the_paper_have_its_settings(name: str):
     assert (recipe.glance.enabled, recipe.glance.start) == (True, 0.4)
 
 
-def test_learning_rates_are_those_that_recipes_own_names_by_width():
+def test_learning_rates_follow_the_table_by_width_in_recipes_own():
     text = (RECIPES / "own.yaml").read_text(encoding="utf-8")
     told = {int(width): float(rate) for rate, width in re.findall(r"(\d\.\de-\d) at (\d+)", text)}
     assert len(told) == 5
     for path in FILES:
         recipe = load_recipe(path)
         found = re.search(r"hidden (\d+)", path.read_text(encoding="utf-8"))
-        if recipe.head.coupling == "none" or not found:  # another form, or no width is told
+        if recipe.head.coupling == "none" or not found:  # another form, or no width stated
             continue
         width = int(found[1])
         least = told[min((w for w in told if w >= width), default=max(told))]
@@ -71,7 +71,7 @@ def test_learning_rates_are_those_that_recipes_own_names_by_width():
 
 
 @pytest.mark.parametrize("name", ["vicuna7b", "tiny"])
-def test_the_papers_head_has_a_recipe_of_its_own(name: str):
+def test_the_papers_head_has_its_own_recipe_with_the_same_target_and_data(name: str):
     ours, paper = (load_recipe(RECIPES / f"{stem}.yaml") for stem in (name, f"{name}_paper"))
     head = paper.head
     parts = (head.block_size, head.fusion, head.layers, head.reads, head.coupling)
@@ -79,12 +79,12 @@ def test_the_papers_head_has_a_recipe_of_its_own(name: str):
     assert paper.glance.enabled
     assert paper.train.alignments == "one"
     assert ours.head != head
-    # The same, to be compared; ours may read more of the target.
+    # The same target and data, for comparison; ours may read more of the target's layers.
     assert (ours.target, replace(ours.data, feature_layers=())) == (paper.target, paper.data)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tinystories", "tiny_t5", "own"])
-def test_heads_whose_slots_hear_each_other_glance_at_nothing(name: str):
+def test_recipes_with_coupled_slots_have_glancing_off(name: str):
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     assert recipe.head.coupling == "recurrent"
     assert not recipe.glance.enabled

@@ -1,4 +1,4 @@
-"""Static trees: the bundled ones are trees of the promised sizes, and nothing else passes."""
+"""Static trees: the bundled ones are valid and have the stated sizes; invalid ones are refused."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def complaint(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", known_trees())
-def test_a_bundled_tree_is_one(name: str):
+def test_every_bundled_tree_is_valid_and_sorted(name: str):
     paths = load_tree_paths(name)
     content = yaml.safe_load((RECIPES / "trees" / f"{name}.yaml").read_text(encoding="utf-8"))
     assert content["name"] == name
@@ -43,7 +43,7 @@ def test_the_published_trees_have_the_published_sizes():
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_small_trees_fit_a_cpu(k: int):
+def test_the_tiny_trees_are_small_and_deep_enough(k: int):
     paths = load_tree_paths(f"tiny_k{k}")
     assert len(paths) <= 25
     assert 6 <= max(map(len, paths)) <= 8
@@ -73,13 +73,13 @@ def test_the_published_trees_equal_their_source():
         ("3", "paths must be a list of nodes"),
     ],
 )
-def test_a_tree_file_that_holds_no_tree_is_refused(paths: str, expected: str, tmp_path: Path):
+def test_an_invalid_tree_file_is_refused(paths: str, expected: str, tmp_path: Path):
     file = tmp_path / "mine.yaml"
     file.write_text(f"name: mine\npaths: {paths}\n", encoding="utf-8")
     assert f"mine.yaml: {expected}" in complaint(str(file))
 
 
-def test_a_tree_file_of_ones_own_is_read_and_its_keys_are_checked(tmp_path: Path):
+def test_a_users_own_tree_file_is_read_and_its_keys_are_checked(tmp_path: Path):
     file = tmp_path / "mine.yaml"
     file.write_text("paths: [[0], [1], [0, 0]]\n", encoding="utf-8")
     assert load_tree_paths(str(file)) == [(0,), (1,), (0, 0)]

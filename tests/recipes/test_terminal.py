@@ -1,4 +1,4 @@
-"""What others say is shown on a terminal, never obeyed."""
+"""Foreign text is shown on a terminal, and its control characters are never obeyed."""
 
 from specdraft.recipes.entry import entry
 
@@ -43,18 +43,18 @@ def harmless(printed: str) -> bool:
     return not OBEYED & set(printed)
 
 
-def test_the_attacks_are_attacks():
+def test_the_attacks_contain_characters_a_terminal_obeys():
     assert {"\x1b", "\x9d", "\x07", "\r", "\b", "\x7f", "\u202e"} <= OBEYED
     assert not any(map(harmless, ATTACKS.values()))
 
 
 @every_attack
-def test_it_is_shown_as_characters(attack):
+def test_an_attack_is_shown_as_visible_characters(attack):
     assert harmless(visible(attack))
     assert len(visible(attack)) >= len(attack)
 
 
-def test_what_people_write_stays_as_it_is():
+def test_ordinary_text_is_not_changed():
     for text in (
         "two\nlines\tand a tab",
         "naïve 東京 🙂 ‏עברית".replace("\u200f", ""),
@@ -66,7 +66,7 @@ def test_what_people_write_stays_as_it_is():
 
 
 @every_attack
-def test_lines_and_errors(attack, capsys, monkeypatch):
+def test_printed_lines_and_errors_are_harmless(attack, capsys, monkeypatch):
     tell(f"wrote {attack}")
     say(f"note: {attack}")
 
@@ -88,13 +88,13 @@ def screen() -> Screen:
 
 
 def colours_alone(console: Screen) -> None:
-    """All that is obeyed are the colours that we gave."""
+    """The terminal obeys only colours that we set."""
     written = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())
     assert harmless(written.replace("\n", "")), written
 
 
 @every_attack
-def test_text_strings_and_tables(attack):
+def test_texts_and_tables_are_harmless(attack):
     console, table = screen(), Table("a", attack)
     table.add_row(attack, Text(attack, "green"))
     console.print(attack, table, Text(attack, "bold red"))
@@ -106,7 +106,7 @@ def test_text_strings_and_tables(attack):
 
 
 @every_attack
-def test_answers_and_the_doctors_lines(attack):
+def test_answers_and_the_doctors_lines_are_harmless(attack):
     console = screen()
     pieces = [(attack, ACCEPTED), (attack, BONUS)]
     print_sample({"prompt": attack, "tokens": 2, "steps": 1, "pieces": pieces}, console)
@@ -115,13 +115,13 @@ def test_answers_and_the_doctors_lines(attack):
     assert "\x1b[1;31m" in console.file.getvalue()
 
 
-def test_no_colour_is_anybody_elses():
+def test_colour_codes_in_foreign_text_are_not_obeyed():
     console = screen()
     console.print("\x1b[31mred\x1b[0m")
     assert console.file.getvalue() == "␛[31mred␛[0m\n"
 
 
-def test_an_answer_that_grows():
+def test_live_text_is_harmless():
     console = screen()
     with Live(console=console, auto_refresh=False) as live:
         live.update(Text(ATTACKS["the clipboard"]), refresh=True)
@@ -129,7 +129,7 @@ def test_an_answer_that_grows():
     assert "␛]52;c;aGFja2Vk" in console.file.getvalue()
 
 
-def test_long_findings_are_wrapped_below_where_they_begin():
+def test_long_findings_wrap_with_a_hanging_indent():
     note = "one word after another, " * 6
     console = screen()
     print_findings([failed("a line", note, f"do this: {note}")], console)
@@ -160,8 +160,8 @@ main()
 """
 
 
-def test_where_nobody_reads_any_more_a_command_goes_on_to_its_end():
-    """As in `bench.py .. | head`: the report has yet to be written."""
+def test_a_command_whose_output_is_closed_still_finishes():
+    """As in `bench.py .. | head`, where the report is still to be written."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
@@ -185,7 +185,7 @@ main()
 """
 
 
-def test_no_character_that_an_encoding_lacks_ends_a_command():
+def test_a_character_outside_the_terminals_encoding_ends_no_command():
     done = subprocess.run(
         [sys.executable, "-c", SPOKEN],
         input=b"Gr\xfc\xdfe",

@@ -1,5 +1,5 @@
-"""Eight ways to break a head, planted where a drafter computes: each a context that is open while
-it drafts. They are what goes wrong when a head is served by an engine that was not made for it."""
+"""Eight faults planted in a drafter's computation, each a context manager that is open while it
+drafts. They are what goes wrong when an engine serves a head that it was not made for."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ def without_norm(drafter: FalconDrafter):
 
 
 def transposed(drafter: FalconDrafter):
-    """Queries made with the weights of keys, and keys with those of queries."""
+    """Swap the query and key weights."""
     layer = drafter.head.layers[0]
     width = layer.heads[0] * layer.dim
 
@@ -41,7 +41,7 @@ def transposed(drafter: FalconDrafter):
 
 
 def features_from(place: Callable[[Target, Tensor], Tensor]):
-    """Features of another place of the target, given the tokens that were read."""
+    """Features from another place in the target, computed from the tokens that were read."""
 
     def fault(drafter: FalconDrafter):
         observe = drafter.observe
@@ -49,7 +49,7 @@ def features_from(place: Callable[[Target, Tensor], Tensor]):
         def other(row: int, tokens: list[int], features: Tensor) -> None:
             prompt = drafter.memory[row].request.prompt
             ids = torch.tensor([list(prompt)])[:, : len(tokens)]
-            if drafter.feature_layers:  # what EAGLE-3 reads: each a layer early
+            if drafter.feature_layers:  # EAGLE-3's layers, each one early
                 states = drafter.target.model.base_model(ids, output_hidden_states=True)
                 width = drafter.target.hidden_size
                 read = [states.hidden_states[n - 1] for n in drafter.feature_layers]
@@ -98,7 +98,7 @@ def shifted_ids(drafter: FalconDrafter):
     return patch.object(drafter.vocabulary, "tokens", lambda at: (tokens(at) + 1) % size)
 
 
-# What each is found by: the first tensor, and a word of what is said of it.
+# How each is found: the first tensor that differs, and a word of its message.
 FAULTS = {
     "norm left out": (without_norm, "normed", "norm"),
     "features one layer off": (features_from(one_layer_off), "features", "after layer"),

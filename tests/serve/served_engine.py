@@ -1,7 +1,7 @@
-"""A small engine of another kind: its own batch, rows that move, prompts in parts, cached prefixes.
+"""A small engine like vLLM: its own batch, rows that move, chunked prompts, cached prefixes.
 
-It decodes greedily with a `Target`, keeps no cache and runs every row again at each step; what it
-tells a proposer is what vLLM does.
+It decodes greedily with a `Target`, without a KV cache: every row runs again at each step. It gives
+a proposer the same information as vLLM.
 """
 
 import random
@@ -16,20 +16,20 @@ from specdraft.models.target import Target
 
 @dataclass
 class Running:
-    """A request inside the engine."""
+    """A running request."""
 
     number: int
     tokens: list[int]
-    length: int  # tokens when it is finished
-    read: int = 0  # tokens that the engine has read, or had cached
+    length: int  # tokens when finished
+    read: int = 0  # tokens read, or found in the cache
     draft: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
 
 class SmallEngine:
-    """Decodes prompts with drafts from `rows`; `chunk` tokens of a prompt a step, at most `batch`
-    rows at once, of which some wait, are preempted or aborted, as `rng` has it; `layers` of the
-    target are shown beside its features."""
+    """Decodes prompts with drafts from `rows`: `chunk` prompt tokens per step, at most `batch` rows
+    at once, of which `rng` makes some wait, preempts or aborts them; `layers` of the target are
+    shown in addition to its features."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class SmallEngine:
         self.target, self.rows, self.chunk, self.batch = target, rows, chunk, batch
         self.layers = layers
         self.rng = random.Random(seed)
-        self.cached: list[list[int]] = []  # what finished requests have left
+        self.cached: list[list[int]] = []  # prefixes of finished requests
         self.finished: dict[int, Running] = {}
         self.held: list[int] = []  # rows held after every step
 
     def run(self, prompts: list[list[int]], length: int, unrest: float = 0.0) -> dict[int, list]:
-        """Return what each prompt became; those that were aborted are missing."""
+        """Return the final tokens of each prompt, without aborted ones."""
         waiting = [Running(n, list(p), len(p) + length) for n, p in enumerate(prompts)]
         running: list[Running] = []
         while waiting or running:
@@ -66,7 +66,7 @@ class SmallEngine:
         return {number: row.tokens for number, row in self.finished.items()}
 
     def _admit(self, row: Running) -> Running:
-        """Begin behind the longest prefix of whole blocks that somebody has left."""
+        """Start after the longest cached prefix of complete blocks."""
         for known in self.cached:
             same = 0
             while same < min(len(known), len(row.tokens) - 1) and known[same] == row.tokens[same]:
@@ -77,7 +77,7 @@ class SmallEngine:
     def _disturb(self, running: list[Running], waiting: list[Running], unrest: float) -> None:
         if len(running) > 1 and self.rng.random() < unrest:
             row = running.pop(self.rng.randrange(len(running)))
-            if self.rng.random() < 0.7:  # preempted: it is read again
+            if self.rng.random() < 0.7:  # preempted: read again
                 row.read, row.draft = 0, []
                 waiting.insert(0, row)
 

@@ -1,4 +1,4 @@
-"""A broken head is told from a sound one by the first tensor that differs, and its cause named."""
+"""A broken head is recognised by the first tensor that differs, and its cause is named."""
 
 from contextlib import nullcontext
 
@@ -31,11 +31,11 @@ def trace_of(target, kind: str, fault=lambda drafter: nullcontext()):
     make = random_eagle3 if kind == "eagle3" else random_head
     head = make(target, **KINDS[kind])
     torch.manual_seed(2)
-    with torch.no_grad():  # a trained norm's, not ones; as many keys as queries, to change places
+    with torch.no_grad():  # norms as if trained; as many keys as queries, to be swapped
         head.layers[0].mlp_norm.uniform_(0.5, 2.0)
     tree = StaticTree.chain(4, head.config.block_size)
     drafter = FalconDrafter(head, target, tree, 1, 64)
-    drafter.row_pass = None  # faults are planted in packed passes
+    drafter.row_pass = None  # faults are planted only in packed passes
     with fault(drafter), tracing(drafter.head) as trace:
         (done,) = Decoder(target, drafter, 1, 64).run([Request(PROMPT, 2)])
     note(trace, draft=torch.tensor(done.steps[1].tokens))
@@ -43,13 +43,13 @@ def trace_of(target, kind: str, fault=lambda drafter: nullcontext()):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_sound_heads_are_alike(target, kind):
+def test_a_sound_head_has_no_cause_to_report(target, kind):
     assert first_cause(target, PROMPT, trace_of(target, kind), trace_of(target, kind)) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_broken_head_is_named_by_its_cause(target, kind, name, monkeypatch):
+def test_a_faults_cause_is_found_and_named(target, kind, name, monkeypatch):
     if kind == "eagle3" and name == "features before the norm":
         pytest.skip("EAGLE-3 reads layers, and no norm of the target")
     monkeypatch.setitem(KINDS[kind], "kv_heads", 4)

@@ -1,4 +1,4 @@
-"""vLLM's side of the proposer without vLLM: called as it calls, on a model with its methods."""
+"""The vLLM proposer without vLLM: called as vLLM calls it, on a model with the same methods."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ COUPLED = {"block_size": 3, "fusion": "linear", "reads": "both", "coupling": "re
 
 
 class Model(nn.Module):
-    """A target by the names of vLLM's models."""
+    """A target with the attribute names of vLLM's models."""
 
     def __init__(self, target: Target):
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 class LayeredModel(Model):
-    """The same of a model that shows inner layers."""
+    """The same with a model that returns inner layers."""
 
     shown: tuple[int, ...] = ()
 
@@ -72,7 +72,7 @@ def config_of(target: Target, options: dict, **changes) -> SimpleNamespace:
 
 
 class Calls:
-    """Turns the steps of a small engine into vLLM's calls; keeps them."""
+    """Turns the steps of a small engine into vLLM's calls, and records them."""
 
     def __init__(self, proposer: Proposer):
         self.proposer, self.made = proposer, []
@@ -85,7 +85,7 @@ class Calls:
         table = np.full((len(rows) + 2, 64), -1, dtype=np.int32)
         for number, row in enumerate(rows):
             table[number, : counts[number]] = row.tokens
-        noise = torch.ones(2, rows[0].features.shape[1])  # of drafts that were rejected
+        noise = torch.ones(2, rows[0].features.shape[1])  # positions of rejected drafts
         parts = [torch.cat((r.features, noise)) if r.sampled else r.features for r in rows]
         places = [
             torch.arange(row.start, row.start + len(p)) for row, p in zip(rows, parts, strict=True)
@@ -105,7 +105,7 @@ class Calls:
 
 
 class Kept:
-    """Keeps what is drafted."""
+    """Records the drafts."""
 
     def __init__(self, rows: Calls | ServedRows):
         self.rows, self.drafts = rows, []
@@ -119,7 +119,7 @@ class Kept:
 
 
 @pytest.mark.parametrize("method", ["falcon_chain", "prompt_lookup", "ssd", "cascade"])
-def test_outputs_are_plain_decodings_and_drafts_no_longer_than_asked_for(target, method, tmp_path):
+def test_outputs_are_plain_decodings_and_drafts_keep_the_requested_length(target, method, tmp_path):
     options = {"method": method}
     if method == "falcon_chain":
         random_head(target, **COUPLED).save_pretrained(tmp_path)
@@ -140,10 +140,10 @@ def test_outputs_are_plain_decodings_and_drafts_no_longer_than_asked_for(target,
     found = engine.run(prompts, LENGTH)
     for number, tokens in found.items():
         assert tokens == prompts[number] + plain_tokens(target, prompts[number], LENGTH)
-    assert max(map(len, engine.rows.made)) == 4  # one more than there are slots
+    assert max(map(len, engine.rows.made)) == 4  # one more than the slots
 
 
-def test_rows_that_a_students_cache_has_no_room_for_are_decoded_without_drafts(target, monkeypatch):
+def test_rows_without_room_in_the_students_cache_get_no_drafts(target, monkeypatch):
     tiny = str(bundled_target_dir())
     row = row_bytes(Trained(student=target), 64)
     pool = PackedTarget(target, 1, 64).pool
@@ -163,10 +163,10 @@ def test_rows_that_a_students_cache_has_no_room_for_are_decoded_without_drafts(t
 
 
 @pytest.mark.parametrize("holds_embedding", [False, True])
-def test_a_head_in_the_layout_of_an_engine_is_plugged_in(target, tmp_path, holds_embedding):
+def test_a_head_in_an_engines_layout_can_be_plugged_in(target, tmp_path, holds_embedding):
     head = random_head(target, block_size=1, fusion="linear", input_norm=False)
     served = serve_eagle(head, "vllm", 64)
-    if holds_embedding:  # as EAGLE's authors publish theirs
+    if holds_embedding:  # as in the heads of EAGLE's authors
         served.tensors["embed_tokens.weight"] = target.embedding_weight.clone()
     served.write(tmp_path / "head")
     options = {"method": "eagle_chain", "head": str(tmp_path / "head")}
@@ -177,7 +177,7 @@ def test_a_head_in_the_layout_of_an_engine_is_plugged_in(target, tmp_path, holds
     assert found[0] == prompt + plain_tokens(target, prompt, LENGTH)
 
 
-def test_the_files_of_a_target_are_those_of_its_revision(target, tmp_path, monkeypatch):
+def test_a_targets_weights_are_read_from_its_revision(target, tmp_path, monkeypatch):
     repo = tmp_path / "models--you--tiny"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "v2").write_text("b" * 40)
@@ -188,7 +188,7 @@ def test_the_files_of_a_target_are_those_of_its_revision(target, tmp_path, monke
     assert ServedModel(Model(target), config).identity()["weights"] == target.identity()["weights"]
 
 
-def test_layers_are_read_in_the_heads_order_and_drafts_are_our_own(target, tmp_path):
+def test_layers_are_put_in_the_heads_order_and_drafts_equal_our_own(target, tmp_path):
     layers = (6, 3)
     head = random_head(target, **COUPLED, feature_layers=layers)
     head.save_pretrained(tmp_path)
@@ -216,7 +216,7 @@ def test_layers_that_the_model_does_not_show_are_refused(target, tmp_path, model
         Proposer(config_of(target, {"head": str(tmp_path)})).load_model(model(target))
 
 
-def test_what_the_hook_cannot_see_is_refused_while_the_engine_loads(target, tmp_path):
+def test_cuda_graphs_and_several_processes_are_refused_while_loading(target, tmp_path):
     random_head(target).save_pretrained(tmp_path)
     options = {"head": str(tmp_path)}
     graphs = SimpleNamespace(name="FULL", has_full_cudagraphs=lambda: True)
@@ -229,7 +229,7 @@ def test_what_the_hook_cannot_see_is_refused_while_the_engine_loads(target, tmp_
             Proposer(config_of(target, options, **changes)).load_model(Model(target))
 
 
-def test_a_head_of_another_target_is_refused_with_both_names(target, tmp_path):
+def test_a_head_of_another_target_is_refused_naming_both_targets(target, tmp_path):
     identity = target.identity() | {"name": "you/other", "weights": "ab" * 32}
     head = random_head(target)
     object.__setattr__(head.config, "target", identity)

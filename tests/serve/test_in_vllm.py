@@ -1,4 +1,4 @@
-"""In vLLM itself: outputs are its own, and steps, acceptance and tensors are ours."""
+"""Inside vLLM: its own outputs, with our steps, acceptance and tensors."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ SMALL += ["eval.max_new_tokens=32", "eval.methods=[plain]"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A recipe with a head that has learnt a little, by trainer."""
+    """A function: the recipe of a briefly trained head, by trainer."""
     folder = tmp_path_factory.mktemp("trained")
 
     def make(trainer: str, name: str):
@@ -52,7 +52,7 @@ def target():
     return Target.load("tiny")
 
 
-def test_the_proposer_imports_beside_vllm(engine):
+def test_the_proposer_can_be_imported_in_vllms_environment(engine):
     with TemporaryDirectory() as folder:
         (Path(folder) / "specdraft").symlink_to(ROOT)
         done = subprocess.run(
@@ -64,15 +64,15 @@ def test_the_proposer_imports_beside_vllm(engine):
     assert done.returncode == 0, done.stderr
 
 
-def test_64_requests_at_once_twice_over_are_those_of_the_engine_alone(trained, engine, target):
-    """Prompts in chunks, prefixes cached, rows preempted: there is room for half of them."""
+def test_64_concurrent_requests_run_twice_give_the_engines_own_outputs(trained, engine, target):
+    """Chunked prompts, cached prefixes, and preempted rows, as there is room for only half."""
     recipe = trained("falcon", "tiny")
     prompts = load_prompts(recipe, target.tokenizer)
     given = ROUTES["falcon_chain"].engine(recipe, Path())
     crowd = {"max_num_seqs": 64, "enable_prefix_caching": True, "enable_chunked_prefill": True}
     crowd |= {"max_num_batched_tokens": 256, "block_size": 32, "num_gpu_blocks_override": 30}
     asked = job(recipe, target, prompts, (0.0, 0.0), crowd)
-    shared = [id for ids in asked["prompts"][:4] for id in ids][:40]  # over a block of the cache
+    shared = [id for ids in asked["prompts"][:4] for id in ids][:40]  # more than one cache block
     several = [asked["prompts"][n % len(prompts)] for n in range(64)]
     asked["prompts"] = [shared * (n % 2) + ids for n, ids in enumerate(several)]
     asked["engine"]["max_model_len"] += len(shared)
@@ -84,10 +84,10 @@ def test_64_requests_at_once_twice_over_are_those_of_the_engine_alone(trained, e
         assert side_of(run).tokens_per_step > 1.2
         assert run["counts"]["num_preemptions"] > 0
         assert run["counts"]["prefix_cache_hits"] > 0
-    assert result["held"] <= 1  # of the last step
+    assert result["held"] <= 1  # from the last step
 
 
-def test_a_comparison_passes(trained, tmp_path):
+def test_a_comparison_of_an_eagle_head_passes(trained, tmp_path):
     recipe = trained("eagle", "tiny_eagle")
     out = [f"output.dir={recipe.output.dir}", f"data.cache_dir={recipe.data.cache_dir}"]
     command = ["eval/parity.py", "recipes/tiny_eagle.yaml", "--engine", "vllm", "--python", PYTHON]
@@ -153,7 +153,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_broken_export_is_named_by_its_cause(trained, engine, target, name, tmp_path):
+def test_a_broken_exports_cause_is_found(trained, engine, target, name, tmp_path):
     recipe = trained("eagle", "tiny_eagle")
     prompts = load_prompts(recipe, target.tokenizer)[:1]
     given = ROUTES["eagle_chain"].engine(recipe, tmp_path)

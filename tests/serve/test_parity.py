@@ -1,4 +1,4 @@
-"""The comparison with an engine: bad input is one message, and figures are what they say."""
+"""The comparison with an engine: bad input gives one message, and figures follow definitions."""
 
 import json
 import math
@@ -22,7 +22,7 @@ TINY = ROOT / "recipes" / "tiny.yaml"
 
 
 def engine_that(folder: Path, version: str, last: str) -> str:
-    """A python that knows a version of vLLM, and dies with these words when it is to run."""
+    """A fake python that reports a vLLM version, and ends with these words when run."""
     path = folder / "python"
     cases = f'*importlib*) echo {version};; *) echo "{last}" >&2; exit 3;;'
     path.write_text(f'#!/bin/sh\ncase "$2" in {cases} esac\n')
@@ -34,7 +34,7 @@ def parity(*arguments: str):
     return run_here("eval/parity.py", "recipes/tiny.yaml", "--engine", "vllm", *arguments)
 
 
-def test_no_engine_at_the_path_is_said_with_how_to_get_one(tmp_path):
+def test_a_missing_engine_is_reported_with_how_to_install_it(tmp_path):
     done = parity("--python", str(tmp_path / "none"))
     assert done.returncode == 2
     assert "No such file" in done.stderr
@@ -50,7 +50,7 @@ def test_a_method_without_a_route_is_refused(tmp_path):
     assert "verifies chains; known: eagle_chain, eagle3_chain, falcon_chain" in done.stderr
 
 
-def test_another_version_is_said_and_an_engine_that_dies_is_heard(tmp_path):
+def test_an_untested_version_and_the_output_of_a_crashed_engine_are_reported(tmp_path):
     python = engine_that(tmp_path, "9.9.9", "out of memory in layer 3")
     done = parity(
         "--python", python, "--methods", "ngram", "eval.limit=1", f"output.dir={tmp_path}"
@@ -61,7 +61,7 @@ def test_another_version_is_said_and_an_engine_that_dies_is_heard(tmp_path):
     assert "out of memory in layer 3" in done.stderr
 
 
-def test_a_head_without_a_layout_is_refused_before_the_engine_starts(tmp_path):
+def test_an_engines_failure_and_a_recipe_without_engine_methods_are_errors(tmp_path):
     python = engine_that(tmp_path, "0.32.0", "started")
     engine = VLLM.at(python)
     with pytest.raises(EngineError, match="started"):
@@ -70,15 +70,15 @@ def test_a_head_without_a_layout_is_refused_before_the_engine_starts(tmp_path):
         methods_of(load_recipe(TINY, ["eval.methods=[plain,prompt_lookup]"]))
 
 
-def test_both_sides_draft_with_the_head_that_the_recipe_names(tmp_path):
+def test_the_engine_gets_the_head_that_the_recipe_names(tmp_path):
     for name in (str(tmp_path), "you/head"):
         recipe = load_recipe(TINY, [f"head.model={name}", "maxgram.branches=3"])
         given = ROUTES["falcon_chain"].engine(recipe, tmp_path)
         assert given["additional_config"]["specdraft"]["head"] == name
-    assert fixed_chain(recipe).maxgram.branches == 1  # and no tree
+    assert fixed_chain(recipe).maxgram.branches == 1  # a chain, not a tree
 
 
-def test_the_engine_is_asked_for_no_more_positions_than_the_target_has():
+def test_the_engines_length_is_bounded_by_the_targets_positions():
     prompts = [Prompt("a", "a", [1] * 100, "a")]
     target = SimpleNamespace(context=1024, eos_ids={3})
     changes = ["target.trust_remote_code=true", "eval.max_new_tokens={}"]
@@ -96,11 +96,11 @@ def test_a_recipes_own_methods_are_compared():
         assert methods_of(load_recipe(TINY.with_name(f"{name}.yaml"), [])) == methods
 
 
-# What a proposer is asked for.
+# Options of a proposer.
 
 
 @pytest.mark.parametrize("method", CHAINS)
-def test_chains_are_as_long_as_the_engine_verifies(method):
+def test_chains_have_the_length_that_the_engine_verifies(method):
     recipe = recipe_of(method, 5, {})
     if CHAINS[method]:
         section, key = CHAINS[method]
@@ -108,7 +108,7 @@ def test_chains_are_as_long_as_the_engine_verifies(method):
     assert method in ROUTES
 
 
-def test_options_that_are_none_are_refused_by_name():
+def test_invalid_options_are_refused_by_name():
     with pytest.raises(RecipeError, match="'falcon_tree' is none that drafts chains"):
         check_options("falcon_tree", {}, {})
     with pytest.raises(RecipeError, match=r"'haed' is no option.*nearest is head"):
@@ -122,7 +122,7 @@ def test_options_that_are_none_are_refused_by_name():
     check_options("cascade", {}, {"cascade": ["a", "b"], "table": "c"})
 
 
-def test_a_head_of_other_sizes_is_refused_with_both_names():
+def test_a_head_of_other_sizes_is_refused_naming_both_targets():
     class Served:
         name, hidden_size, vocab_size = "you/other", 64, 99
 
@@ -133,7 +133,7 @@ def test_a_head_of_other_sizes_is_refused_with_both_names():
 # Figures.
 
 
-def test_gaps_are_counted_in_standard_errors():
+def test_acceptance_gaps_are_measured_in_standard_errors():
     ours, theirs = (Side([[1]], [[1]], 100, accepted) for accepted in ([50, 20], [60, 20]))
     first, second = gaps_of(theirs, ours)
     assert first["gap"] == pytest.approx(0.1)
@@ -141,8 +141,8 @@ def test_gaps_are_counted_in_standard_errors():
     assert second == {"gap": 0.0, "errors": 0.0}
 
 
-def test_answers_that_differ_among_themselves_widen_the_standard_error():
-    """Half of the prompts always accept, the others never: four prompts are four draws."""
+def test_prompts_that_differ_in_acceptance_widen_the_standard_error():
+    """Half of the prompts always accept, the others never, so four prompts are four samples."""
     alike = Side([], [], 40, [20], [(10, [5])] * 4)
     apart = Side([], [], 40, [20], [(10, [10]), (10, [0])] * 2)
     theirs = Side([], [], 40, [30])

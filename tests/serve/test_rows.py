@@ -1,4 +1,4 @@
-"""Rows inside somebody else's engine: right outputs, our own drafts, and nothing left behind."""
+"""Rows inside another engine: correct outputs, our own drafts, and nothing left behind."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def target():
 
 
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
-    """Of mixed lengths; every third begins as the one before."""
+    """Prompts of mixed lengths; every third starts like the one before it."""
     torch.manual_seed(seed)
     lengths = torch.randint(2, longest, (count,)).tolist()
     made = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
@@ -55,7 +55,7 @@ def maxgram(target, slots: int) -> ServedRows:
 
 @pytest.mark.parametrize("kind", [*HEADS, "maxgram"])
 @pytest.mark.parametrize("slots", [8, 3])
-def test_every_output_is_plain_decodings_whatever_becomes_of_rows(target, kind, slots):
+def test_outputs_equal_plain_decoding_with_waiting_preempted_and_aborted_rows(target, kind, slots):
     rows = maxgram(target, slots) if kind == "maxgram" else falcon(target, kind, slots)
     engine = SmallEngine(target, rows, chunk=7, batch=8, seed=3)
     asked = prompts(14)
@@ -68,8 +68,8 @@ def test_every_output_is_plain_decodings_whatever_becomes_of_rows(target, kind, 
 
 
 @pytest.mark.parametrize("kind", [*HEADS, "maxgram"])
-def test_steps_are_those_of_our_own_decoder(target, kind):
-    """Prompts in parts and rows that move change no draft."""
+def test_steps_equal_those_of_our_own_decoder(target, kind):
+    """Chunked prompts and moved rows change no draft."""
     asked = prompts(6, seed=5)
     rows = maxgram(target, 6) if kind == "maxgram" else falcon(target, kind, 6)
     engine = SmallEngine(target, rows, chunk=5, batch=6, seed=1)
@@ -82,8 +82,8 @@ def test_steps_are_those_of_our_own_decoder(target, kind):
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_prefixes_from_the_engines_cache_cost_no_draft(target, kind):
-    """What comes a second time finds its features where the first has left them."""
+def test_prefixes_from_the_engines_cache_lose_no_draft(target, kind):
+    """A repeated prompt finds the features that its first run stored."""
     asked = [prompt for prompt in prompts(9, seed=2) if len(prompt) > 2 * BLOCK]
     engine = SmallEngine(target, falcon(target, kind, 4), chunk=50, batch=4, seed=1)
     engine.run(asked, LENGTH)
@@ -92,7 +92,7 @@ def test_prefixes_from_the_engines_cache_cost_no_draft(target, kind):
     assert [engine.finished[n].steps for n in range(len(asked))] == first
 
 
-def test_a_prefix_that_nobody_knows_is_drafted_behind(target):
+def test_a_prefix_with_unknown_features_can_still_be_drafted_for(target):
     rows = falcon(target, "coupled", 1)
     (prompt,) = prompts(1, seed=4, longest=64)
     features = target.features(torch.tensor([prompt]))[0]
@@ -101,7 +101,7 @@ def test_a_prefix_that_nobody_knows_is_drafted_behind(target):
     assert len(draft) == 6
 
 
-def test_rows_that_are_gone_are_forgotten_and_their_slots_free(target):
+def test_ended_rows_are_forgotten_and_their_slots_freed(target):
     rows = falcon(target, "coupled", 4)
     engine = SmallEngine(target, rows, chunk=64, batch=4, seed=1)
     engine.run(prompts(9), LENGTH)
@@ -111,7 +111,7 @@ def test_rows_that_are_gone_are_forgotten_and_their_slots_free(target):
     assert sorted(rows._free) == [0, 1, 2, 3]
 
 
-def test_alike_rows_have_a_slot_each(target):
+def test_rows_with_equal_tokens_have_separate_slots(target):
     rows = falcon(target, "paper", 4)
     engine = SmallEngine(target, rows, chunk=64, batch=4, seed=1)
     (prompt,) = prompts(1)
@@ -123,7 +123,7 @@ def test_alike_rows_have_a_slot_each(target):
 # The store of features.
 
 
-def test_features_are_kept_by_the_tokens_before_them():
+def test_features_are_found_by_their_whole_token_prefix():
     prefixes, tokens = Prefixes(1000), np.arange(50, dtype=np.int32)
     features = torch.randn(50, 4)
     prefixes.keep(tokens, [features[:30], features[30:]])
@@ -137,14 +137,14 @@ def test_features_are_kept_by_the_tokens_before_them():
     assert prefixes.behind(other[:48]) == []
 
 
-def test_a_gap_ends_what_is_found():
+def test_features_are_found_back_to_the_nearest_gap():
     prefixes, tokens = Prefixes(1000), np.arange(64, dtype=np.int32)
     features = torch.randn(64, 4)
-    prefixes.keep(tokens, [features[20:]])  # whole blocks from 32 on
+    prefixes.keep(tokens, [features[20:]])  # complete blocks from 32 on
     assert torch.equal(torch.cat(prefixes.behind(tokens)), features[32:])
 
 
-def test_the_least_recently_used_features_go_first():
+def test_the_least_recently_used_features_are_dropped_first():
     prefixes = Prefixes(2 * BLOCK)
     rows = [np.full(BLOCK, n, dtype=np.int32) for n in range(3)]
     for row in rows[:2]:

@@ -1,4 +1,4 @@
-"""The tests that need vLLM: `SPECDRAFT_VLLM_PYTHON` names the python of its environment."""
+"""For tests that need vLLM: `SPECDRAFT_VLLM_PYTHON` names the Python of its environment."""
 
 import os
 
