@@ -1,4 +1,4 @@
-"""The commands of the README: in a process of their own, as a user runs them, or in this one."""
+"""Run commands as a user does, in their own process, or within this one."""
 
 import io
 import os
@@ -29,11 +29,11 @@ def start(
     terminal: str | None = None,
     **environment: str,
 ) -> Fork:
-    """Start `python *command` as a process of its own, forked from one with the imports done.
+    """Start `python *command` in its own process, forked from one with the imports done.
 
-    own_session: of which all processes are those that it starts.
-    largest_file: bytes that no file may exceed.
-    terminal: what its streams are, in place of files.
+    own_session: give it a session, which then has only the processes that it starts.
+    largest_file: limit of file sizes in bytes.
+    terminal: used for its streams instead of files.
     """
     how = {"own_session": own_session or terminal is not None, "largest_file": largest_file}
     env = os.environ | SURROUNDINGS | environment
@@ -41,14 +41,14 @@ def start(
 
 
 def run(*command: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
-    """Run it to its end."""
+    """Run `python *command` to its end."""
     process = start(*command, cwd=cwd, **environment)
     out, err = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def start_ranks(*command: object, count: int = 2, **environment: str) -> list[Fork]:
-    """Start it as the processes of one run, in the environment that torchrun gives them."""
+    """Start it as several ranks, with the environment variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -58,7 +58,7 @@ def start_ranks(*command: object, count: int = 2, **environment: str) -> list[Fo
 
 
 def end(ranks: list[Fork]) -> str:
-    """Wait until all are done; return what they said."""
+    """Wait until all are done; return their output."""
     try:
         return "".join(rank.communicate(timeout=300)[1] for rank in ranks)
     finally:
@@ -67,7 +67,7 @@ def end(ranks: list[Fork]) -> str:
 
 
 def run_afresh(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
-    """The same in a new interpreter: launchers, and what is read when modules are imported."""
+    """The same in a new interpreter, for launchers and for settings that are read on import."""
     env = os.environ | SURROUNDINGS | environment
     arguments = [sys.executable, *command]
     return subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
@@ -75,7 +75,7 @@ def run_afresh(*command: str, cwd: Path = ROOT, **environment: str) -> subproces
 
 @contextmanager
 def children_forked() -> Iterator[None]:
-    """Within it, scripts that the code under test starts as processes are forked, too."""
+    """Within it, scripts that the code under test starts are forked, too."""
     parent, launch = nursery(), subprocess.Popen
 
     def popen(command: list[str], **options) -> Fork | subprocess.Popen:
@@ -90,7 +90,7 @@ def children_forked() -> Iterator[None]:
 
 
 def run_here(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
-    """The same within this process, which saves it the imports: seconds of every command."""
+    """The same within this process, which saves seconds of imports per command."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     AcceleratorState._reset_state(True)
     with (

@@ -1,4 +1,4 @@
-"""On the CPU, one thread per worker: two workers with two threads each wait for each other."""
+"""On the CPU, one thread per worker: two workers with two threads each would block each other."""
 
 import os
 from pathlib import Path
@@ -7,16 +7,16 @@ import pytest
 from short_visits import SHORT
 
 HERE = Path(__file__).parent
-# Of this process, before torch is imported, and of the scripts it starts: these import what the
-# tests of any folder share, as tests do (`pythonpath` in pyproject.toml).
+# For this process, before torch is imported, and for the scripts it starts, which import the shared
+# modules of tests/ as tests do (`pythonpath` in pyproject.toml).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 SHARED = [str(path) for path in (HERE, *sorted(HERE.glob("[a-z]*"))) if path.is_dir()]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*SHARED, os.environ.get("PYTHONPATH")]))
 
 
-# A file is one worker's work (`--dist loadfile`), begun in the order of collection: what takes
-# longest comes first, or one worker is still at it when the others have nothing left.
+# A worker gets whole files (`--dist loadfile`), in order of collection: the slowest come first, or
+# one worker would still be busy with one when the others have finished.
 LONGEST = [
     "drawn_drafts", "accept", "entries", "docs", "deepspeed", "paper_tables", "stopping",
     "logbook", "checkpoint", "hub", "medusa", "report", "decoder", "placement", "doctor",
@@ -34,8 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Undo what training sets for its whole process: the tests after it would take ten times as
-    long beside another worker."""
+    """Undo the number of threads that training sets for its process: later tests would take ten
+    times as long next to another worker."""
     import torch
 
     torch.set_num_threads(1)
@@ -45,7 +45,7 @@ def _one_thread():
 
 @pytest.fixture(autouse=True, scope="session")
 def _short_visits():
-    """What is timed for a figure, which no test asserts, is timed once."""
+    """Time everything only once: no test asserts a measured time."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SHORT.items():
             patch.setattr(name, value)

@@ -1,7 +1,7 @@
-"""Decoding for tests of losslessness: the target's own tokens, and drafts that took part.
+"""Decoding for tests of losslessness: the target's own tokens, with drafts that took part.
 
-An output is right whatever drafts, so a drafter that raises (its rows are finished by plain
-decoding), or drafts nothing, passes every comparison of tokens: `decode` refuses both.
+Outputs are correct with any drafter. So one that raises (its rows are finished by plain decoding)
+or drafts nothing would pass every comparison of tokens: `decode` fails in both cases.
 """
 
 import torch
@@ -16,13 +16,13 @@ PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 
 
 
 def prompts(count: int = 6) -> list[list[int]]:
-    """Random prompts of 3, 8, 13.. tokens."""
+    """Random prompts of 3, 8, 13, .. tokens."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(VOCAB, (3 + 5 * n,), generator=generator).tolist() for n in range(count)]
 
 
 def plain_tokens(target, prompt: list[int], length: int) -> list[int]:
-    """One token at a time, the whole sequence again every time, no cache."""
+    """Greedy tokens, one at a time by a forward of the whole sequence, without a cache."""
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(length):
@@ -44,8 +44,8 @@ def check_as_plain(target, drafter, rows: int) -> None:
 
 
 def completions(decoder: Decoder, requests: list[Request], accepts=True) -> list[Completion]:
-    """Decode; the completions in the order of the requests. Where the decoder has a drafter, it
-    must have drafted for them to their end and, if it `accepts`, been right at least once."""
+    """Decode; return the completions in the order of the requests. A drafter must have drafted for
+    them to their end and, with `accepts`, had a token accepted at least once."""
     done = sorted(decoder.run(requests), key=lambda completion: completion.index)
     if decoder.drafter:
         assert {completion.fallback for completion in done} == {None}

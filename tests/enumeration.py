@@ -1,4 +1,4 @@
-"""Prove an acceptance rule by playing every branch: drafts, decisions and bonus tokens alike.
+"""Prove an acceptance rule by enumerating every branch of drafts, decisions and bonus tokens.
 
 A text is a tuple of token ids; `p` and `q` map every short text to a distribution [V].
 """
@@ -18,17 +18,16 @@ from specdraft.eval.engine.tree import Draws, Topology, Tree
 Text = tuple[int, ...]
 Laws = dict[Text, Tensor]
 Result = TypeVar("Result")
-ROOT = -7  # the token of the root is nobody's business
+ROOT = -7  # the token of the root, which no rule may read
 
 
-Shares = list[tuple[int, float]]  # what may be answered, and how probable it is
+Shares = list[tuple[int, float]]  # possible results with their probabilities
 
 
 class Branch:
-    """A `Chance` that plays one branch of all: the options of a script, then always the first.
+    """A `Chance` that plays a single branch: the choices of a script, then always the first option.
 
-    options: of every choice, as far as the branch before it made the same ones: what is asked there
-    is the same again.
+    options: of every choice in the script, known from the branch before, which made the same ones.
     """
 
     def __init__(self, script: list[int], options: list[Shares]):
@@ -37,7 +36,7 @@ class Branch:
     def choice(self, probs: Tensor) -> int:
         if self.number == len(self.options):
             whole, shares = float(probs.sum()), probs.tolist()
-            assert all(share >= 0 for share in shares)  # and not NaN
+            assert all(share >= 0 for share in shares)  # false for NaN, too
             found = [(index, share / whole) for index, share in enumerate(shares) if share > 0]
             self.options.append(found)
         return self._take()
@@ -59,7 +58,7 @@ class Branch:
 
 
 def branches(play: Callable[[Chance], Result]) -> Iterator[tuple[Result, float]]:
-    """Run `play` once per branch, depth first; yield what it returned and the branch's weight."""
+    """Run `play` once per branch, depth first; yield its result and the branch's probability."""
     script: list[int] = []
     options: list[Shares] = []
     while True:
@@ -77,8 +76,9 @@ def branches(play: Callable[[Chance], Result]) -> Iterator[tuple[Result, float]]
 class DrawnTokens(Sequence):
     """The tokens of a tree, a node's children drawn through `chance` when first read.
 
-    So what a rule never reads has no branches, and a rule that looks too far is still played right.
-    Where fewer tokens have a probability than siblings are wanted, the smallest other ids follow.
+    So tokens that a rule never reads cause no branches, and a rule that reads too far is still
+    enumerated correctly. If fewer tokens have a probability than siblings are needed, the smallest
+    other ids follow.
     """
 
     def __init__(self, topology: Topology, how: str, q: Laws, chance: Chance):
@@ -107,7 +107,7 @@ class DrawnTokens(Sequence):
 
 
 class Rows(Sequence):
-    """Which row of q, in the order of its texts, the children of every node are drawn from."""
+    """The row of q, in the order of its texts, that the children of each node are drawn from."""
 
     def __init__(self, tokens: DrawnTokens, order: dict[Text, int]):
         self.tokens, self.order = tokens, order
@@ -123,13 +123,13 @@ Drafting = Callable[[Chance], tuple[Tree, Sequence[int]]]
 
 
 def drawn(topology: Topology, how: str, q: Laws, claim: str | None = None) -> Drafting:
-    """A draft whose siblings are drawn from q; `claim` is how it says it was drawn."""
+    """A draft whose siblings are drawn from q; `claim`: the way of drawing that it states."""
     laws, order = torch.stack(list(q.values())), {text: row for row, text in enumerate(q)}
 
     def draft(chance: Chance) -> tuple[Tree, Sequence[int]]:
         tokens = DrawnTokens(topology, how, q, chance)
         draws = Draws(claim or how, laws, Rows(tokens, order))
-        # Rules read the tokens that the decoder brought to the host, not those of the tree.
+        # Rules read the tokens on the host that the decoder gives them, not those of the tree.
         return Tree(topology, torch.empty(0), draws), tokens
 
     return draft
@@ -137,15 +137,15 @@ def drawn(topology: Topology, how: str, q: Laws, claim: str | None = None) -> Dr
 
 @dataclass(frozen=True)
 class Played:
-    """What a rule does over all branches."""
+    """The result of a rule over all branches."""
 
-    law: dict[Text, float]  # of the emitted tokens, the bonus included
+    law: dict[Text, float]  # of emitted tokens with the bonus
     accepted: float  # expected number of accepted tokens
     drafted: float  # expected number of drafted tokens
 
 
 def play(rule: Rule, draft: Drafting, p: Laws) -> Played:
-    """Enumerate a rule over a draft; check its path, and that it asks for p where it goes only."""
+    """Enumerate a rule over a draft; check its path, and that it reads p only along it."""
     law, accepted, drafted = defaultdict(float), 0.0, 0.0
 
     def once(chance: Chance) -> tuple[Text, int, int]:
@@ -161,7 +161,7 @@ def play(rule: Rule, draft: Drafting, p: Laws) -> Played:
 
         path, bonus = rule(tree, tokens, target, chance)
         assert [parents[node] for node in path] == [-1, *path[:-1]]
-        # Block verification reads the chain before it decides; nothing is asked for twice.
+        # Block verification reads the whole chain before it decides; no p is read twice.
         assert asked == path or (tree.topology.is_chain and asked == [*range(len(asked))])
         return (*text(path[-1]), bonus), len(path) - 1, len(parents) - 1
 
@@ -173,7 +173,7 @@ def play(rule: Rule, draft: Drafting, p: Laws) -> Played:
 
 
 def law_error(law: dict[Text, float], p: Laws, length: int) -> float:
-    """Largest error of the law of `length` tokens: those emitted, then the target's own."""
+    """Largest error in the distribution of `length` tokens: emitted ones, then the target's own."""
     worst = 0.0
     for text in itertools.product(range(len(p[()])), repeat=length):
         says = [float(p[text[:n]][text[n]]) for n in range(length)]
@@ -186,10 +186,10 @@ def law_error(law: dict[Text, float], p: Laws, length: int) -> float:
 
 
 def random_laws(kind: str, vocab: int, length: int, seed: int = 7) -> tuple[Laws, Laws]:
-    """p and q after every text shorter than `length`, random functions of it, of some kind.
+    """Random p and q, of some kind, after every text shorter than `length`.
 
-    Where p > q for one token alone, every rejection ends there and most mistakes are right by
-    accident (seed 0, say): test_accept_mistakes.py shows that those of seed 7 tell them apart.
+    If p > q for only one token, every rejection ends there and most mistakes give the right result
+    by accident (with seed 0, say); test_accept_mistakes.py shows that seed 7 reveals them.
     """
     generator = torch.Generator().manual_seed(seed)
     p, q = {}, {}
@@ -200,7 +200,7 @@ def random_laws(kind: str, vocab: int, length: int, seed: int = 7) -> tuple[Laws
 
 
 def _some_zeros(noise: Tensor) -> tuple[Tensor, Tensor]:
-    """p on its two best tokens, as top-k leaves it; q without its worst."""
+    """p on its two best tokens, as after top-k; q without its worst token."""
     p, q = (3 * noise).softmax(-1)
     p = p.masked_fill(p < p.topk(2).values[-1], 0)
     q = q.masked_fill(q == q.min(), 0)

@@ -1,7 +1,7 @@
-"""Scripts in processes of their own, forked from one that has done their imports once.
+"""Scripts in their own processes, forked from one that has done their imports once.
 
-The imports of torch and transformers are five seconds of every `python train/falcon.py`; a process
-that is forked has a pid, signals and an exit code of its own all the same.
+Importing torch and transformers takes five seconds of every `python train/falcon.py`; a forked
+process still has its own pid, signals and exit code.
 
 As a script it is that process: python tests/forks.py MODULE ..
 """
@@ -25,16 +25,16 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-# What the scripts of the tests import, of ours and of others, where they are installed.
+# Imports of the tests' scripts, ours and others', as far as they are installed.
 MODULES = ["specdraft.eval.bench", "specdraft.eval.generate", "specdraft.eval.paper"]
 MODULES += ["specdraft.train.falcon", "specdraft.train.distill", "pytest"]
 MODULES += ["deepspeed", "matplotlib.backends.backend_agg"]
-# Read when the interpreter starts or huggingface_hub is imported, so once for all children.
+# Read when the interpreter starts or huggingface_hub is imported, so shared by all children.
 ONCE = ("HF_HOME", "HF_ENDPOINT", "HF_HUB", "PYTHON")
 
 
 class Nursery:
-    """The process that has done the imports, for children in an environment like its own."""
+    """The process with the imports done, for children in an environment like its own."""
 
     def __init__(self, env: Mapping[str, str], modules: list[str] = MODULES):
         self.env = dict(env)
@@ -58,14 +58,14 @@ class Nursery:
 
 @cache
 def nursery() -> Nursery:
-    """The one of this worker's tests."""
+    """The one nursery of this worker's tests."""
     found = Nursery(os.environ)
     atexit.register(found.close)
     return found
 
 
 class Fork:
-    """`python *command`, as `subprocess.Popen` has it; its output is kept in files."""
+    """`python *command`, with the interface of `subprocess.Popen`; its output goes to files."""
 
     def __init__(
         self,
@@ -124,12 +124,12 @@ class Fork:
         return tuple(path.read_text(errors="replace") for path in self.output)
 
 
-# In the process that forks
+# In the forking process
 
 
 def serve(modules: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # for what is said by those who are imported
+    os.dup2(2, 1)  # for the output of imported modules
     for name in modules:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -147,12 +147,12 @@ def serve(modules: list[str]) -> None:
             alive.add(answer)
         answers.write(f"{json.dumps(answer)}\n")
         answers.flush()
-    for pid in alive:  # of tests that failed
+    for pid in alive:  # left by failed tests
         os.kill(pid, signal.SIGKILL)
 
 
 def end(work: Callable[[], None]) -> None:
-    """Do it as the last of this process, which ends as the interpreter does."""
+    """Run it as the last work of this process, which then exits as the interpreter would."""
     code: object = 0
     try:
         work()
@@ -190,7 +190,7 @@ def become(
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    faulthandler.register(signal.SIGUSR1)  # whoever hangs says where
+    faulthandler.register(signal.SIGUSR1)  # a process that hangs prints where
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

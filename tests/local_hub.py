@@ -1,12 +1,12 @@
-"""A Hub of one machine: the few calls of its HTTP API that pushing and loading a drafter makes.
+"""A local Hub with the few HTTP calls that pushing and loading a drafter needs.
 
     with LocalHub() as hub:
         subprocess.run(.., env=os.environ | hub.environment(cache))
         hub.commits["you/name"]["main"][-1]         # {file: bytes} of the newest commit
 
-It keeps the Hub's promises that matter here: an LFS object is checked against its hash, a commit
-names only objects that are there, and is visible as a whole or not at all. `fail` makes one kind of
-call fail: by a dropped connection, or by a status.
+It keeps the Hub's guarantees that matter here: an LFS object is checked against its hash, a commit
+names only existing objects, and is visible entirely or not at all. `fail` makes one kind of call
+fail, by a dropped connection or a status.
 """
 
 import base64
@@ -24,7 +24,7 @@ TOKEN = "hf_of_the_tests"
 
 
 class LocalHub(AbstractContextManager):
-    """The repositories, and the server that speaks for them on a port of loopback."""
+    """The repositories, and their server on a loopback port."""
 
     def __init__(self) -> None:
         # repository -> branch -> commits, each all files of the repository
@@ -46,18 +46,18 @@ class LocalHub(AbstractContextManager):
         return f"http://127.0.0.1:{self.server.server_port}"
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """What sends huggingface_hub here and nowhere else."""
+        """Environment variables that make huggingface_hub use only this server."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(cache),
             "HF_TOKEN": TOKEN,
-            "HF_HUB_DISABLE_XET": "1",  # this stand-in speaks LFS only
+            "HF_HUB_DISABLE_XET": "1",  # only LFS is supported here
             "HF_HUB_OFFLINE": "0",
             "NO_PROXY": "127.0.0.1",
         }
 
     def sha(self, repo: str, branch: str) -> str:
-        """The name of a branch's newest commit: a hash of all it holds."""
+        """The name of a branch's newest commit: a hash of its contents."""
         digest = hashlib.sha1(f"{repo} {branch} {len(self.commits[repo][branch])}".encode())
         return digest.hexdigest()
 
@@ -96,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.calls.append(call)
             failure = self.hub.fail.get(call)
             if failure == DROP:
-                self.rfile.read(length // 2)  # in the middle of what the client sends
+                self.rfile.read(length // 2)  # in the middle of the client's request
                 self.close_connection = True
                 self.connection.close()
                 return
@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """A test's output is no access log."""
+        """No access log in a test's output."""
 
     # -- pushing ---------------------------------------------------------------------------------
 

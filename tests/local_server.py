@@ -1,4 +1,4 @@
-"""A completions server of one machine: what vLLM and SGLang say, or `transformers serve`, in short.
+"""A local completions server, like vLLM and SGLang or like `transformers serve`.
 
     with LocalServer(tokenizer) as server:
         server.trouble["some words"] = [500, DROP]     # of the next prompts that hold these words
@@ -15,9 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from transformers import PreTrainedTokenizerBase
 
-DROP, HANG, DRIP, FLOOD = "drop", "hang", "drip", "flood"  # bytes one by one, or without an end
-ECHO = "echo"  # of what was sent, key included
-# Of a request to `transformers serve`, which refuses any other.
+DROP, HANG, DRIP, FLOOD = "drop", "hang", "drip", "flood"  # single bytes, or an endless response
+ECHO = "echo"  # repeats the request with its key
+# The keys that `transformers serve` accepts in a request.
 KNOWN = {"model", "prompt", "max_tokens", "temperature", "top_p", "seed", "generation_config"}
 
 
@@ -28,12 +28,12 @@ class LocalServer(AbstractContextManager):
         self.tokenizer, self.takes_ids, self.key = tokenizer, takes_ids, key
         self.asks: list[dict] = []
         self.trouble: dict[str, list[str | int]] = {}
-        self.odd: dict[str, dict] = {}  # what is odd about the choice for prompts with these words
-        self.raw: dict[str, bytes] = {}  # sent for prompts with these words, in place of an answer
-        self.misread = 0  # prompt tokens read beyond those that were sent
+        self.odd: dict[str, dict] = {}  # words in a prompt -> changes of its choice
+        self.raw: dict[str, bytes] = {}  # words in a prompt -> sent instead of an answer
+        self.misread = 0  # prompt tokens reported beyond those sent
         self.dies_after: int | None = None  # answers
         self.answered = self.at_once = self.most = 0
-        self.everybody: threading.Barrier | None = None  # answers wait for each other
+        self.everybody: threading.Barrier | None = None  # a barrier for answers
         self.done = threading.Event()
         self.lock = threading.Lock()
         handler = type("Bound", (Handler,), {"local": self})
@@ -45,11 +45,11 @@ class LocalServer(AbstractContextManager):
         self.die()
 
     def prompts(self) -> list[str]:
-        """The texts that were asked about, without the greeting of every client."""
+        """The prompts received as text, without the greeting that every client sends."""
         return [ask["text"] for ask in self.asks if not ask["greeting"]]
 
     def die(self) -> None:
-        """Hear nobody any more; connections that are open end at their next request."""
+        """Stop listening; open connections end at their next request."""
         self.done.set()
         self.server.shutdown()
         self.server.server_close()
@@ -77,7 +77,7 @@ class LocalServer(AbstractContextManager):
 class Handler(BaseHTTPRequestHandler):
     local: LocalServer
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # a header and a body are two packets: 40 ms between them
+    disable_nagle_algorithm = True  # or header and body, two packets, would be 40 ms apart
 
     def do_GET(self) -> None:
         if self.local.done.is_set():
@@ -116,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
         self.complete(prompt, ask)
 
     def babble(self, part: bytes, pause: float) -> None:
-        """Send the same again and again, for as long as anybody listens."""
+        """Send the same again and again, for as long as the client is connected."""
         self.send_response(200)
         self.send_header("Content-Length", str(2**40))
         self.end_headers()
@@ -151,4 +151,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """A test's output is no access log."""
+        """No access log in a test's output."""

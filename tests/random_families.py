@@ -30,7 +30,7 @@ COMMON = {
 }
 MLP = {"intermediate_size": 32}
 GQA = {**MLP, "num_key_value_heads": 2}
-LATENT = {  # of DeepSeek
+LATENT = {  # latent attention, as in DeepSeek
     **MLP,
     "moe_intermediate_size": 16,
     "num_key_value_heads": 4,
@@ -52,7 +52,7 @@ def random_model(family: str, seed: int = 0, **changes) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # biases start at zero, norms at one: claims need neither
+            if parameter.dim() == 1:  # also biases and norms, which start at zero and one
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif "lm_head" in name or "embed_out" in name:
                 parameter.mul_(6.0)  # far from near-ties
@@ -60,13 +60,13 @@ def random_model(family: str, seed: int = 0, **changes) -> PreTrainedModel:
 
 
 def check_family(target: Target) -> None:
-    """Assert that what is decoded, with drafts and without, is what the model itself generates.
+    """Assert that decoding, with drafts and without, gives what the model itself generates.
 
-    What has a recurrent state drafts for nobody, and nobody pads it.
+    Models with a recurrent state are not tested as drafters or with padding.
     """
     asked = prompts(4)
     expected = [plain_tokens(target, prompt, 12) for prompt in asked]
-    assert len({token for tokens in expected for token in tokens}) > 3  # no constant output
+    assert len({token for tokens in expected for token in tokens}) > 3  # the output is not constant
     requests = [Request(prompt, 12) for prompt in asked]
     answers = {tuple(p): answer for p, answer in zip(asked, expected, strict=True)}
     for rows in (1, 8):
@@ -104,7 +104,7 @@ def _check_pads(target: Target, requests: list[Request], expected: list) -> None
 
 
 def _check_generate(target: Target) -> None:
-    """In a left-padded batch, where a slot is no position."""
+    """In a left-padded batch, where slots differ from positions."""
     rows = prompts()[1:4]
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])

@@ -1,4 +1,4 @@
-"""Tiny random targets and heads: every claim about exactness holds for any weights."""
+"""Tiny random targets and heads: claims about exactness hold for any weights."""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ def random_target(
     vocab: int = VOCAB,
     layers: int = 2,
 ) -> Target:
-    """A small Llama over 23 tokens; sharp enough that greedy choices are no near-ties."""
+    """A small Llama over 23 tokens, sharp enough that greedy choices are no near-ties."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -41,7 +41,7 @@ def random_target(
 
 
 def moved(target: Target, device: torch.device | str) -> Target:
-    """A target on another device; its model goes there."""
+    """A target whose model has been moved to a device."""
     return Target(target.model.to(device), None, target.name)
 
 
@@ -60,7 +60,7 @@ def random_head(target: Target, block_size: int = 2, seed: int = 1, **changes) -
         **changes,
     )
     head = FalconHead(config).eval()
-    with torch.no_grad():  # what starts at zero would say nothing
+    with torch.no_grad():  # weights that start at zero would test nothing
         for weight in head.parameters():
             if not weight.any():
                 weight.normal_(std=0.2)
@@ -85,7 +85,7 @@ def random_eagle3(target: Target, /, seed: int = 1, **changes) -> Eagle3Head:
     head = Eagle3Head(config).eval()
     with torch.no_grad():
         head.lm_head.normal_(std=2.0)
-        for weight in head.parameters():  # norms, too, have something to lose
+        for weight in head.parameters():  # or errors in norms would not show
             weight.add_(0.1 * torch.randn_like(weight))
         if config.draft_vocab is not None:
             head.draft_ids.copy_(torch.randperm(config.vocab_size)[: len(head.draft_ids)].sort()[0])
@@ -94,14 +94,14 @@ def random_eagle3(target: Target, /, seed: int = 1, **changes) -> Eagle3Head:
 
 @torch.inference_mode()
 def draft_logits(head: FalconHead, target: Target, tokens: list[int], drafted: list[int]) -> Tensor:
-    """Logits [V] of the token that a draft behind `tokens` goes on with after those `drafted`: by
-    forwards of the whole sequence, block by block."""
+    """Logits [V] of a draft's next token after `tokens` and those `drafted`, by forwards of the
+    whole sequence, block by block."""
     k, ids = head.config.block_size, torch.tensor([tokens])
     features, ahead = target.features(ids)[:, :-1], target.embed(ids[:, 1:])
     for start in range(0, len(drafted) + 1, k):
         count, block = features.shape[1], drafted[start : start + k]
         ahead = torch.cat((ahead, target.embed(torch.tensor([block], dtype=torch.long))), 1)
-        # A block that nobody sees brings the tokens that coupled slots hear.
+        # An extra, unseen block provides the tokens that coupled slots read.
         blocks = block_index(count + k, k, (count - 1) % k + 1)[None]
         heard = F.pad(ahead, (0, 0, 0, k - len(block)))
         slots = head(heard, F.pad(features, (0, 0, 0, k)), blocks)[0][:, count - k : count]
@@ -111,7 +111,7 @@ def draft_logits(head: FalconHead, target: Target, tokens: list[int], drafted: l
 
 
 def kept_for_backward(module: nn.Module, *inputs, **options) -> tuple[Tensor, int]:
-    """Run a module; return its output and the bytes kept for backward, its weights left out."""
+    """Run a module; return its output and the bytes kept for backward, without its weights."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tiny random encoder-decoders, and what they generate of sources by themselves."""
+"""Tiny random encoder-decoders, and what they generate for sources by themselves."""
 
 import torch
 import transformers
@@ -32,7 +32,7 @@ _BART = {
     "forced_eos_token_id": None,
     "pad_token_id": 1,
 }
-# Class, settings, and whether lm_head is a matrix of its own.
+# Class, settings, and whether lm_head has its own matrix.
 FAMILIES = {
     "t5": ("T5", _T5, False),
     "flan-t5": (
@@ -47,7 +47,7 @@ FAMILIES = {
 
 
 def random_seq2seq(name: str = "flan-t5", seed: int = 2, **changes) -> Target:
-    """A tiny encoder-decoder with random weights; sharp enough that nothing is a near-tie."""
+    """A tiny encoder-decoder with random weights, sharp enough that nothing is a near-tie."""
     torch.manual_seed(seed)
     kind, settings, untied = FAMILIES[name]
     common = {"vocab_size": VOCAB, "eos_token_id": None}
@@ -55,7 +55,7 @@ def random_seq2seq(name: str = "flan-t5", seed: int = 2, **changes) -> Target:
     model = AutoModelForSeq2SeqLM.from_config(config)
     with torch.no_grad():
         for part, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # norms and biases: claims need none of their beginnings
+            if parameter.dim() == 1:  # norms and biases, which would start at one and zero
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif "relative" in part:
                 parameter.normal_(std=2.0)
@@ -64,7 +64,7 @@ def random_seq2seq(name: str = "flan-t5", seed: int = 2, **changes) -> Target:
                 parameter.normal_(std=1.0 if embeds else 0.8 if kind == "T5" else 0.3)
         if untied:
             model.lm_head.weight = nn.Parameter(2.0 * torch.randn_like(model.lm_head.weight))
-    if name == "bart":  # as the published ones do
+    if name == "bart":  # as in published models
         model.generation_config.forced_bos_token_id = 5
     return Target(model, None, name)
 
@@ -73,7 +73,7 @@ def generated(target: Target, source: list[int], length: int) -> list[int]:
     """New tokens that the family's own `generate` gives for a source."""
     ids = torch.tensor([source], device=target.device)
     options = {"max_new_tokens": length + len(target.start_ids) - 1, "do_sample": False}
-    # Its own cache would have as many layers as the encoder.
+    # The default cache would have as many layers as the encoder.
     options["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
     output = target.model.generate(input_ids=ids, num_beams=1, **options)
     return output[0, len(target.start_ids) :].tolist()

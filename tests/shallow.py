@@ -1,4 +1,4 @@
-"""The bundled target without most of its layers: other answers, in a fraction of the time."""
+"""The bundled target with only two layers: other answers, in a fraction of the time."""
 
 from pathlib import Path
 
@@ -7,13 +7,13 @@ from specdraft.models.target import Target
 
 
 def shallow_tiny() -> Target:
-    """Two of its layers, under its name."""
+    """The shallow target, under the bundled one's name."""
     tiny = Target.load("tiny")
     return Target(pruned(tiny, (0, 1), shared=False), tiny.tokenizer, tiny.name)
 
 
 def shallow_target(folder: Path) -> str:
-    """Write them to a folder; return that, as a recipe's target.model."""
+    """Write the shallow target to a folder; return it as a recipe's target.model."""
     shallow = shallow_tiny()
     for part in (shallow.model, shallow.tokenizer):
         part.save_pretrained(folder)

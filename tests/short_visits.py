@@ -1,6 +1,6 @@
-"""What is timed for a figure, which no test asserts, is timed once.
+"""Time everything only once: no test asserts a measured time.
 
-As a script it is another one so: python tests/short_visits.py train/falcon.py recipes/tiny.yaml
+As a script it runs another one so: python tests/short_visits.py train/falcon.py recipes/tiny.yaml
 """
 
 import runpy
@@ -15,7 +15,7 @@ SHORT = {
 
 
 def set_short() -> None:
-    """In this process, to its end."""
+    """For the rest of this process."""
     for name, value in SHORT.items():
         module, _, constant = name.rpartition(".")
         assert hasattr(resolve_name(module), constant), name

@@ -1,4 +1,4 @@
-"""A small byte-level tokenizer made on the spot, and templates as published models have them."""
+"""A small byte-level tokenizer trained on the spot, and chat templates like published ones."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -28,29 +28,29 @@ VICUNA = """\
 {% for m in messages %}{% if m['role'] == 'user' %}{{ 'USER: ' + m['content'] }}\
 {% elif m['role'] == 'assistant' %}{{ ' ASSISTANT: ' + m['content'] + eos_token }}{% endif %}\
 {% endfor %}{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"""
-# The end-of-sequence token stands behind the last turn only.
+# Only the last turn ends with the end-of-sequence token.
 EOS_AT_THE_END = """\
 {% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ 'assistant: ' }}{% elif messages[-1]['role'] == 'assistant' %}\
 {{ eos_token + '\n' }}{% endif %}"""
-# Qwen3's way: an answer is shown with an (empty) thought only while it is the last one.
+# Like Qwen3: an answer has an (empty) thought only while it is the last one.
 THINKING = """\
 {% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}\
 {% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}\
 {{ m['content'] + '<|im_end|>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# Qwen3's way: of older answers what was thought is left out.
+# Like Qwen3: older answers lose their thoughts.
 THOUGHTS_DROPPED = """\
 {% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}\
 {{ m['content'] if loop.last else m['content'].split('</think>')[-1].lstrip('\n') }}\
 {{ '<|im_end|>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# Llama 3.1's way: what a tool says is written as JSON.
+# Like Llama 3.1: a tool's output is written as JSON.
 TOOLS_AS_JSON = """\
 {% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}\
 {{ (m['content'] | tojson if m['role'] == 'tool' else m['content']) + '<|im_end|>' + '\n' }}\
 {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# Mistral's way: the system prompt moves into the last question, so no prefix is a prefix.
+# Like Mistral: the system prompt moves into the last question, so prefixes of chats do not match.
 SYSTEM_LAST = """\
 {% set ns = namespace(system='') %}\
 {% if messages[0]['role'] == 'system' %}\

@@ -1,4 +1,4 @@
-"""What the pages say is so: commands and snippets run, links lead on, figures have a file."""
+"""The pages are correct: commands and snippets run, links work, figures match their files."""
 
 import ast
 import doctest
@@ -27,7 +27,7 @@ from specdraft.train.plan import known_sizes, make_plan
 from specdraft.train.plan_lines import plan_lines
 
 ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared"  # real data, where there is any
+SHARED = ROOT.parent / "shared"  # real data, if there is any
 FOLDERS = ("recipes", "models", "data", "eval", "train")
 FRONT = ROOT / "README.md"
 PAGES = [FRONT, *(ROOT / name / "README.md" for name in (*FOLDERS, "tests"))]
@@ -47,7 +47,7 @@ def section(page: Path, title: str) -> str:
 
 
 def table(text: str) -> list[list[str]]:
-    """The cells of a table's rows, without its head."""
+    """The cells of a table's rows, without its header."""
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
@@ -56,15 +56,15 @@ def quoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-# How the pages read.
+# Size, links and files.
 
 
-def test_the_front_page_is_short():
+def test_the_front_page_has_at_most_1100_words():
     assert len(FRONT.read_text().split()) <= 1100
 
 
 @every_page
-def test_a_page_is_a_page_and_its_prose_fits_a_screen(page):
+def test_a_page_has_at_most_1000_words_and_its_prose_lines_are_short(page):
     text = page.read_text()
     assert len(text.split()) <= 1000
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S).splitlines()
@@ -72,14 +72,14 @@ def test_a_page_is_a_page_and_its_prose_fits_a_screen(page):
 
 
 def sections(page: Path) -> dict[str, str]:
-    """The text below each heading, by the anchor that a link to it has."""
+    """The text below each heading, by its anchor."""
     parts = re.split(r"^#+ (.+)$", page.read_text(), flags=re.M)[1:]
     anchors = (re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in parts[::2])
     return dict(zip(anchors, parts[1::2], strict=True))
 
 
 @every_page
-def test_links_lead_somewhere(page):
+def test_local_links_and_anchors_exist(page):
     found = re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", page.read_text())
     for link in (link for pair in found for link in pair if link):
         if not link.startswith(("http://", "https://")):
@@ -90,15 +90,15 @@ def test_links_lead_somewhere(page):
 
 
 @every_page
-def test_the_files_of_the_house_that_a_page_names_exist(page):
-    text = re.sub(r"\[[^]]*\]\([^)]*\)", "", page.read_text())  # links are another test's
+def test_files_of_the_repository_that_a_page_names_exist(page):
+    text = re.sub(r"\[[^]]*\]\([^)]*\)", "", page.read_text())  # another test checks links
     named = re.findall(rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w./-]*\w", text)
     assert [name for name in named if not (ROOT / name).exists()] == []
     scripts = {name for name in quoted(text) if re.fullmatch(r"[\w/]+\.(py|jinja)", name)}
     assert [n for n in scripts if not ((page.parent / n).exists() or (ROOT / n).exists())] == []
 
 
-# Commands: in a folder like the repository, with runs and caches of its own.
+# Commands run in a folder like the repository, with its own runs and caches.
 
 TRAIN = "python train/falcon.py recipes/tiny.yaml"
 DECODING = ["eval.limit=1", "eval.validation=1", "eval.max_new_tokens=4", "eval.threads=1"]
@@ -106,7 +106,7 @@ STEPS = ["train.steps=2", "train.batch_size=4", "train.threads=1"]
 STEPS += ["train.eval_every=null", "train.save_every=null"]
 TRAINERS = ("train/falcon.py", "train/eagle.py", "train/eagle3.py")
 TRAINERS += ("train/medusa.py", "train/distill.py", "train/cli.py")
-# What a command reads must have been made before, by recipe.
+# What must be made before a command can read it, by recipe.
 MADE_BY = {
     "recipes/tiny.yaml": [TRAIN],
     "recipes/tiny_eagle.yaml": ["python train/eagle.py recipes/tiny_eagle.yaml"],
@@ -118,13 +118,13 @@ MADE_BY = {
     ],
     "mine.yaml": ["python train/falcon.py mine.yaml"],
 }
-MORE = {  # what makes a script's work small
+MORE = {  # overrides that keep a script's work small
     "eval/bench.py": ["eval.methods=[plain,falcon_tree]"],
     "eval/costs.py": ["--nodes", "1,4", "--rows", "1", "--repeats", "1"],
     "eval/fit.py": ["--finalists", "1"],
     "eval/doctor.py": ["--prompts", "1", "--samples", "1"],
 }
-# Commands that do not run here, by how they begin, and why; ours are parsed.
+# The starts of commands that do not run here, with the reason; ours are still parsed.
 ELSEWHERE = {
     "git clone": "the place where this is published",
     "cd specdraft": "it is here",
@@ -144,7 +144,7 @@ ELSEWHERE = {
     "python data/cache.py recipes/tiny.yaml data.answers=target data.server":
         "a server; tests/data/test_server.py has one",
 }  # fmt: skip
-# What needs eight GPUs, or weights of gigabytes, makes its plan here.
+# Commands that need eight GPUs or gigabytes of weights only make their plan here.
 LARGE = ("recipes/vicuna", "recipes/llama2", "recipes/qwen")
 
 
@@ -207,7 +207,7 @@ class Workspace:
         if script == "data/tiny.py":  # it has no recipe
             return []
         steps = STEPS if script in TRAINERS else []
-        rows = [] if recipe == "mine.yaml" else ["data.limit=12"]  # mine: 100, of which 20 held out
+        rows = [] if recipe == "mine.yaml" else ["data.limit=12"]  # 100 rows, 20 held out
         return [*rows, "data.max_new_tokens=4", *DECODING, *steps, *MORE.get(script, [])]
 
 
@@ -216,7 +216,7 @@ def workspace(tmp_path_factory) -> Workspace:
     return Workspace(tmp_path_factory.mktemp("workspace"))
 
 
-def test_the_two_commands_stand_there():
+def test_the_front_page_has_the_install_train_and_test_commands():
     text = FRONT.read_text()
     assert f"pip install -c constraints.txt -e . && {TRAIN}\n" in text
     assert "pip install -c constraints.txt -e '.[dev]' && pytest\n" in text
@@ -229,7 +229,7 @@ def test_a_command_runs(workspace, command):
     assert done.stdout
 
 
-def test_a_training_ends_with_what_lies_where_and_what_to_type(workspace):
+def test_a_training_ends_with_its_files_and_the_next_command(workspace):
     *_, trained, report, following = workspace.run(TRAIN).stdout.splitlines()
     assert trained.split() == ["trained", "runs/tiny/falcon"]
     assert report.split() == ["report", "runs/tiny/report.html"]
@@ -243,7 +243,7 @@ class Parsed(BaseException):
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in HERE])
-def test_a_command_that_runs_elsewhere_is_one(command, workspace):
+def test_a_command_that_is_not_run_here_parses(command, workspace):
     if not command.startswith(("python", "accelerate")):
         return
     script, arguments = script_and_arguments(command)
@@ -264,7 +264,7 @@ def test_a_command_that_runs_elsewhere_is_one(command, workspace):
         assert list(RESULTS.glob(f"*{arguments[0]}.json"))
 
 
-def test_the_image_is_of_what_there_is():
+def test_the_dockerfile_names_existing_files_and_extras():
     text = (ROOT / "Dockerfile").read_text()
     launch = text.replace("\\\n#", "").partition("specdraft --config_file")[2].splitlines()[0]
     config, script, recipe = launch.split()
@@ -276,7 +276,7 @@ def test_the_image_is_of_what_there_is():
     assert {*extras.split(",")} <= project["optional-dependencies"].keys()
 
 
-def test_no_reason_is_left_over():
+def test_every_reason_not_to_run_a_command_is_used():
     for beginning in ELSEWHERE:
         assert any(command.startswith(beginning) for command in COMMANDS), beginning
 
@@ -298,7 +298,7 @@ def test_a_snippet_runs(workspace, page, code):
 # Tables and figures.
 
 
-def test_the_table_of_drafters_is_what_there_is():
+def test_the_table_of_drafters_matches_the_registry():
     rows = table(section(FRONT, "Drafters"))
     methods = [name for row in rows for name in quoted(row[2])]
     ours = [method.name for method in METHODS.values() if method.is_ours]
@@ -317,7 +317,7 @@ def result(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def test_the_table_of_the_quickstart_is_that_of_its_file():
+def test_the_table_of_the_quickstart_matches_its_result_file():
     runs = {run["method"]: run for run in result("tiny")["runs"]}
     keys = ("tokens_per_step", "acceptance_rate", "speedup", "speedup_over_generate")
     for method, *figures, identical in table(section(FRONT, "Two commands")):
@@ -327,7 +327,7 @@ def test_the_table_of_the_quickstart_is_that_of_its_file():
     assert runs == {}
 
 
-def test_a_result_stands_in_the_section_that_it_links_to():
+def test_every_figure_of_a_result_is_in_the_section_it_links_to():
     told = section(FRONT, "Results").split("\n- ")[1:]
     assert len(told) == 6
     for line in told:
@@ -340,14 +340,14 @@ def test_a_result_stands_in_the_section_that_it_links_to():
 ROWS = [(name, row) for row in table(section(FRONT, "Recipes")) for name in quoted(row[0])]
 
 
-def test_every_bundled_recipe_stands_in_the_table_of_its_page():
+def test_the_table_of_recipes_lists_every_bundled_recipe():
     rows = table(section(ROOT / "recipes" / "README.md", "The recipes"))
     told = sorted(name for row in rows for name in quoted(row[0]))
     assert told == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS, ids=[name for name, _ in ROWS])
-def test_the_table_of_recipes_is_what_the_plan_says(name, row, tmp_path):
+def test_the_table_of_recipes_matches_the_plans(name, row, tmp_path):
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", [f"data.cache_dir={tmp_path}"])
     if name == "tinystories" and not SHARED.exists():
         pytest.skip("no TinyStories model beside the checkout")
@@ -356,7 +356,7 @@ def test_the_table_of_recipes_is_what_the_plan_says(name, row, tmp_path):
     with chdir(ROOT):
         plan = make_plan(recipe, ranks, *known_sizes(recipe))
         told = dict(plan_lines(plan, recipe, ranks, 1e12))
-    if name == quoted(names)[0]:  # the others of its row need no more
+    if name == quoted(names)[0]:  # other recipes of the row need no more
         assert f"about {memory} per process" in told["memory"]
     assert f"at most {disk} (" in told["feature cache"]
     for figure in re.findall(r"[\d.]+ minutes on 8 x A100|[\d,]{5,}", time):
@@ -368,7 +368,7 @@ def test_the_table_of_recipes_is_what_the_plan_says(name, row, tmp_path):
 
 @cache
 def texts_of_the_source() -> str:
-    """Every text in our code, with two points for a value that is put into it."""
+    """Every string in our code, with `..` for each inserted value."""
 
     def spelled(node: ast.expr) -> str:
         if isinstance(node, ast.JoinedStr):
@@ -386,7 +386,7 @@ def texts_of_the_source() -> str:
 SYMPTOMS = table((ROOT / "train" / "symptoms.md").read_text())
 
 
-def test_the_messages_of_symptoms_are_those_of_the_source():
+def test_the_messages_listed_as_symptoms_exist_in_the_source():
     messages = [message for row in SYMPTOMS for message in quoted(row[1])]
     assert len(messages) > 15
     unknown = [m for m in messages if m.strip(". ") not in texts_of_the_source()]
@@ -402,7 +402,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_of_docstrings(path):
+def test_examples_in_docstrings_run(path):
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     failed, tried = doctest.testmod(importlib.import_module(f"specdraft.{name}"))
     assert tried
@@ -418,7 +418,7 @@ def cells(kind: str) -> list[dict]:
     return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
 
 
-def test_the_notebook_was_run_from_top_to_bottom_and_shows_its_pictures():
+def test_the_notebook_was_run_in_order_without_errors_and_has_its_pictures():
     ran = [cell["execution_count"] for cell in cells("code")]
     assert ran == [*range(1, len(ran) + 1)]
     outputs = [output for cell in cells("code") for output in cell["outputs"]]
@@ -427,8 +427,8 @@ def test_the_notebook_was_run_from_top_to_bottom_and_shows_its_pictures():
     assert NOTEBOOK.stat().st_size < 500_000
 
 
-def test_the_notebooks_training_and_its_answer_are_sound(workspace):
-    """Its installing aside: the recipe of its training, and its last cell, with another head."""
+def test_the_notebooks_overrides_are_valid_and_its_last_cell_runs(workspace):
+    """Without installing or training: the last cell runs with another head."""
     assert workspace.run(TRAIN).returncode == 0
     setup, train, *_, answer = ("".join(cell["source"]) for cell in cells("code"))
     assert '%pip install --quiet {index} ".[plots]"' in setup

@@ -1,4 +1,4 @@
-"""The commands of the README, as a user runs them: exit codes, messages, and a whole small run."""
+"""The commands of the README as a user runs them: exit codes, messages, a complete small run."""
 
 from specdraft.recipes.entry import entry
 
@@ -18,7 +18,7 @@ from specdraft.train.kinds import trainers
 
 SMALL = ["train.steps=6", "train.batch_size=4", "train.threads=1", "data.limit=16"]
 SMALL += ["eval.limit=3", "eval.validation=2", "eval.max_new_tokens=8", "train.eval_every=3"]
-# What needs no head, and how a shell gives what is no UTF-8.
+# Methods that need no head, and how a shell passes invalid UTF-8.
 UNTRAINED = ["eval.methods=[prompt_lookup]"]
 EAGLE3 = str(ROOT / "recipes" / "tiny_eagle3.yaml")
 HALF, LONG = b"\xff".decode(errors="surrogateescape"), "eval.max_new_tokens=10000000"
@@ -38,12 +38,12 @@ def finished(tmp_path_factory) -> Path:
 
 
 def run_of(folder: Path) -> list[str]:
-    """Overrides: its run, and its target."""
+    """Overrides that name its run and its target."""
     target = [f"target.model={folder / 'target'}", "data.feature_layers=[1]"]
     return [f"output.dir={folder / 'run'}", *target]
 
 
-def test_a_run_leaves_everything_behind(finished):
+def test_a_run_leaves_its_head_log_checkpoints_and_report(finished):
     names = {path.name for path in (finished / "run").iterdir()}
     expected = {"recipe.yaml", "log.jsonl", "tensorboard", "checkpoints", "falcon", "report.json"}
     assert expected <= names
@@ -61,7 +61,7 @@ def test_a_run_leaves_everything_behind(finished):
     assert any("tokens_per_step" in json.dumps(line) for line in lines)
 
 
-def test_a_finished_head_is_watched_and_measured(finished):
+def test_a_finished_head_can_be_used_in_a_chat_and_benchmarked(finished):
     places = [*run_of(finished), "eval.max_new_tokens=12", "eval.limit=2"]
     watched = run_here("eval/generate.py", "recipes/tiny.yaml", *places, "--prompt", "Hello there!")
     assert watched.returncode == 0, watched.stderr
@@ -78,12 +78,12 @@ def test_a_finished_head_is_watched_and_measured(finished):
         (1, 0.0), (1, 1.0), (2, 0.0), (2, 1.0),
     }  # fmt: skip
     assert all(row["identical"] + row["near_ties"] == 2 for row in rows)
-    # What drafts by its worth knows what two rows cost.
+    # For the dynamic drafts, the costs of two rows were measured.
     priced = [p["what"] for p in json.loads(costs.read_text())["points"] if p["rows"] == 2]
     assert {"verify", "loop"} <= {*priced}
 
 
-def test_one_command_takes_a_run_or_its_head_for_a_recipe(finished, tmp_path):
+def test_the_specdraft_command_takes_a_run_or_its_head_instead_of_a_recipe(finished, tmp_path):
     small = ["eval.limit=1", "eval.max_new_tokens=8", f"output.dir={finished / 'run'}"]
     out = ["--methods", "plain,falcon_tree", "--out", str(tmp_path)]
     for folder in (finished / "run", finished / "run" / "falcon"):
@@ -93,14 +93,14 @@ def test_one_command_takes_a_run_or_its_head_for_a_recipe(finished, tmp_path):
         assert (row["method"], row["identical"]) == ("falcon_tree", 1)
 
 
-def test_what_one_command_says_itself_takes_no_torch():
+def test_specdraft_help_and_version_do_not_import_torch():
     lines = "import sys; from specdraft.train import cli; cli.main(); print('torch' in sys.modules)"
     for option in ("--help", "--version"):
         told = subprocess.run([sys.executable, "-c", lines, option], capture_output=True, text=True)
         assert told.stdout.splitlines()[-1] == "False", told.stderr
 
 
-def test_one_command_names_what_there_is():
+def test_the_specdraft_command_lists_its_commands_and_suggests_the_nearest():
     helped = run_here("train/cli.py")
     assert helped.returncode == 0
     assert max(map(len, helped.stdout.splitlines())) <= 80
@@ -125,17 +125,17 @@ def test_one_command_names_what_there_is():
         ("tiny_cascade", ["train.distill", "train.maxgram"]),
     ],
 )
-def test_a_recipe_is_trained_by_the_script_of_its_methods(recipe, scripts):
+def test_a_recipe_is_trained_by_the_scripts_its_methods_need(recipe, scripts):
     assert sorted(trainers([recipe, "--dry-run", "eval.limit=3"])) == scripts
 
 
-def test_a_run_that_ended_before_its_tree_was_fitted_goes_on_there(finished):
+def test_a_run_that_ended_before_its_tree_was_fitted_resumes_there(finished):
     tree = finished / "run" / "falcon" / "tree.yaml"
     places = [*run_of(finished), f"data.cache_dir={finished / 'cache'}"]
     few = "eval.methods=[plain,falcon_tree]"
     again = run_here("train/falcon.py", "recipes/tiny.yaml", *SMALL, *places, few)
     assert again.returncode == 0, again.stderr
-    assert str(tree) not in again.stdout  # it fits these weights, and this machine
+    assert str(tree) not in again.stdout  # it fits these weights and this machine
     weights = (tree.parent / "model.safetensors").read_bytes()
     tree.unlink()
     again = run_here("train/falcon.py", "recipes/tiny.yaml", *SMALL, *places)
@@ -146,7 +146,7 @@ def test_a_run_that_ended_before_its_tree_was_fitted_goes_on_there(finished):
     assert (tree.parent / "model.safetensors").read_bytes() == weights
 
 
-def test_a_head_is_not_used_for_another_target(finished):
+def test_a_head_for_another_target_is_refused(finished):
     moved = finished / "other"
     (moved / "falcon").mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
@@ -177,7 +177,7 @@ def test_a_head_is_not_used_for_another_target(finished):
         ("eval/bench.py", ["recipes/tiny.yaml", *UNTRAINED, LONG], "tiny has a context of 1024"),
     ],
 )
-def test_bad_input_is_one_clear_message_and_exit_code_2(script, arguments, message, tmp_path):
+def test_bad_input_gives_one_clear_message_and_exit_code_2(script, arguments, message, tmp_path):
     arguments = [str(ROOT / a) if a == "recipes/tiny.yaml" else a for a in arguments]
     check_refusal(run_here(str(ROOT / script), *arguments, cwd=tmp_path), message)
 
@@ -190,13 +190,13 @@ def check_refusal(done, message: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_refusal_reaches_the_shell(tmp_path):
-    # All entries refuse by the same function.
+def test_a_refusal_in_its_own_process_has_exit_code_2(tmp_path):
+    # One command is enough: all refuse by the same function.
     push = run(str(ROOT / "models/push.py"), "gone", "you/x", cwd=tmp_path)
     check_refusal(push, "no recipe at gone")
 
 
-def test_a_place_without_access_is_told_with_what_to_do(capsys):
+def test_a_path_without_access_is_reported_with_what_to_do(capsys):
     def write() -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "cache/x")
 
@@ -205,6 +205,6 @@ def test_a_place_without_access_is_told_with_what_to_do(capsys):
     assert "'cache/x'; give yourself access, or another place (" in capsys.readouterr().err
 
 
-def test_a_traceback_is_there_for_who_asks(tmp_path):
+def test_specdraft_debug_shows_the_traceback(tmp_path):
     command = [str(ROOT / "eval/bench.py"), "nowhere.yaml"]
     assert "Traceback" in run_here(*command, cwd=tmp_path, SPECDRAFT_DEBUG="1").stderr

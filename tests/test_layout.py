@@ -1,4 +1,4 @@
-"""The house keeps its shape: floors, rooms, names, imports, sizes, packaging lists."""
+"""The layout of the repository: floors, rooms, names, imports, sizes, packaging lists."""
 
 import ast
 import importlib.metadata
@@ -13,8 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Imports only point down: from a folder to those before it, inside a folder from a floor to those
-# before it, never to a room beside. A floor names rooms, or modules that lie at the folder's top;
-# "." are all other modules there. Entries are the roof: they may import any floor.
+# before it, never to another room of the same floor. A floor lists rooms, or modules at the top of
+# the folder; "." is all other modules there. Entries are the roof: they may import any floor.
 FLOORS = {
     "recipes": [
         "interrupt credentials terminal",
@@ -37,12 +37,12 @@ FLOORS = {
     ],
     "train": ["fit", "objectives", "curves", "."],
 }
-RESULTS = ROOT / "eval" / "results"  # in the repository alone, not in the wheel
-MOST_LINES, MOST_FILES = 400, 20  # of a file, recipes aside; in a folder
+RESULTS = ROOT / "eval" / "results"  # only in the repository, not in the wheel
+MOST_LINES, MOST_FILES = 400, 20  # per file, except recipes/; per folder
 MODULES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
 TEXTS = (".py", ".md", ".yaml", ".json", ".toml", ".txt", ".jinja")
-# Real packages that a file of ours would hide (`python train/x.py` puts train/ first on sys.path),
-# whether or not this environment has them.
+# Real packages that a file of ours would shadow (`python train/x.py` puts train/ first on
+# sys.path), whether or not they are installed here.
 HIDDEN = {"datasets", "evaluate", "logging", "tokenizers", "trl", "code", "queue", "token", "peft"}
 VAGUE = {"utils", "util", "common", "helpers", "helper", "misc", "core"}
 
@@ -85,7 +85,7 @@ PATHS = {dotted(path): path for path in MODULES}
 
 @cache
 def imported(path: Path) -> frozenset[Path]:
-    """The modules of the package that a file imports, anywhere in it, for its types alone too."""
+    """The modules of the package that a file imports, anywhere in it, also only for types."""
     found = set()
     for node in ast.walk(syntax(path)):
         if isinstance(node, ast.Import):
@@ -99,7 +99,7 @@ def imported(path: Path) -> frozenset[Path]:
 
 @cache
 def place(path: Path) -> tuple[int, int, str]:
-    """The folder's floor, the floor inside it, and the room: what the table says of a module."""
+    """A module's place in the table: the folder's floor, the floor inside it, and the room."""
     folder, *rooms = path.relative_to(ROOT).with_suffix("").parts
     named = {name: n for n, floor in enumerate(FLOORS[folder]) for name in floor.split()}
     inner = rooms[0] if rooms[0] in named else "."
@@ -115,7 +115,7 @@ def points_down(path: Path, other: Path) -> bool:
 
 
 def none(offenders: Iterator[str] | list[str], rule: str) -> None:
-    """Fail with all that breaks a rule, a line each."""
+    """Fail with everything that breaks a rule, a line each."""
     lines = sorted(offenders)
     assert not lines, "\n".join([f"{rule}; {len(lines)} do not:", *lines])
 
@@ -131,15 +131,15 @@ def test_imports_only_point_down():
     none(offenders, "imports point down the floors of FLOORS, and never to a room beside")
 
 
-def test_every_floor_of_the_table_is_there():
+def test_every_floor_in_the_table_exists():
     for folder, floors in FLOORS.items():
         for name in " ".join(floors).split():
             there = (ROOT / folder / name).is_dir() or (ROOT / folder / f"{name}.py").is_file()
             assert there, f"{folder}/{name}"
 
 
-def test_all_that_is_printed_goes_through_one_place():
-    # Foreign text is shown there, never obeyed.
+def test_everything_is_printed_through_one_module():
+    # There foreign text is shown, and never obeyed.
     printing = re.compile(r"noqa: T201|\bConsole\(|\bstd(out|err)\.write\(")
     offenders = (
         f"{short(path)}:{number}"
@@ -151,7 +151,7 @@ def test_all_that_is_printed_goes_through_one_place():
     none(offenders, "a line is printed by tell, say or a Screen of recipes/terminal.py")
 
 
-def test_there_is_no_import_circle():
+def test_there_is_no_import_cycle():
     graph = {path: imported(path) - {path} for path in MODULES}
     try:
         TopologicalSorter(graph).prepare()
@@ -169,8 +169,8 @@ def test_nothing_imports_an_entry():
     none(offenders, "an entry may import anything, and nothing imports an entry")
 
 
-def test_entries_alone_take_signals_while_they_import():
-    """Whoever imports a library keeps his own handlers. Linting has it before all else."""
+def test_only_entries_handle_signals_while_importing():
+    """Importing a library must not change the importer's handlers. ruff sorts this import first."""
     entry, starting = (ROOT / "recipes" / f"{name}.py" for name in ("entry", "starting"))
     offenders = (
         short(path)
@@ -181,14 +181,14 @@ def test_entries_alone_take_signals_while_they_import():
     none(offenders, "recipes/entry.py is what every entry imports, and nothing else does")
 
 
-def test_entries_lie_at_the_top_of_their_folder():
+def test_entries_are_at_the_top_of_their_folder():
     entries = [short(path) for path in MODULES if is_entry(path)]
     assert {"train/falcon.py", "train/distill.py", "data/cache.py"} <= set(entries)
     assert {"eval/bench.py", "eval/generate.py"} <= set(entries)
     none((name for name in entries if name.count("/") > 1), "entries are no rooms' business")
 
 
-def test_files_and_folders_have_a_size_to_be_read():
+def test_files_and_folders_keep_their_size_limits():
     offenders = [
         f"{short(path)}: {lines} lines"
         for path in MODULES
@@ -215,7 +215,7 @@ def wrong_imports(path: Path) -> Iterator[str]:
 
 
 def test_imports_are_absolute_and_start_with_the_package():
-    # `from models.falcon import ..` works by accident in a checkout and loads each class twice.
+    # `from models.falcon import ..` works by accident in a checkout, and loads each class twice.
     offenders = (line for path in MODULES for line in wrong_imports(path))
     none(offenders, "imports are absolute and start with specdraft")
 
@@ -242,23 +242,23 @@ def test_nothing_happens_on_import():
     none(offenders, "a module only defines")
 
 
-def test_a_module_says_what_it_is():
+def test_every_module_has_a_docstring():
     named = (path for path in MODULES if path.name != "__init__.py")
     none((short(p) for p in named if not ast.get_docstring(syntax(p))), "a module has a docstring")
 
 
-def test_no_file_hides_a_package_or_is_named_vaguely():
+def test_no_file_shadows_a_package_or_has_a_vague_name():
     installed = set(importlib.metadata.packages_distributions())
     taken = sys.stdlib_module_names | installed | HIDDEN | VAGUE | {"specdraft"}
     taken -= {"__init__"}
     none((short(path) for path in MODULES if path.stem in taken), "a name is free and says what")
 
 
-def test_the_root_is_no_package():
+def test_the_root_is_not_a_package():
     assert not (ROOT / "__init__.py").exists()
 
 
-def test_what_the_design_names_exists():
+def test_files_named_in_the_design_exist():
     missing = [name for name in NAMED_IN_THE_DESIGN.split() if not (ROOT / name).exists()]
     assert missing == []
 
@@ -293,7 +293,7 @@ def test_package_data_covers_every_data_file():
         assert covered, f"{short(path)} matches no package-data pattern of {dotted(package)}"
 
 
-def test_constraints_pin_every_dependency_exactly():
+def test_constraints_pin_the_exact_version_of_every_dependency():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in pins)
@@ -307,7 +307,7 @@ def test_constraints_pin_every_dependency_exactly():
     assert "torch==2.13.0" in pins
 
 
-def test_no_text_names_a_folder_of_one_machine():
+def test_no_text_contains_a_local_path():
     folders = [ROOT / name for name in (*FLOORS, "tests", ".ci")]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     files += [path for path in ROOT.glob("*") if path.suffix in TEXTS]

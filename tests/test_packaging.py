@@ -1,4 +1,4 @@
-"""The wheel holds the whole package: every module imports from it, every data file is inside."""
+"""The wheel has the whole package: every module can be imported, every data file is inside."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ FLOORS = ("recipes", "models", "data", "eval", "train")
 
 # Both tests use one wheel: keep them in one worker.
 
-# Others' modules are there already; ours are not those of this checkout.
+# Imports our modules from the wheel, not from this checkout; dependencies are installed.
 IMPORT_ALL = """
 import importlib, sys
 place, *names = sys.argv[1:]
@@ -33,9 +33,9 @@ for name in names:
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy of the working tree, offline, and return where it lies open."""
+    """Build the wheel offline from a copy of the working tree; return the folder of its files."""
     place = tmp_path_factory.mktemp("wheel")
-    # A copy, since setuptools leaves build/ behind, and stale files of it get into later wheels.
+    # A copy, since setuptools leaves build/ behind, whose stale files would get into later wheels.
     source = place / "source"
     for floor in FLOORS:
         shutil.copytree(ROOT / floor, source / floor, ignore=shutil.ignore_patterns("__pycache__"))
@@ -51,7 +51,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "elsewhere"
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(unpacked: Path):
+def test_the_wheel_has_exactly_the_files_of_the_package(unpacked: Path):
     def files(folder: Path) -> set[str]:
         found = {path for path in folder.rglob("*") if path.is_file()}
         return {
@@ -60,7 +60,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(unpacked: Pa
 
     ours = {f"{floor}/{name}" for floor in FLOORS for name in files(ROOT / floor)}
     kept = {name for name in ours if name.startswith("eval/results/") or name.endswith(".ipynb")}
-    assert len(kept) > 1  # results and the notebook are read in the repository
+    assert len(kept) > 1  # results and the notebook stay in the repository
     assert files(unpacked / "specdraft") == ours - kept
     licences = list(unpacked.glob("specdraft-*.dist-info/licenses/LICENSE"))
     assert len(licences) == 1

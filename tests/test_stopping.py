@@ -1,6 +1,6 @@
-"""A command that is told to stop keeps what is whole, says how to go on, and leaves nobody behind.
+"""A stopped command keeps what is complete, says how to resume, and leaves no process behind.
 
-Each is started as a user starts it, sent SIGTERM in the middle of its work, and started again.
+Each is started as by a user, sent SIGTERM in the middle of its work, and started again.
 """
 
 from specdraft.recipes.entry import entry
@@ -35,7 +35,7 @@ BENCH += ["eval.limit=6", "eval.max_new_tokens=8", "eval.repeats=2"]
 
 
 def start_afresh(command: list[str]) -> subprocess.Popen:
-    """A launcher's workers know it by its command line, which a fork has from its parent."""
+    """Not forked: workers recognise a launcher by its command line, which a fork inherits."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -48,8 +48,8 @@ def start_afresh(command: list[str]) -> subprocess.Popen:
 
 
 def stopped_when(condition: Callable[[], bool], process: Fork | subprocess.Popen) -> str:
-    """Send SIGTERM once a condition holds; return what the process said, and what is left of its
-    session must end by itself."""
+    """Send SIGTERM once a condition holds; return the process's errors. The rest of its session
+    must end by itself."""
     wait_until(lambda: condition() or process.poll() is not None)
     assert process.poll() is None, process.communicate()[1]
     process.send_signal(signal.SIGTERM)
@@ -66,12 +66,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
 
 
 def in_session(session: int) -> list[int]:
-    """The processes of a session, as /proc has them."""
+    """The processes of a session, from /proc."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # gone meanwhile
+        except OSError:  # it has ended meanwhile
             continue
         if int(fields[3]) == session and fields[0] != "Z":
             found.append(int(path.parent.name))
@@ -79,7 +79,7 @@ def in_session(session: int) -> list[int]:
 
 
 def check_line(errors: str, kept: str, command: list[str]) -> None:
-    """One line says what is kept, and with what command it goes on."""
+    """Check that one line says what is kept, and which command resumes."""
     last = errors.strip().splitlines()[-1]
     assert last.startswith("interrupted; "), errors
     assert kept in last
@@ -88,7 +88,7 @@ def check_line(errors: str, kept: str, command: list[str]) -> None:
     assert errors.count("resume with") == 1
 
 
-def test_a_benchmark_that_is_stopped_goes_on_with_what_it_measured(tmp_path):
+def test_a_stopped_benchmark_resumes_with_its_measurements(tmp_path):
     measured, command = tmp_path / "measured.jsonl", [*BENCH, "--out", str(tmp_path)]
     process = start(*command, own_session=True)
     errors = stopped_when(lambda: measured.exists() and len(lines(measured)) > 3, process)
@@ -108,8 +108,8 @@ def lines(path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> list[str]:
-    """Overrides: a target that costs nothing to run, and whose features fill a shard of the usual
-    size with eight conversations."""
+    """Overrides: a target that is cheap to run, and whose features fill a shard of the usual size
+    with eight conversations."""
     tokenizer, folder = small_tokenizer(), tmp_path_factory.mktemp("wide")
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -131,7 +131,7 @@ def wide(tmp_path_factory) -> list[str]:
     return [f"target.model={folder / 'target'}", sources, "data.feature_layers=[]"]
 
 
-def test_features_that_are_stopped_half_way_keep_their_shards(tmp_path, wide):
+def test_a_stopped_feature_build_keeps_its_shards(tmp_path, wide):
     command = ["data/cache.py", "recipes/tiny.yaml", *wide, f"data.cache_dir={tmp_path}"]
     process = start(*command, own_session=True)
     errors = stopped_when(lambda: shards(tmp_path), process)
@@ -144,8 +144,8 @@ def test_features_that_are_stopped_half_way_keep_their_shards(tmp_path, wide):
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
 
 
-def test_a_launcher_that_is_ended_takes_its_command_along(tmp_path, wide):
-    """`accelerate launch` dies of SIGTERM and passes nothing on."""
+def test_ending_a_launcher_ends_its_command(tmp_path, wide):
+    """`accelerate launch` dies of SIGTERM without passing it on."""
     launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
     command = [*launcher, "data/cache.py", "recipes/tiny.yaml", *wide]
     process = start_afresh([*command, f"data.cache_dir={tmp_path}"])
@@ -161,8 +161,8 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize(("launcher", "close"), [("accelerate", False), ("torchrun", True)])
-def test_training_saves_in_a_terminal_whose_session_its_launcher_leads(tmp_path, launcher, close):
-    """One Ctrl-C, or closing it, is SIGINT, SIGTERM and SIGHUP one after the other there."""
+def test_training_saves_on_ctrl_c_or_a_closed_terminal_under_a_launcher(tmp_path, launcher, close):
+    """There, Ctrl-C or closing the terminal sends SIGINT, SIGTERM and SIGHUP in turn."""
     out = tmp_path / "run"
     job = ["tests/train/test_loop.py", str(out), "train.steps=3000", "train.log_every=1"]
     command = [*LAUNCHERS[launcher], *job, "pace=0.01"]
@@ -172,7 +172,7 @@ def test_training_saves_in_a_terminal_whose_session_its_launcher_leads(tmp_path,
         os.environ.update(SURROUNDINGS, ACCELERATE_USE_CPU="true")
         os.execv(sys.executable, [sys.executable, *command])
     with open(terminal, "rb+", buffering=0) as screen:
-        # A step is done: of no process that starts more slowly the signal handlers are missing.
+        # After a step, all processes, however slow to start, have their signal handlers.
         wait_until(lambda: (out / "log.jsonl").exists() and (out / "log.jsonl").stat().st_size)
         if not close:
             screen.write(b"\x03")
@@ -193,18 +193,18 @@ def test_training_saves_in_a_terminal_whose_session_its_launcher_leads(tmp_path,
 def read(screen: BinaryIO) -> str:
     try:
         return screen.read(4096).decode(errors="replace")
-    except OSError:  # all who had it are gone
+    except OSError:  # no process has it any more
         return ""
 
 
 def running_with(word: object) -> list[psutil.Process]:
-    """The processes in whose command a word stands, of whatever session."""
+    """The processes of any session whose command contains a word."""
     found = psutil.process_iter(["cmdline"])
     return [one for one in found if str(word) in (one.info["cmdline"] or ())]
 
 
 @pytest.mark.parametrize(("rank", "told"), [("0", ["error: another process"]), ("1", [])])
-def test_a_rank_whose_like_is_gone_is_no_fault_of_ours(monkeypatch, capsys, rank, told):
+def test_a_rank_whose_peer_is_gone_reports_no_internal_error(monkeypatch, capsys, rank, told):
     @entry
     def main() -> None:
         raise RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1")
@@ -234,11 +234,11 @@ def test_a_rank_whose_like_is_gone_is_no_fault_of_ours(monkeypatch, capsys, rank
         (["train/falcon.py"], signal.SIGTERM, "1", []),
     ],
 )
-def test_a_command_that_is_stopped_while_it_imports_says_so(
+def test_a_command_interrupted_while_importing_says_so(
     monkeypatch, command, number, rank, told
 ):
     monkeypatch.setenv("RANK", rank)
-    # What is ignored here, as in a shell's background, would be ignored there, too.
+    # It would inherit an ignored signal, as from a shell's background.
     before = signal.signal(number, signal.default_int_handler)
     try:
         process = start_afresh([*command, "--help"])
@@ -251,7 +251,7 @@ def test_a_command_that_is_stopped_while_it_imports_says_so(
     assert errors.split("\n") == (["", *told, ""] if told else [""])
 
 
-def test_a_run_does_not_begin_where_its_parent_has_ended(tmp_path):
+def test_a_run_does_not_start_if_its_parent_has_ended(tmp_path):
     done = run(*BENCH, "--out", str(tmp_path), SPECDRAFT_STOPS_WITH="1")
     assert done.returncode == 130
     assert not list(tmp_path.iterdir())
@@ -265,21 +265,21 @@ def test_a_run_does_not_begin_where_its_parent_has_ended(tmp_path):
         (["python", "-m", "specdraft.eval.bench", "r"], "python -m specdraft.eval.bench r"),
     ],
 )
-def test_a_command_is_told_as_it_was_typed(monkeypatch, words, typed):
+def test_the_resume_command_is_the_one_that_was_typed(monkeypatch, words, typed):
     monkeypatch.setattr(sys, "orig_argv", words)
     monkeypatch.setattr(sys, "argv", ["specdraft train", "tiny"])
     assert resume_command() == typed
 
 
 def shards(cache: Path) -> list[Path]:
-    """The shards that the manifest names."""
+    """The shards named in the manifest."""
     manifest = next(cache.glob("features-*/manifest.json"), None)
     named = json.loads(manifest.read_text())["shards"].values() if manifest else ()
     return [manifest.with_name(entry["file"]) for entry in named]
 
 
-def test_a_comparison_that_is_stopped_stops_its_runs_and_they_go_on(tmp_path):
-    """The run below it is training: it finishes its step, and saves."""
+def test_stopping_a_comparison_stops_and_saves_its_runs(tmp_path):
+    """Its run is training: it finishes its step and saves."""
     runs = tmp_path / "runs"
     small = ["train.steps=2000", "train.log_every=1", "data.limit=60", "train.eval_every=null"]
     small += ["eval.limit=2", "eval.validation=2", "train.save_every=1000"]
@@ -292,7 +292,7 @@ def test_a_comparison_that_is_stopped_stops_its_runs_and_they_go_on(tmp_path):
     assert 0 < json.loads(state.read_text())["state"]["step"] < 2000
 
 
-def test_sigterm_ends_a_chat_that_ctrl_c_goes_on_with(monkeypatch):
+def test_sigterm_ends_a_chat_and_ctrl_c_does_not(monkeypatch):
     chat = runpy.run_path(str(ROOT / "eval" / "generate.py"))
     events = iter([KeyboardInterrupt, "hello", Terminated, "never"])
 

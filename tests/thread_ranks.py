@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, which is all that sharing work takes."""
+"""Ranks as threads of one process, which is enough to share work."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from specdraft.data.ranks import Ranks
 
 
 def on_ranks(world: int, work: Callable[[Ranks], object]) -> list:
-    """Run `work` on every rank at once; return what each made of it."""
+    """Run `work` on all ranks at once; return their results."""
     barrier, shared, made = threading.Barrier(world, timeout=30), [], [None] * world
 
     def share(value: object, rank: int) -> object:
@@ -15,7 +15,7 @@ def on_ranks(world: int, work: Callable[[Ranks], object]) -> list:
             shared[:] = [value]
         barrier.wait()
         seen = shared[0]
-        barrier.wait()  # nobody shares the next thing before all have seen this one
+        barrier.wait()  # wait until all ranks have read it
         return seen
 
     def run(rank: int) -> None:
