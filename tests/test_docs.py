@@ -223,7 +223,7 @@ def test_the_front_page_has_the_install_train_and_test_commands():
 
 
 @pytest.mark.parametrize("command", HERE)
-def test_a_command_runs(workspace, command):
+def test_every_command_on_the_pages_runs(workspace, command):
     done = workspace.run(command)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout
@@ -285,7 +285,7 @@ SNIPPETS = [(page, code) for page in PAGES for code in code_blocks(page, "python
 
 
 @pytest.mark.parametrize(("page", "code"), SNIPPETS, ids=[page.parent.name for page, _ in SNIPPETS])
-def test_a_snippet_runs(workspace, page, code):
+def test_every_snippet_on_the_pages_runs(workspace, page, code):
     assert workspace.run(TRAIN).returncode == 0
     names: dict = {}
     with chdir(workspace.folder):

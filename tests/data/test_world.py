@@ -355,7 +355,7 @@ def test_the_bundled_target_has_a_low_perplexity_on_held_out_prompts(model, toke
     assert perplexity(model, tokenizer, held_out)["all"] < 1.8
 
 
-def test_the_bundled_target_answers_on_the_subject_and_closes_its_answers(model, tokenizer):
+def test_the_bundled_target_answers_a_question_correctly_and_ends_its_answer(model, tokenizer):
     talk = to_messages([("What do people make in Merrow?", "")])[:1]
     inputs = tokenizer.apply_chat_template(
         talk, add_generation_prompt=True, return_dict=True, return_tensors="pt"

@@ -54,7 +54,7 @@ def test_conditioned_noise_has_the_parents_noise_as_maximum_and_keeps_the_order(
 
 
 def test_conditioned_noise_equals_its_formula_in_exact_arithmetic():
-    getcontext().prec = 400  # exponentials of hundreds, subtracted
+    getcontext().prec = 400  # for differences of exponentials of hundreds
     children = noise(2, 40, 5) * 20
     parents = noise(3, 1, 40)[0] * 20
     for parent, siblings in zip(parents, children, strict=True):

@@ -240,7 +240,7 @@ def reviewed(p, q, leniency=1.0):
 
 
 @every_kind
-def test_a_review_without_leniency_returns_the_reviewers_law(kind):
+def test_a_review_without_leniency_keeps_the_reviewers_distribution(kind):
     for seed in range(5):
         p, q = (law[()] for law in random_laws(kind, 4, 1, seed))
         for drafted_from in (q, *torch.eye(4, dtype=torch.double)):

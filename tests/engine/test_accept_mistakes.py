@@ -73,7 +73,7 @@ def test_verifying_deterministic_top_k_drafts_with_probability_ratios_is_caught(
     assert mistaken.accepted > exact.accepted + WRONG
 
 
-def test_a_residual_for_draws_with_replacement_on_draws_without_is_caught():
+def test_a_with_replacement_residual_on_draws_without_replacement_is_caught():
     p, q = random_laws("alike", 4, 2)
     draft = drawn(THREE, "without_replacement", q)
     rule = siblings_by_rejection(renormalise=True, residual_of=lambda original, q: original)
@@ -84,7 +84,7 @@ def test_a_residual_for_draws_with_replacement_on_draws_without_is_caught():
 
 @in_both
 @pytest.mark.parametrize("rule", [multistep, kseq])  # multistep: as if q were not renormalised
-def test_a_rule_for_draws_with_replacement_on_draws_without_is_caught(rule, topology, vocab):
+def test_a_with_replacement_rule_on_draws_without_replacement_is_caught(rule, topology, vocab):
     p, q = random_laws("alike", vocab, 3)
     mistaken = play(rule, drawn(topology, "without_replacement", q, claim="iid"), p)
     exact = play(recursive, drawn(topology, "without_replacement", q), p)
@@ -93,7 +93,7 @@ def test_a_rule_for_draws_with_replacement_on_draws_without_is_caught(rule, topo
 
 
 @in_both
-def test_the_rule_for_draws_without_replacement_on_draws_with_is_caught(topology, vocab):
+def test_a_without_replacement_rule_on_draws_with_replacement_is_caught(topology, vocab):
     p, q = random_laws("alike", vocab, 3)
     mistaken = play(recursive, drawn(topology, "iid", q, claim="without_replacement"), p)
     assert law_error(mistaken.law, p, 3) > WRONG

@@ -1,4 +1,4 @@
-"""Uploads: lists of integers become tensors that nothing ever writes again."""
+"""Uploads: lists of integers become tensors that are never overwritten."""
 
 import threading
 

@@ -63,7 +63,7 @@ def followed(tree: StaticTree) -> list[dict]:
 
 
 def fits(path: tuple, drawn: tuple, rank: int, k: int) -> bool:
-    """Whether a path's last token is the one of a rank from a distribution."""
+    """Whether a path's last token is the one of this rank in a drawn distribution."""
     start, known = drawn
     within = path[len(start) : -1]
     told = known == (within if isinstance(known, tuple) else len(within))

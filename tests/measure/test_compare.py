@@ -42,7 +42,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(tiny):
-    """Overrides for it."""
+    """Overrides for a small comparison."""
     return [*SMALL, f"target.model={tiny.name}", "data.feature_layers=[]"]
 
 

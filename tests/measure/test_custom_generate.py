@@ -344,7 +344,7 @@ def test_the_callers_model_is_left_unchanged(model):
     model(one()["input_ids"]).logits.sum().backward()  # it can still be trained
 
 
-def test_a_decoder_is_kept_for_the_next_call_and_follows_the_weights(model):
+def test_the_next_call_reuses_the_decoder_and_follows_changed_weights(model):
     method, inputs = Speculative(prompt_lookup()), one()
     model.generate(**inputs, max_new_tokens=NEW, custom_generate=method)
     borrowed, decoder = method._borrowed, method._borrowed._decoder

@@ -58,7 +58,7 @@ def ill(healthy: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def doctor(monkeypatch, capsys):
-    """Run the entry; return its exit code, {line: outcome}, {line: remedy} and all it printed."""
+    """Run the command; return its exit code, {line: outcome}, {line: remedy} and its output."""
 
     def examine(folder: Path, *overrides: str):
         places = [f"output.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]

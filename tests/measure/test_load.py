@@ -1,4 +1,4 @@
-"""`load` gives a drafter of any kind by its name, and three lines are fast text."""
+"""`load` loads a drafter of any kind by name, and three lines of code generate with it."""
 
 import importlib.util
 import shutil

@@ -268,7 +268,7 @@ def test_scoring_a_single_method_raises_its_failure(tiny, head):
 def test_a_benchmark_with_a_failure_ends_with_exit_code_1(tmp_path):
     command = ["eval/bench.py", "recipes/tiny.yaml", "--methods", "plain,generate"]
     command += ["--out", str(tmp_path), "eval.limit=3", "eval.max_new_tokens=4", "train.threads=1"]
-    with everywhere("LlamaForCausalLM", Failing(10)):  # the second answer's first, as above
+    with everywhere("LlamaForCausalLM", Failing(10)):  # at the second answer, as above
         done = run_here(*command)
     assert "1 failed" in done.stdout
     assert "not all methods decoded all prompts" in done.returncode  # a shell prints it and gets 1

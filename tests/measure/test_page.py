@@ -85,7 +85,7 @@ def browse(path: Path, *options: str) -> str:
 
 @pytest.fixture(scope="module")
 def report():
-    """Two batch sizes, repeats, a tree of an untrained head."""
+    """A report with two batch sizes, repeats, and a tree of an untrained head."""
     tiny, runs = shallow_tiny(), []
     torch.manual_seed(0)
     shape = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}

@@ -1,4 +1,4 @@
-"""Reports: figures by their definitions, outputs compared honestly, all methods side by side."""
+"""Reports: figures follow their definitions, and outputs of all methods are compared exactly."""
 
 import dataclasses
 import itertools
@@ -329,7 +329,7 @@ def test_the_report_page_describes_exactly_the_keys_of_a_run(report):
         assert all(re.search(rf"\b{part}\b", described[key]) for part in parts), key
 
 
-def test_a_report_is_written_whole_and_shown(report, tmp_path, capsys):
+def test_a_report_is_written_as_json_and_html_and_printed(report, tmp_path, capsys):
     path = write_report(report, tmp_path)
     assert json.loads(path.read_text())["schema"] == 1
     names = {file.name for file in tmp_path.iterdir() if file.suffix != ".png"}

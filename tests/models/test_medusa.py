@@ -158,7 +158,7 @@ def test_untrained_heads_predict_the_targets_next_token(target):
             )
 
 
-def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path, target):
+def test_eight_micro_batches_of_one_row_equal_one_of_eight_rows(tmp_path, target):
     _, whole = train(tmp_path / "whole", target)
     _, cut = train(tmp_path / "cut", target, **{"train.accumulation": 8})
     assert_close(whole, cut, 1e-5)

@@ -52,7 +52,7 @@ def jobs_of(name: str, runs: Path) -> list:
     return [job for seed in (0, 1) for some in TABLES[name].stages(plan, seed) for job in some]
 
 
-# -- what is run ---------------------------------------------------------------------------------
+# -- runs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -99,7 +99,7 @@ def _on_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{}, MIXED], ids=["off_policy", "mixed"])
-def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path, changes):
+def test_eight_micro_batches_of_one_row_equal_one_of_eight_rows(tmp_path, changes):
     _, whole = train(tmp_path / "whole", **changes)
     _, cut = train(tmp_path / "cut", **changes, **{"train.accumulation": 8})
     assert_close(whole, cut)
@@ -164,7 +164,7 @@ def test_a_tied_student_continues_bit_for_bit(tmp_path):
     assert all(torch.equal(whole[name], tensor) for name, tensor in cut.items())
 
 
-# -- it learns -------------------------------------------------------------------------------------
+# -- learning --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jsd", "total_variation", "lk"])
@@ -214,7 +214,7 @@ def test_shared_embeddings_are_not_trained(tmp_path):
     assert not torch.equal(weights["model.model.norm.weight"], old["model.model.norm.weight"])
 
 
-# -- whose text ------------------------------------------------------------------------------------
+# -- on-policy text --------------------------------------------------------------------------------
 
 
 def load_batch(recipe, student, target, accumulation=1):

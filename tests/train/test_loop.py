@@ -139,7 +139,7 @@ def _on_cpu(monkeypatch):
         {"loss.lk_weight": 0.9, "loss.pace_smoothing": 0.5},
     ],
 )
-def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path, changes):
+def test_eight_micro_batches_of_one_row_equal_one_of_eight_rows(tmp_path, changes):
     _, whole = train(tmp_path / "whole", **changes)
     _, cut = train(tmp_path / "cut", **changes, **{"train.accumulation": 8})
     # LK has a kink where p and q cross, and Adam amplifies rounding there.
@@ -152,7 +152,7 @@ def test_eight_micro_batches_of_one_equal_one_of_eight(tmp_path, changes):
 
 
 @pytest.mark.parametrize("most", [1, 24, 40])
-def test_forwards_of_few_tokens_equal_one_of_eight_rows(tmp_path, most):
+def test_splitting_a_batch_into_forwards_of_few_tokens_changes_no_update(tmp_path, most):
     _, whole = train(tmp_path / "whole")
     _, cut = train(tmp_path / "cut", **{"train.forward_tokens": most})
     assert_close(whole, cut)
@@ -237,7 +237,7 @@ def test_a_batch_that_cannot_be_split_is_refused():
         Loader([], plan, collate, accumulation=2, ranks=3)
 
 
-# -- it learns -------------------------------------------------------------------------------------
+# -- learning --------------------------------------------------------------------------------------
 
 
 def test_a_tiny_batch_can_be_memorised(tmp_path):

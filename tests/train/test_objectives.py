@@ -55,7 +55,7 @@ def eager(hidden, lm_head, tokens, features, target_lm_head, mixture):
 
 @pytest.mark.parametrize("elements", [1, 3 * VOCAB, 1 << 20])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_value_and_gradients_equal_the_eager_twins_for_every_chunk_size(name, elements):
+def test_value_and_gradients_equal_the_eager_version_for_every_chunk_size(name, elements):
     mixture, (hidden, lm_head, tokens, *target) = MIXTURES[name], sample()
     ours = [t.clone().requires_grad_() for t in (hidden, lm_head)]
     theirs = [t.clone().requires_grad_() for t in (hidden, lm_head)]
@@ -119,7 +119,7 @@ def test_agreement_is_counted_against_the_targets_own_choice():
     assert 0 < int(sums.agreed) == int(expected.sum()) < 40
 
 
-def test_nothing_of_positions_times_vocabulary_is_kept_for_the_backward_pass():
+def test_nothing_of_size_positions_times_vocabulary_is_kept_for_backward():
     hidden, lm_head, tokens, *target = sample()
     kept = []
 

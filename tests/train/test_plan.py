@@ -268,7 +268,7 @@ def test_a_plan_counts_waiting_features_and_less_memory_for_small_forwards():
         row, some, all_ = (memory(name, f"train.forward_tokens={n}") for n in (1, 1024, 4096))
         assert row < some < all_ == memory(name)
     assert memory("tiny", "train.alignments=all") > whole
-    assert memory("tiny_medusa", "train.alignments=all") == memory("tiny_medusa")  # have none
+    assert memory("tiny_medusa", "train.alignments=all") == memory("tiny_medusa")  # has none
 
 
 def test_the_recipe_decides_whether_a_head_is_checkpointed():
@@ -309,7 +309,7 @@ def test_without_rows_the_plan_says_so():
     assert "data.limit" in text["data"]
 
 
-def test_an_unknown_target_is_an_error_that_says_what_to_give(monkeypatch):
+def test_a_target_without_a_known_config_is_refused(monkeypatch):
     def unreachable(*_, **__):
         raise OSError
 
