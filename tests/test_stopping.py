@@ -234,9 +234,7 @@ def test_a_rank_whose_peer_is_gone_reports_no_internal_error(monkeypatch, capsys
         (["train/falcon.py"], signal.SIGTERM, "1", []),
     ],
 )
-def test_a_command_interrupted_while_importing_says_so(
-    monkeypatch, command, number, rank, told
-):
+def test_a_command_interrupted_while_importing_says_so(monkeypatch, command, number, rank, told):
     monkeypatch.setenv("RANK", rank)
     # It would inherit an ignored signal, as from a shell's background.
     before = signal.signal(number, signal.default_int_handler)

@@ -57,7 +57,7 @@ def head_of(target: Target, seed: int = 0) -> FalconHead:
 
 
 def test_each_answer_is_sampled_with_its_own_temperature_and_seed():
-    """Whatever is decoded beside it."""
+    """Whatever else is decoded with it."""
     target, prompt = random_target(), [3, 1, 4]
     settings = [(0.0, 1), (1.5, 1), (1.5, 2), (0.7, 2), (1.5, 1)]
     asks = [Ask(prompt, 12, temperature, seed) for temperature, seed in settings]

@@ -122,9 +122,7 @@ def test_a_size_too_large_for_memory_is_refused_before_it_is_made(tiny, tmp_path
         enlarge(LARGER, recipe(tmp_path), tiny, Trained())
 
 
-def test_an_indivisible_head_size_is_refused_before_anything_is_made(
-    tiny, tmp_path, monkeypatch
-):
+def test_an_indivisible_head_size_is_refused_before_anything_is_made(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(Target, "__init__", None)
     head = random_head(tiny, 2)
     head.config = replace(head.config, heads=2, kv_heads=1)  # 64 dimensions each

@@ -499,9 +499,7 @@ except UserError as error:
 """
 
 
-def test_a_pushed_drafter_loads_by_its_name_and_by_its_cards_example(
-    hub, nursery, runs, tmp_path
-):
+def test_a_pushed_drafter_loads_by_its_name_and_by_its_cards_example(hub, nursery, runs, tmp_path):
     cards = [tmp_path / f"{kind}.py" for kind in ENTRIES]
     for kind, path in zip(ENTRIES, cards, strict=True):
         files = hub.commits[f"you/{kind}"]["main"][-1]
@@ -611,9 +609,7 @@ def test_a_failed_push_publishes_nothing_and_says_how_to_retry(hub, runs, push, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_an_interrupted_push_does_not_wait_for_its_uploads(
-    hub, nursery, runs, monkeypatch, number
-):
+def test_an_interrupted_push_does_not_wait_for_its_uploads(hub, nursery, runs, monkeypatch, number):
     shutil.copytree(runs / "falcon", again := runs / f"stopped-{number}")
     released, began = Event(), Event()
 

@@ -454,9 +454,7 @@ def test_an_unreadable_state_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
-def test_a_flipped_bit_in_the_newest_checkpoint_resumes_from_the_one_before(
-    tmp_path, capsys, file
-):
+def test_a_flipped_bit_in_the_newest_checkpoint_resumes_from_the_one_before(tmp_path, capsys, file):
     changes = {"train.steps": 12, "train.save_every": 3, "train.eval_every": 1}
     _, whole = train(tmp_path / "whole", **changes)
     with pytest.raises(CrashError):
@@ -654,9 +652,7 @@ def test_an_interrupted_evaluation_is_repeated(tmp_path, step):
         assert [[r[n] for n in names] for r in once] == [[r[n] for n in names] for r in twice]
 
 
-def test_a_run_stopped_during_its_last_save_ends_after_it(
-    tmp_path, monkeypatch
-):
+def test_a_run_stopped_during_its_last_save_ends_after_it(tmp_path, monkeypatch):
     save = Checkpoints.save
 
     def told_to_stop(*arguments):
