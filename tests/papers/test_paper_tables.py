@@ -196,7 +196,7 @@ def test_invalid_settings_of_a_table_are_refused(words, message):
 
 
 @pytest.mark.parametrize("text", ['{"recipe": {', "{}", "[]"])
-def test_an_incomplete_report_is_refused(tmp_path):
+def test_an_incomplete_report_is_refused(tmp_path, text):
     job = jobs_of("fusion", tmp_path)[0]
     job.folder.mkdir(parents=True)
     job.path.write_text(text)
