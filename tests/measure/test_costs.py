@@ -343,7 +343,8 @@ def test_an_invalid_point_is_refused_before_anything_is_measured(tmp_path, chang
     ],
 )  # fmt: skip
 def test_an_invalid_cost_model_is_refused(tmp_path, part, value):
-    content = {**SUBJECT, "model": fitted(verified(), loop(), []).to_dict(), "points": []}
+    content = {"schema": SCHEMA, **SUBJECT, "points": []}
+    content["model"] = fitted(verified(), loop(), []).to_dict()
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(content))
     load_costs(file)
