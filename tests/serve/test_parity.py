@@ -12,10 +12,11 @@ from random_models import VOCAB, random_head, random_target
 from specdraft.data.prompts import Prompt
 from specdraft.eval.serve.engine import VLLM, EngineError
 from specdraft.eval.serve.for_vllm import CHAINS, check_options, check_sizes, recipe_of
-from specdraft.eval.serve.parity import MARGIN, job
+from specdraft.eval.serve.parity import MARGIN, check, job
 from specdraft.eval.serve.routes import ROUTES, fixed_chain, methods_of
 from specdraft.eval.serve.sides import Side, first_step, gaps_of
-from specdraft.recipes.errors import RecipeError, TargetError
+from specdraft.models.target import Target
+from specdraft.recipes.errors import HeadError, RecipeError, TargetError
 from specdraft.recipes.load import load_recipe
 
 TINY = ROOT / "recipes" / "tiny.yaml"
@@ -68,6 +69,14 @@ def test_an_engines_failure_and_a_recipe_without_engine_methods_are_errors(tmp_p
         engine.run({})
     with pytest.raises(RecipeError, match=r"no method of eval\.methods"):
         methods_of(load_recipe(TINY, ["eval.methods=[plain,prompt_lookup]"]))
+
+
+def test_a_head_without_a_layout_is_refused_before_the_engine_starts(tmp_path):
+    target, engine = Target.load("tiny"), VLLM.at(engine_that(tmp_path, "0.32.0", "started"))
+    random_head(target, 1, fusion="linear", window=9).save_pretrained(tmp_path / "head")
+    recipe = load_recipe(TINY.with_name("tiny_eagle.yaml"), [f"head.model={tmp_path / 'head'}"])
+    with pytest.raises(HeadError, match="no serving format"):
+        check(recipe, target, [Prompt("a", "a", [1, 2, 3], "a")], engine, "eagle_chain")
 
 
 def test_the_engine_gets_the_head_that_the_recipe_names(tmp_path):
