@@ -328,14 +328,19 @@ def test_nothing_is_drafted_beyond_a_students_context(target):
     assert done.steps[-1].drafted == 0
 
 
-def test_a_student_with_length_dependent_rope_frequencies_drafts_and_changes_no_output(target):
+def test_a_student_drafts_up_to_the_length_where_its_rope_frequencies_change(target):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     rope["original_max_position_embeddings"] = 30
     model = random_model("Llama", **GQA, max_position_embeddings=512, rope_parameters=rope)
     drafter, prompt = cascade((Target(model, None, "dynamic"),), ONE), prompts()[2]
     done = next(Decoder(target, drafter, 1, 128).run([Request(prompt, 30)]))
     assert done.tokens == plain_tokens(target, prompt, 30)
-    assert done.steps[1].drafted > 0
+    committed, drafts = len(prompt), []
+    for step in done.steps:
+        drafts.append((step.drafted > 0, committed + drafter.max_nodes <= 30))
+        committed += step.emitted
+    assert all(drafted == fits for drafted, fits in drafts)
+    assert {fits for _, fits in drafts} == {True, False}
 
 
 # -- Max-Gram below a tree -----------------------------------------------------------------------
