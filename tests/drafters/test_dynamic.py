@@ -213,7 +213,7 @@ def test_a_long_draft_equals_the_heads_token_by_token_prediction(target, name):
     drafter = DynamicFalcon(head, target, FREE, 1, 128, width=1, siblings=1, paths=1, passes=4)
     [longest] = [max(drafted(drafter, Request(prompt, 9), target), key=len)]
     assert len(longest) == drafter.depth
-    for count in range(0, len(longest), 5):
+    for count in range(len(longest)):
         logits = draft_logits(head, target, prompt, list(longest[:count]))
         if head.draft_ids is not None:
             logits = logits[head.draft_ids]
@@ -243,7 +243,7 @@ def test_a_row_alone_drafts_what_it_drafts_next_to_another_row(target, temperatu
 # -- only as many as pay ---------------------------------------------------------------------------
 
 
-def test_the_more_rows_the_fewer_nodes_are_drafted_for_each(target):
+def test_the_more_rows_the_fewer_nodes_are_drafted_for_each_down_to_none(target):
     """A node costs the same with any number of rows, while the forward is shared."""
     costs = CostModel(
         verify=_ratios({"forward": 1.0, "tokens from 1": 0.1}),
@@ -259,6 +259,10 @@ def test_the_more_rows_the_fewer_nodes_are_drafted_for_each(target):
         steps = [step for one in done for step in one.steps]
         counts.append(sum(step.drafted for step in steps) / len(steps))
     assert counts[0] > 1.3 * counts[1] > 1.69 * counts[2]
+    for rows in (1, 64):
+        worth = Worth(costs, 1, 48)
+        worth.begin(range(rows), 100)
+        assert (worth.choose([[0.8, 0.7]] * rows).least == NEVER) == (rows == 64)
 
 
 def test_drafting_that_never_pays_is_retried_at_doubling_intervals():
