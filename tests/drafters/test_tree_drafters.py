@@ -10,6 +10,7 @@ from test_graph import Naive
 from test_lm_drafter import near, students
 
 from specdraft.eval.drafters.beam import StochasticBeam
+from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.drawing import ranking
 from specdraft.eval.drafters.level import TSD
@@ -277,16 +278,17 @@ def test_without_sampling_branching_takes_top_tokens_and_a_beam_top_sequences():
         assert _texts(tree) == expected
 
 
-def test_every_method_with_a_student_has_a_drafter_of_the_size_set(target, tmp_path):
+def test_every_method_with_a_student_has_its_drafter_in_the_size_set(target, tmp_path):
     settings = DraftingSection(gamma=3, chains=2, branching=(2, 1), beam_width=3, max_nodes=50)
     recipe = load_recipe("recipes/tiny_distill.yaml", [f"output.dir={tmp_path}"])
     recipe = dataclasses.replace(recipe, drafting=settings)
     setup = Setup(recipe, target, Trained(student=target), 1, 64)
     with_student = [row.name for row in METHODS.values() if row.is_ours and "student" in row.needs]
-    sizes = {name: make_drafter(name, setup).max_nodes for name in with_student}
-    assert sizes == {
-        "ssd": 3, "tsd": 50, "gsd": 150, "ssd_dynamic": 48, "rsd_c": 4, "rsd_s": 9,
-        "specinfer": 4, "spectr": 6,
+    drafters = {name: make_drafter(name, setup) for name in with_student}
+    assert {name: (type(one), one.max_nodes) for name, one in drafters.items()} == {
+        "ssd": (SSD, 3), "tsd": (TSD, 50), "gsd": (GSD, 150), "ssd_dynamic": (BestFirst, 48),
+        "rsd_c": (Branching, 4), "rsd_s": (StochasticBeam, 9), "specinfer": (Branching, 4),
+        "spectr": (Branching, 6),
     }  # fmt: skip
     with pytest.raises(ValueError, match="factors of at least 1"):
         Branching(target, 1, 128, branching=())
