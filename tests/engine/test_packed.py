@@ -18,13 +18,12 @@ def target(request):
     return random_target(kv_heads=request.param)
 
 
-@pytest.fixture
-def cuts(monkeypatch):
-    """The groups of segments that attend together, for every plan."""
+def watched_cuts(monkeypatch, device: str) -> list:
+    """The groups of segments that attend together, for every plan, as they are on a device."""
     made, whole = [], plan._attention_groups
 
-    def seen(placed, device):
-        cut = whole(placed, device)
+    def seen(placed, _):
+        cut = whole(placed, torch.device(device))
         made.append([[segment for _, segment in group] for group in cut])
         return cut
 
@@ -32,16 +31,18 @@ def cuts(monkeypatch):
     return made
 
 
-def test_rows_of_different_lengths_in_one_attention_call_change_no_output(target, monkeypatch):
+@pytest.fixture
+def cuts(monkeypatch):
+    return watched_cuts(monkeypatch, "cpu")
+
+
+@pytest.fixture
+def cuts_as_on_cuda(monkeypatch):
     """On CUDA all short segments attend in one padded call; here the CPU does the same."""
-    sizes, neighbours = [], plan._attention_groups
+    return watched_cuts(monkeypatch, "cuda")
 
-    def as_on_cuda(placed, device):
-        groups = neighbours(placed, torch.device("cuda"))
-        sizes.extend(len({segment.count for _, segment in group}) for group in groups)
-        return groups
 
-    monkeypatch.setattr(plan, "_attention_groups", as_on_cuda)
+def test_rows_of_different_lengths_in_one_attention_call_change_no_output(target, cuts_as_on_cuda):
     requests = [Request(prompt, 5 + 4 * n) for n, prompt in enumerate(prompts())]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
     for drafter in (
@@ -50,18 +51,24 @@ def test_rows_of_different_lengths_in_one_attention_call_change_no_output(target
         FalconDrafter(random_head(target, 2), target, StaticTree(PATHS, 2), 4, 128),
     ):
         assert decode(Decoder(target, drafter, 4, 128, prefill=9), requests) == expected
-    assert max(sizes) > 1  # some groups had segments of different lengths
+    groups = [group for cut in cuts_as_on_cuda for group in cut]
+    assert any(len({segment.count for segment in group}) > 1 for group in groups)
 
 
-def test_a_long_prompt_beside_short_rows_changes_no_output(target):
-    long = (prompts()[5] * 4)[:90]
-    requests = [Request(long, 6), *(Request(prompt, 9) for prompt in prompts(3))]
+@pytest.mark.parametrize("on", ["cuts", "cuts_as_on_cuda"])
+def test_a_long_prompt_attends_alone_beside_other_rows_and_changes_no_output(target, request, on):
+    cuts, long = request.getfixturevalue(on), (prompts()[5] * 4)[:90]
+    requests = [Request(long, 6), Request(long, 6), *(Request(p, 9) for p in prompts(3))]
     expected = [plain_tokens(target, r.prompt, r.max_new_tokens) for r in requests]
     assert len(long) > plan.LONG
     for prefill in (1000, 80):
-        decoder = Decoder(target, PromptLookup(1, 5, 4), 4, 128, prefill)
+        decoder = Decoder(target, PromptLookup(1, 5, 5), 5, 128, prefill)
         assert decode(decoder, requests) == expected
         assert decode(decoder, requests[::-1]) == expected[::-1]
+    beside = [cut for cut in cuts if sum(map(len, cut)) > 1]
+    counts = [[segment.count for segment in group] for cut in beside for group in cut]
+    assert max(map(max, counts)) > plan.LONG
+    assert all(len(group) == 1 for group in counts if max(group) > plan.LONG)
 
 
 def test_rows_separated_by_idle_rows_attend_in_calls_of_their_own(target, cuts):
