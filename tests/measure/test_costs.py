@@ -599,12 +599,23 @@ def test_several_rows_are_also_timed_with_trees_of_two_sizes():
     assert read == [[1, 5], [1, 5, 3]]
 
 
-def test_a_head_that_reads_layers_of_the_target_can_be_timed():
+def test_a_head_that_reads_layers_of_the_target_is_timed_with_them(monkeypatch):
     target = random_target(vocab=40)
     head = random_head(target, 2, feature_layers=(1,))
     cell = next(DraftBench(target, Trained(head=head), SMALL).cells())
     assert visit(cell) > 0
-    assert visit(next(TargetBench(target, SMALL, (1,)).cells())) > 0
+    bench, widths = TargetBench(target, SMALL, (1,)), set()
+    packed = bench.decoder.packed
+    forward = packed.forward
+
+    def watched(*inputs):
+        features = forward(*inputs)
+        widths.add(features.shape[-1])
+        return features
+
+    monkeypatch.setattr(packed, "forward", watched)
+    assert visit(next(bench.cells())) > 0
+    assert widths == {2 * target.hidden_size}
 
 
 def test_a_trees_shape_lists_the_heads_paths_and_levels_per_pass():
