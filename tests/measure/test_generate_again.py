@@ -131,14 +131,15 @@ def test_a_refused_call_leaves_the_next_ones_working():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_under_autocast_plain_tokens_equal_generates_and_a_head_can_draft(rows):
-    model = random_target().model
+def test_under_autocast_the_tokens_are_those_of_generate_under_it(rows):
+    model = random_target(seed=52).model  # no near-ties, which bfloat16 decides by chance
     head = random_head(Target.of_model(model), 2)
     with torch.autocast("cpu", torch.bfloat16):
         expected = generated(model, PROMPTS[:rows])
         assert generated(model, PROMPTS[:rows], custom_generate=Speculative()) == expected
         fast = Speculative(falcon(head, tree="tiny_k2"))
-        assert len(generated(model, PROMPTS[:rows], custom_generate=fast)) == rows
+        assert generated(model, PROMPTS[:rows], custom_generate=fast) == expected
+        assert fast.last.tokens_per_step > 1
 
 
 @pytest.mark.parametrize(
