@@ -6,16 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from test_drafted_answers import head_of
+from test_features import make_target
+from test_tokens import chats, recipe, write
 
-from specdraft.data.atomic import damage, describe
+from specdraft.data.atomic import describe
+from specdraft.data.sealed import write_sealed
+from specdraft.data.store.feature_builder import build_features
+from specdraft.data.store.feature_cache import FeatureCache
+from specdraft.data.store.storage import MANIFEST
+from specdraft.data.store.token_builder import build_tokens
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.falcon import FalconHead
 from specdraft.models.maxgram import load_table
 from specdraft.models.medusa import MedusaConfig, MedusaHeads
 from specdraft.models.student import load_student
 from specdraft.models.target import Target
-from specdraft.recipes.errors import HeadError, TargetError
+from specdraft.recipes.errors import CacheError, HeadError, TargetError
 
 
 class Trap:
@@ -84,9 +92,15 @@ def test_a_pickle_in_place_of_a_target_is_refused_and_does_not_run(tiny, trap, t
         load_student(folder, None, tiny)
 
 
-def test_a_pickle_in_place_of_a_feature_shard_is_found_by_its_size(trap, tmp_path):
-    shard = tmp_path / "shard"
-    shard.write_bytes(b"features")
-    entry = describe(shard)
-    shutil.copy(trap, shard)
-    assert "bytes and should have 8" in damage(tmp_path, entry, checksum=False)
+def test_a_pickle_in_place_of_a_feature_shard_is_refused_and_does_not_run(trap, tmp_path):
+    settings, target = recipe(tmp_path, write(tmp_path / "a.jsonl", chats(1))), make_target()
+    cache = build_features(settings, build_tokens(settings, target.tokenizer), target)
+    (entry,) = cache.manifest["shards"].values()
+    shutil.copy(trap, cache.directory / entry["file"])
+    with pytest.raises(CacheError, match="bytes and should have"):
+        FeatureCache.open(cache.directory, verify=False)
+    entry |= describe(cache.directory / entry["file"])  # as where the manifest is forged, too
+    write_sealed(cache.directory / MANIFEST, cache.manifest)
+    forged = FeatureCache.open(cache.directory, verify=True)
+    with pytest.raises(SafetensorError, match="deserializing header"):
+        forged[0]
