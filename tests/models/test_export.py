@@ -22,9 +22,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from specdraft.eval.serve.layouts import served_head
 from specdraft.models.published import load_head
 from specdraft.models.sar.blocks import block_index
-from specdraft.models.serving import serve_eagle, serve_medusa
+from specdraft.models.serving import Served, serve_eagle, serve_medusa
 from specdraft.models.target import Target
-from specdraft.recipes.errors import HeadError
+from specdraft.recipes.errors import HeadError, TargetError
 from specdraft.recipes.load import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -198,8 +198,11 @@ def test_medusa_heads_cannot_be_exported_to_sglang(target):
         serve_medusa(random_heads(target), "sglang")
 
 
-def test_an_export_leaves_only_its_folder_and_never_overwrites_one(target, tmp_path):
+def test_an_export_never_overwrites_and_leaves_nothing_half_written(target, tmp_path):
     served = serve_eagle(eagle(target), "vllm", 64)
+    with pytest.raises(ValueError, match=r"expected torch\.Tensor"):  # after config.json
+        Served(served.config, {"fc.weight": "no tensor"}).write(tmp_path / "served")
+    assert not (tmp_path / "served").exists()
     served.write(tmp_path / "served")
     assert {path.name for path in tmp_path.iterdir()} == {"served"}
     assert len({path.stat().st_mode for path in (tmp_path / "served").iterdir()}) == 1
@@ -239,7 +242,20 @@ def test_a_head_in_an_engines_layout_is_not_exported_again(target, tmp_path):
         served_head(recipe, "sglang")
 
 
-def test_exporting_a_run_without_a_trained_drafter_is_refused(tmp_path):
-    for name, told in (("tiny_eagle", "no trained head"), ("tiny_medusa", "no trained Medusa")):
+def test_the_head_of_a_run_is_found_and_checked(tmp_path):
+    tiny, other = Target.load("tiny"), random_target()
+    for name, make, served, told in (
+        ("eagle", eagle, lambda head: serve_eagle(head, "vllm", tiny.context), "no trained head"),
+        ("medusa", random_heads, lambda heads: serve_medusa(heads, "vllm"), "no trained Medusa"),
+    ):
+        run = load_recipe(RECIPES / f"tiny_{name}.yaml", [f"output.dir={tmp_path}"])
         with pytest.raises(HeadError, match=told):
-            served_head(load_recipe(RECIPES / f"{name}.yaml", [f"output.dir={tmp_path}"]), "vllm")
+            served_head(run, "vllm")
+        head = make(tiny)
+        head.save_pretrained(tmp_path / name)
+        found, expected = served_head(run, "vllm"), served(head)
+        assert found.config == expected.config
+        torch.testing.assert_close(found.tensors, expected.tensors)
+        make(other).save_pretrained(tmp_path / name)
+        with pytest.raises(TargetError, match="trained for"):
+            served_head(run, "vllm")
