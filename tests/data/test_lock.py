@@ -44,8 +44,11 @@ def test_a_second_run_in_an_output_folder_is_refused_naming_the_first(tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_is_free_again_after_its_holder_failed(tmp_path):
+def test_a_lock_is_free_again_when_its_holder_is_done_or_has_failed(tmp_path):
     for _ in range(2):
+        with output_lock(tmp_path):
+            assert list(tmp_path.iterdir())
+        assert not list(tmp_path.iterdir())
         with pytest.raises(KeyError), output_lock(tmp_path):
             raise KeyError
         assert not list(tmp_path.iterdir())
