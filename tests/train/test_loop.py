@@ -274,12 +274,13 @@ def test_glancing_decreases_over_training_and_can_be_off(tmp_path):
     assert all(record["glanced"] == 0 for record in log_lines(tmp_path / "off"))
 
 
-def test_rows_without_a_supervised_position_give_zero_loss(tmp_path):
+def test_rows_without_a_supervised_position_give_zero_loss_and_change_no_weight(tmp_path):
     data = ToyRows()
     for row in data.rows:
         row["loss_mask"] = torch.zeros_like(row["loss_mask"])
-    train(tmp_path, data=data, **{"optim.weight_decay": 0.0})
+    _, weights = train(tmp_path, data=data, **{"optim.weight_decay": 0.0})
     assert log_lines(tmp_path)[0]["loss"] == 0
+    torch.testing.assert_close(weights, dict(make_head().state_dict()), rtol=0, atol=0)
 
 
 def test_a_nan_gradient_is_an_error_that_names_the_learning_rate(tmp_path):
@@ -389,7 +390,9 @@ def test_batches_of_conversations_have_little_padding(batch_size):
 
 
 def test_a_batch_larger_than_the_data_repeats_rows():
-    assert sorted(SamplingPlan([4, 4], batch_size=5, seed=0).rows(0)) != [0, 1]
+    plan = SamplingPlan([4, 4], batch_size=5, seed=0)
+    for step in range(9):
+        assert sorted(map(plan.rows(step).count, (0, 1))) == [2, 3]
     with pytest.raises(DataError, match="no rows to train on"):
         SamplingPlan([], batch_size=5, seed=0)
 
