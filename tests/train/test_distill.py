@@ -225,13 +225,14 @@ def load_batch(recipe, student, target, accumulation=1):
     return batches, [objective.plan(student, batch, 0.0) for batch in batches]
 
 
-def test_a_batch_keeps_each_rows_loss_mask_and_supervises_nothing_past_its_end():
+def test_the_position_before_each_token_of_the_loss_mask_is_supervised_and_no_other():
     recipe, target = make_recipe(), random_target()
     (batch,), _ = load_batch(recipe, make_student(recipe.student, target), target)
     for number, length in enumerate(batch.lengths):
         row = batch.row(number)
         origin = next(r for r in ToyTexts().rows if torch.equal(r["input_ids"], row["input_ids"]))
         assert torch.equal(row["loss_mask"], origin["loss_mask"])
+        assert torch.equal(batch.supervised[number, : length - 1], origin["loss_mask"][1:])
         assert not batch.supervised[number, length - 1 :].any()
 
 
