@@ -309,12 +309,13 @@ def test_without_rows_the_plan_says_so():
     assert "data.limit" in text["data"]
 
 
-def test_a_target_without_a_known_config_is_refused(monkeypatch):
+def test_an_unknown_target_is_an_error_that_says_what_to_give(monkeypatch):
     def unreachable(*_, **__):
         raise OSError
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
-    with pytest.raises(TargetError, match="no config of nobody/nothing here"):
+    told = r"no config of nobody/nothing here.*; give an existing folder or a Hub id \(owner/name\)"
+    with pytest.raises(TargetError, match=told):
         target_shape(load("vicuna7b", "target.model=nobody/nothing"))
 
 
