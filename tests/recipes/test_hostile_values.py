@@ -73,11 +73,12 @@ def problem(*overrides: str, recipe: Path = RECIPE) -> str | None:
 
 
 @pytest.mark.parametrize("number", range(len(HOSTILE)), ids=[*HOSTILE])
-def test_a_hostile_value_at_any_key_is_handled_quickly_and_briefly(number: int):
+def test_a_hostile_value_is_handled_briefly_at_any_key_and_refused_where_invalid(number: int):
     value = [*HOSTILE.values()][number]
-    for key in [*KEYS[number % 9 :: 9], "name", "train", "nonsense", "data.nonsense"]:
+    for key in [*KEYS[number % 9 :: 9], "name"]:
         problem(f"{key}={value}")  # it may be valid there, such as a text
-    assert problem(f"data.limit={value}")
+    for key in ("data.limit", "train", "nonsense", "data.nonsense"):
+        assert problem(f"{key}={value}"), key
 
 
 def bounds(annotation: object) -> Iterator[object]:
