@@ -43,17 +43,11 @@ def measure_costs(
     """
     out = out or costs_file(recipe, target)
     options, grid = PassOptions.of(recipe.eval, target), _with_room(grid, recipe, target)
-    of = subject(target, trained, options)
-
-    def look() -> tuple[Ledger, list[tuple[int, Cell]]]:
-        ledger = Ledger(out, recipe.name, of)
-        return ledger, _left(ledger, target, trained, grid, options)
-
-    ledger, left = look()
-    if not left and quiet:
-        return ledger
-    with building_lock(out, ALONE):
-        ledger, left = look()  # another command may have measured it meanwhile
+    with building_lock(out, ALONE):  # of two commands at once the second takes the first's costs
+        ledger = Ledger(out, recipe.name, subject(target, trained, options))
+        left = _left(ledger, target, trained, grid, options)
+        if not left and quiet:
+            return ledger
         _measure(ledger, left)
         ledger.fit()
         ledger.write()

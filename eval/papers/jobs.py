@@ -81,7 +81,7 @@ class Job:
         """What the run has written. Raises DataError for half of it, or for no report."""
         try:
             report = json.loads(self.path.read_text(encoding="utf-8"))
-            report["recipe"]
+            report["recipe"]  # KeyError or TypeError: other JSON
             return report
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(

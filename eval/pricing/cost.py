@@ -211,13 +211,13 @@ def load_costs(
         costs = CostModel.from_dict(model)
         if not costs.is_sound:
             raise ValueError
-        measured_now = content["schema"] == SCHEMA
+        same_version = content["schema"] == SCHEMA
         name, weights = (content["target"][key] for key in ("name", "weights"))
         there, elsewhere = _timed(content["drafter"] or {}), content["environment"]
         elsewhere = {part: elsewhere.get(part) for part in PROCESSORS}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} holds no costs; delete it and measure them again") from error
-    if not measured_now:
+    if not same_version:
         warnings.warn(
             f"{path} was measured by another version of specdraft, whose prices differ; measure "
             "again: python eval/costs.py RECIPE",

@@ -118,14 +118,14 @@ def alone(recipe: Recipe) -> str:
 def serving(recipe: Recipe, card: Card, repo: str) -> str:
     """Return the lines of a shell that serve the target with the drafter in vLLM."""
     target = "models/tiny" if recipe.target.model == BUNDLED else recipe.target.model
-    pushed_to = recipe.hub.repo_id and recipe.hub.revision  # a branch
-    name_at = f"{repo}@{pushed_to}" if pushed_to else repo
+    branch = recipe.hub.repo_id and recipe.hub.revision
+    pinned = f"{repo}@{branch}" if branch else repo
     lines = []
     if card.kind in PLUGGED_IN:
         method, name = PLUGGED_IN[card.kind]
         length = recipe.maxgram.n if card.kind == "table" else recipe.eval.chain_depth
         config = {"method": "custom_class", "num_speculative_tokens": length, "model": PROPOSER}
-        more = {"specdraft": {"method": method, name: name_at}}
+        more = {"specdraft": {"method": method, name: pinned}}
         lines = [
             "# into vLLM's environment; in a clone of it: pip install --no-deps .",
             "pip install --no-deps specdraft",
@@ -134,11 +134,11 @@ def serving(recipe: Recipe, card: Card, repo: str) -> str:
         length = recipe.medusa.heads if card.kind == "medusa" else recipe.eval.chain_depth
         config = {"method": EXPORTED[card.kind], "num_speculative_tokens": length}
         config, more = config | {"model": "for_vllm"}, None
-        lines += [f"specdraft export {name_at} --engine vllm --out for_vllm"]
+        lines += [f"specdraft export {pinned} --engine vllm --out for_vllm"]
     else:
         length, more = recipe.drafting.gamma, None
         config = {"method": "draft_model", "num_speculative_tokens": length, "model": repo}
-        config |= {"revision": pushed_to} if pushed_to else {}
+        config |= {"revision": branch} if branch else {}
     serve = [f"vllm serve {target}", f"    --speculative-config '{json.dumps(config)}'"]
     serve += [f"    --additional-config '{json.dumps(more)}'"] if more else []
     return "\n".join([*lines, " \\\n".join(serve)]) + "\n"

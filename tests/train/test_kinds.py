@@ -9,7 +9,7 @@ from specdraft.models.shapes import target_shape
 from specdraft.recipes.find import BUNDLED, KINDS
 from specdraft.recipes.load import load_recipe
 from specdraft.train.kinds import named, trainers, with_kind
-from specdraft.train.objectives.unread import OTHERS
+from specdraft.train.objectives.unread import NON_READERS
 
 SCRIPTS = dict(
     zip(KINDS, ("falcon", "eagle", "eagle3", "medusa", "distill", "maxgram"), strict=True)
@@ -102,7 +102,7 @@ SMALL += ["train.eval_every=null", "eval.validation=1", "eval.max_new_tokens=4",
 CHANGED = ["train.rollout=3", "train.alignments=all", "loss.lk_weight=0.5", "loss.depth_decay=0.5"]
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", NON_READERS)
 def test_what_is_told_to_be_unread_changes_no_weight(tmp_path, kind):
     recipe, script = f"tiny_{SCRIPTS[kind]}", f"train/{SCRIPTS[kind]}.py"
     weights = []

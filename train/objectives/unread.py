@@ -6,23 +6,23 @@ They are told, not refused: one recipe may serve several kinds, e.g. in the tabl
 from specdraft.recipes.schema import Recipe
 
 # What heads of decoder layers read, and the value at which there is nothing to tell.
-OF_HEADS = {
+READ_BY_HEADS = {
     "train.rollout": 1,
     "train.alignments": "one",
     "loss.lk_weight": 0.0,
     "loss.depth_decay": 1.0,
     "loss.pace_smoothing": None,
 }
-OTHERS = {"medusa": "Medusa heads", "student": "students"}
+NON_READERS = {"medusa": "Medusa heads", "student": "students"}
 
 
 def unread_settings(recipe: Recipe) -> str | None:
     """Return what of a recipe has no effect on the drafter it trains; None: nothing."""
-    if recipe.kind not in OTHERS:
+    if recipe.kind not in NON_READERS:
         return None
     sections, found = recipe.to_dict(), []
-    for key, usual in OF_HEADS.items():
+    for key, usual in READ_BY_HEADS.items():
         section, name = key.split(".")
         if (value := sections[section][name]) != usual:
             found.append(f"{key}={value}")
-    return f"{OTHERS[recipe.kind]} do not read {', '.join(found)}" if found else None
+    return f"{NON_READERS[recipe.kind]} do not read {', '.join(found)}" if found else None
