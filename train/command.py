@@ -58,7 +58,7 @@ def run(description: str, train: Train, check: Callable[[Recipe], None] = lambda
     with output_lock(out, ranks), stating_shortfall(out):
         if ranks.is_first:
             set_aside_others(out, recipe.kind)
-            if unread := unread_settings(recipe):
+            for unread in unread_settings(recipe):
                 say(unread)
         ranks.wait()
         check_run(out, recipe.to_dict())

@@ -27,8 +27,7 @@ def plan_lines(plan: Plan, recipe: Recipe, ranks: int, flops: float) -> list[tup
         placement = f"target.device_map = {spread}: {held} over the devices of one process"
         lines.append(("placement", placement))
     lines += plan.student.lines() if plan.student else _head_lines(plan, recipe)
-    if unread := unread_settings(recipe):
-        lines.append(("not read", unread))
+    lines += [("not read", unread) for unread in unread_settings(recipe)]
     output = ("output", str(recipe.output.dir))
     if not plan.drafter_parameters:
         return [*lines, output]

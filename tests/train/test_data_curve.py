@@ -10,46 +10,72 @@ from commands import run_here
 from PIL import Image
 
 from specdraft.data.chat import read_conversations, split_holdout
+from specdraft.eval.engine.request import Completion, Step
+from specdraft.eval.engine.timing import Timing
+from specdraft.eval.measure.metrics import Costs, counts
+from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.publishing.result import grid_of
 from specdraft.recipes.load import load_recipe
 from specdraft.train.curve import asked
 from specdraft.train.curves.data_curve import make_curves, sentence
 from specdraft.train.curves.picture import draw_curves
-from specdraft.train.curves.saturation import error_of, fit_saturation, tokens_per_step
+from specdraft.train.curves.saturation import fit_saturation, reached_by_depth
 from specdraft.train.curves.sizes import METHODS, POWERS, Size, plan_sizes
 
 ROWS = [100, 300, 1000, 3000, 10000]
 DEPTH = 6
 
 
+def true_reached(rows: float) -> list[float]:
+    """The share of steps that reach a position, whose errors fall to floors of 0.1, 0.15, .."""
+    errors = [0.1 + 0.05 * d + 2.0 * rows**-0.4 for d in range(DEPTH)]
+    return np.cumprod(1 - np.array(errors)).tolist()
+
+
 def true(rows: float) -> float:
-    """Tokens per step of an error that falls to a floor of 0.1."""
-    return float(tokens_per_step(0.1 + 3.0 * rows**-0.4, DEPTH))
+    """Tokens per step of these chains."""
+    return 1 + sum(true_reached(rows))
 
 
-def test_error_and_tokens_per_step_of_a_chain_convert_into_each_other():
-    errors = np.array([0.0, 0.2, 0.5, 1.0])
-    assert tokens_per_step(errors, 2) == pytest.approx([3.0, 1 + 0.8 + 0.64, 1.75, 1.0])
-    assert error_of(tokens_per_step(errors, DEPTH), DEPTH) == pytest.approx(errors, abs=1e-4)
+def noisy(reached: list[float], off: float) -> list[float]:
+    """The same drafts if all shares of steps were higher by `off` tokens per step in sum."""
+    return [share * (1 + off / sum(reached)) for share in reached]
 
 
-def test_a_fit_finds_the_curve_that_was_sampled():
-    fitted = fit_saturation({n: [true(n)] * 3 for n in ROWS}, DEPTH)
-    assert fitted.likeliest == pytest.approx({"floor": 0.1, "gap": 3.0, "slope": 0.4}, rel=0.11)
-    assert fitted(100_000) == pytest.approx(true(100_000), rel=0.02)
+def test_what_drafts_reach_is_counted_over_all_steps():
+    accepted = [0, 2, 1, 3, 0, 2, 2]  # of drafts of three tokens
+    steps = [Step(1, 0, 0, 0)] + [Step(one + 1, 3, 3, one) for one in accepted]
+    reached = reached_by_depth(report_run(steps))
+    assert reached == pytest.approx([5 / 8, 4 / 8, 1 / 8])
+    assert 1 + sum(reached) == pytest.approx(sum(step.emitted for step in steps) / 8)
+
+
+def test_a_drafter_that_nothing_was_accepted_of_reaches_nothing():
+    steps = [Step(1, 0, 0, 0), Step(1, 2, 2, 0)]
+    assert sum(reached_by_depth(report_run(steps))) == 0.0
+
+
+def test_a_fit_finds_the_curves_of_all_positions():
+    fitted = fit_saturation({n: [true_reached(n)] * 3 for n in ROWS})
+    assert len(fitted.positions) == DEPTH
+    for d, position in enumerate(fitted.positions[:2]):
+        found = {"floor": 0.1 + 0.05 * d, "gap": 2.0, "slope": 0.4}
+        assert position.likeliest == pytest.approx(found, rel=0.11)
+    assert fitted(100_000) == pytest.approx(true(100_000), rel=0.03)
 
 
 def test_a_fit_to_three_sizes_predicts_the_fifth():
-    fitted = fit_saturation({n: [true(n)] * 3 for n in ROWS[:3]}, DEPTH)
+    fitted = fit_saturation({n: [true_reached(n)] * 3 for n in ROWS[:3]})
     low, high = fitted.interval(ROWS[4])
     assert fitted(ROWS[4]) == pytest.approx(true(ROWS[4]), rel=0.05)
     assert low < true(ROWS[4]) < high
 
 
-@pytest.mark.parametrize("values", [[2.0, 2.0, 2.0], [3.0, 2.5, 2.0]])
+@pytest.mark.parametrize("values", [[0.6, 0.6, 0.6], [0.7, 0.6, 0.5]])
 def test_a_flat_curve_predicts_no_gain_from_more_data(values):
-    fitted = fit_saturation({n: [value] * 3 for n, value in zip(ROWS, values, strict=False)}, DEPTH)
-    assert fitted(10**6) == pytest.approx(sum(values) / 3, rel=0.05)
+    by_rows = {n: [[v, v * v]] * 3 for n, v in zip(ROWS, values, strict=False)}
+    mean = 1 + sum(v + v * v for v in values) / 3
+    assert fit_saturation(by_rows)(10**6) == pytest.approx(mean, rel=0.05)
 
 
 def test_the_interval_mostly_contains_the_truth_and_grows_with_the_noise():
@@ -57,12 +83,19 @@ def test_the_interval_mostly_contains_the_truth_and_grows_with_the_noise():
     held = 0
     for spread, found in widths.items():
         for _ in range(15):
-            noisy = {n: true(n) + spread * generator.normal(size=3) for n in ROWS}
-            low, high = fit_saturation(noisy, DEPTH).interval(100_000)
+            seeds = {n: spread * generator.normal(size=3) for n in ROWS}
+            by_rows = {n: [noisy(true_reached(n), off) for off in seeds[n]] for n in ROWS}
+            low, high = fit_saturation(by_rows).interval(100_000)
             held += low < true(100_000) < high
             found.append(high - low)
     assert held >= 22  # of 30, at 90%
-    assert np.mean(widths[0.3]) > 1.5 * np.mean(widths[0.05])
+    assert np.mean(widths[0.3]) > 1.3 * np.mean(widths[0.05])
+
+
+def report_run(steps: list[Step]) -> dict:
+    """What a report says of one output of these steps."""
+    done = Completion(0, [1] * sum(step.emitted for step in steps), steps)
+    return counts([Outcome([done], 1.0, Timing())], Costs(0.1, None))
 
 
 def planned(tmp_path, **changes):
@@ -130,12 +163,12 @@ def test_subsets_of_a_seed_are_nested_and_shuffled(tmp_path):
 class Made:
     """A finished job, with the files of training in its folder."""
 
-    def __init__(self, folder, method: str, value: float):
+    def __init__(self, folder, method: str, reached: list[float]):
         self.folder, self.path = folder, folder / "report.json"
         folder.mkdir(parents=True)
         run = {"method": method, "outputs": 2, "identical": 2, "near_ties": 0}
-        run |= {"acceptance_by_depth": [0.5] * DEPTH}
-        report = {"environment": {"cpu": "x"}, "runs": [run | {"tokens_per_step": value}]}
+        run |= {"accepted_by_depth": reached, "tokens_per_step": 1 + sum(reached)}
+        report = {"environment": {"cpu": "x"}, "runs": [run]}
         self.path.write_text(json.dumps(report))
         (folder / "log.jsonl").write_text('{"kind": "train", "step": 4, "minutes": 0.5}\n')
 
@@ -148,7 +181,7 @@ def made_sizes(folder) -> list[tuple[str, Size]]:
     sizes = []
     for n in ROWS[:4]:
         for seed, off in enumerate((-0.02, 0.0, 0.02)):
-            made = Made(folder / f"{n}-{seed}", "falcon_chain", true(n) + off)
+            made = Made(folder / f"{n}-{seed}", "falcon_chain", noisy(true_reached(n), off))
             sizes.append(("equal", Size("falcon", n, 4, seed, made)))
     return sizes
 
@@ -177,7 +210,7 @@ def test_a_curve_predicts_ten_times_the_data_and_reports_its_back_test_error(tmp
     assert curve["means"] == pytest.approx([true(n) for n in ROWS[:4]])
     ten = curve["ten_times"]
     assert ten["rows"] == 30000
-    assert ten["tokens_per_step"] == pytest.approx(true(30000), rel=0.02)
+    assert ten["tokens_per_step"] == pytest.approx(true(30000), rel=0.03)
     assert ten["interval"][0] < true(30000) < ten["interval"][1]
     assert abs(curve["back_test_error"]) < 0.05
     assert sentence(curve).startswith("falcon, equal steps: 30,000 rows would bring")

@@ -9,7 +9,7 @@ from specdraft.models.shapes import target_shape
 from specdraft.recipes.find import BUNDLED, KINDS
 from specdraft.recipes.load import load_recipe
 from specdraft.train.kinds import named, trainers, with_kind
-from specdraft.train.objectives.unread import NON_READERS
+from specdraft.train.objectives.unread import NON_READERS, unread_settings
 
 SCRIPTS = dict(
     zip(KINDS, ("falcon", "eagle", "eagle3", "medusa", "distill", "maxgram"), strict=True)
@@ -113,6 +113,14 @@ def test_what_is_told_to_be_unread_changes_no_weight(tmp_path, kind):
         assert (f"do not read {', '.join(CHANGED)}" in done.stderr) == bool(changes)
         weights += [(tmp_path / str(number) / kind / "model.safetensors").read_bytes()]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_the_temperature_of_answers_is_told_to_be_unread_if_all_are_greedy(samples):
+    settings = ["data.answers=target", "data.max_new_tokens=8", "data.temperature=0.7"]
+    told = [*unread_settings(load_recipe("tiny", [*settings, f"data.samples={samples}"]))]
+    greedy = "the first answer is greedy: data.temperature=0.7 is for others"
+    assert told == [greedy] * (samples == 1)
 
 
 def test_an_unknown_kind_is_refused_with_the_nearest():

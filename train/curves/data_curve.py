@@ -10,7 +10,7 @@ from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.papers.table import Row, over_seeds, written
 from specdraft.eval.publishing.result import show
 from specdraft.recipes.terminal import Screen
-from specdraft.train.curves.saturation import fit_saturation, tokens_by_rows
+from specdraft.train.curves.saturation import fit_saturation, reached_by_depth, reached_by_rows
 from specdraft.train.curves.sizes import BACK_TEST, METHODS, Size
 
 
@@ -70,28 +70,28 @@ def _point(size: Size) -> dict:
         "outputs": run["outputs"],
         "identical": run["identical"],
         "near_ties": run["near_ties"],
-        "depth": len(run["acceptance_by_depth"]),
         "tokens_per_step": run["tokens_per_step"],
+        "reached_by_depth": reached_by_depth(run),
     }
 
 
 def _curve(points: Sequence[dict]) -> dict:
     """The fit, what ten times the largest size would bring, and how far the first sizes' fit missed
     the largest (None with no more of them)."""
-    by_rows, depth = tokens_by_rows(points), max(point["depth"] for point in points)
+    by_rows = reached_by_rows(points)
+    means = {rows: 1 + fmean(map(sum, runs)) for rows, runs in by_rows.items()}
     sizes = [*by_rows]
-    fitted, more = fit_saturation(by_rows, depth), 10 * sizes[-1]
+    fitted, more = fit_saturation(by_rows), 10 * sizes[-1]
     missed = None
     if len(sizes) > BACK_TEST:
-        first = fit_saturation({rows: by_rows[rows] for rows in sizes[:BACK_TEST]}, depth)
-        missed = first(sizes[-1]) / fmean(by_rows[sizes[-1]]) - 1
+        first = fit_saturation({rows: by_rows[rows] for rows in sizes[:BACK_TEST]})
+        missed = first(sizes[-1]) / means[sizes[-1]] - 1
     return {
         "kind": points[0]["kind"],
         "steps_are": points[0]["steps_are"],
-        "depth": depth,
-        "likeliest_error": fitted.likeliest,
+        "likeliest_errors": [position.likeliest for position in fitted.positions],
         "rows": sizes,
-        "means": [fmean(values) for values in by_rows.values()],
+        "means": [*means.values()],
         "ten_times": {
             "rows": more,
             "tokens_per_step": fitted(more),

@@ -1,20 +1,25 @@
-"""A curve that saturates: tokens per step by training rows, and how sure it is.
+"""Curves that saturate: tokens per step by training rows, and how sure they are.
 
 What falls as a power of the data is an error (Hestness et al. 2017, arXiv 1712.00409), down to a
-floor that no data lower; here the chance that the target rejects the next drafted token:
+floor that no data lower. Here every position of a chain has one, the chance that its token is
+rejected once it is reached, and a curve of its own: heads of one pass that do not know each other's
+tokens (Medusa) come to the floor of their later positions long before that of the first.
 
-    error(n) = floor + gap * n^(-slope),           0 <= floor, 0 <= gap, 0 < slope <= 2
-    tau = 1 + a + a^2 + .. + a^depth,              a = 1 - error, depth: tokens of a chain
+    error_d(n) = floor_d + gap_d * n^(-slope_d),        0 <= floor, 0 <= gap, 0 < slope <= 2
+    tau = 1 + a_1 + a_1 a_2 + .. + a_1 .. a_depth,      a_d = 1 - error_d
 
-Three or four sizes leave open how much of the error is floor, so no single fit is believed: every
+Three or four sizes leave open how much of an error is floor, so no single fit is believed: every
 pair of floor and slope on a grid, with its best gap, is weighted by how likely it makes what was
 measured, and what is foretold is the median of what they say, its interval their middle 90%.
 Before, all floors are equally likely, and a slope as likely from one value to twice as much as to
-half; noise is Gaussian, of the spread that the best fit leaves.
+half; noise is Gaussian, of the spread that the best fit leaves, and of a position that is reached
+by few steps as much larger in variance. Positions go wrong together: the interval of tau is that of
+chains whose every position is at the same quantile.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -25,68 +30,91 @@ LEAST_SPREAD = 0.02  # of an error: no training follows a power law to the hundr
 
 
 @dataclass(frozen=True)
-class Saturation:
-    """What drafts of up to `depth` tokens bring with so much data, as far as is known."""
+class ErrorCurve:
+    """The chance that one position is rejected, by rows of training, as far as it is known."""
 
-    depth: int
     floors: np.ndarray  # [curves]
     gaps: np.ndarray  # [curves]
     slopes: np.ndarray  # [curves]
     weights: np.ndarray  # [curves], sum 1
 
     def __call__(self, rows: float, share: float = 0.5) -> float:
-        """Return tokens per step with so many rows: the median, or another quantile."""
-        taus = tokens_per_step(self.floors + self.gaps * rows**-self.slopes, self.depth)
-        order = np.argsort(taus)
+        """Return the chance with so many rows: the median, or another quantile."""
+        errors = np.clip(self.floors + self.gaps * rows**-self.slopes, 0.0, 1.0)
+        order = np.argsort(errors)
         reached = np.cumsum(self.weights[order]) >= share
-        return float(taus[order][int(reached.argmax())])
-
-    def interval(self, rows: float) -> tuple[float, float]:
-        """Return the middle 90%."""
-        return self(rows, 0.05), self(rows, 0.95)
+        return float(errors[order][int(reached.argmax())])
 
     @property
     def likeliest(self) -> dict[str, float]:
-        """Return the curve that fits best: floor, gap and slope of the error."""
+        """Return the curve that fits best: its floor, gap and slope."""
         best = int(self.weights.argmax())
         named = {"floor": self.floors, "gap": self.gaps, "slope": self.slopes}
         return {name: float(values[best]) for name, values in named.items()}
 
 
-def tokens_per_step(error: np.ndarray, depth: int) -> np.ndarray:
-    """Return tau of a chain whose every token is rejected with this chance once it is reached."""
-    accepted = 1.0 - np.clip(error, 0.0, 1.0)
-    return sum(accepted**place for place in range(depth + 1))
+@dataclass(frozen=True)
+class Saturation:
+    """What drafts bring with so much data: a curve for every position of a chain."""
+
+    positions: Sequence[ErrorCurve]
+
+    def __call__(self, rows: float, share: float = 0.5) -> float:
+        """Return tokens per step with so many rows: the median, or another quantile."""
+        accepted = [1.0 - position(rows, 1.0 - share) for position in self.positions]
+        return 1.0 + float(np.cumprod(accepted).sum())
+
+    def interval(self, rows: float) -> tuple[float, float]:
+        """Return the middle 90%."""
+        return self(rows, 0.05), self(rows, 0.95)
 
 
-def error_of(taus: Sequence[float], depth: int) -> np.ndarray:
-    """Return the chance of rejection that makes these tokens per step."""
-    grid = np.linspace(1.0, 0.0, 4001)
-    return np.interp(np.asarray(taus, float), tokens_per_step(grid, depth), grid)
+def reached_by_depth(run: Mapping) -> list[float]:
+    """Return the share of all steps whose drafts' first d tokens are accepted, for d = 1, 2, ..
+
+    run: one of a report. With 1 they sum to its tokens per step: the prompt's step, which drafts
+    nothing, counts like any other, as do drafts cut short at the end.
+    """
+    accepted = run["accepted_by_depth"]
+    drafting = (run["tokens_per_step"] - 1.0) / sum(accepted) if accepted else 0.0  # of all steps
+    return [drafting * share for share in accepted]
 
 
-def tokens_by_rows(runs: Iterable[Mapping]) -> dict[int, list[float]]:
-    """Return tokens per step of trainings, by the rows that they were given."""
-    found: dict[int, list[float]] = {}
+def reached_by_rows(runs: Iterable[Mapping]) -> dict[int, list[list[float]]]:
+    """Return what the drafts of trainings reach, by the rows that they were given."""
+    found: dict[int, list[list[float]]] = {}
     for run in runs:
-        found.setdefault(run["rows"], []).append(run["tokens_per_step"])
+        found.setdefault(run["rows"], []).append(run["reached_by_depth"])
     return found
 
 
-def fit_saturation(by_rows: Mapping[int, Sequence[float]], depth: int) -> Saturation:
-    """Weigh all curves by tokens per step of two sizes or more, each of one seed or several.
+def fit_saturation(by_rows: Mapping[int, Sequence[Sequence[float]]]) -> Saturation:
+    """Weigh all curves by what drafts of two sizes or more reach, each of one seed or several.
 
-    Where data bring nothing, or harm, the likeliest are flat: their gap is 0.
+    by_rows: for every training, the share of steps that have position d accepted, d = 1, 2, ..
+    Where data bring nothing, or harm, the likeliest curves are flat: their gap is 0.
     """
-    pairs = [(rows, value) for rows, values in by_rows.items() for value in values]
-    sizes, told = (np.array(column, float) for column in zip(*pairs, strict=True))
-    errors = error_of(told, depth)
+    sizes = np.array([rows for rows, runs in by_rows.items() for _ in runs], float)
+    runs = [run for runs in by_rows.values() for run in runs]
+    reached = np.array([*zip_longest(*runs, fillvalue=0.0)])  # [positions, runs]
+    before = np.vstack([np.ones(len(runs)), reached[:-1]])
+    return Saturation(
+        [
+            _fit_position(sizes[seen], 1.0 - here[seen] / above[seen], above[seen])
+            for here, above in zip(reached, before, strict=True)
+            if (seen := above > 0).any()
+        ]
+    )
+
+
+def _fit_position(sizes: np.ndarray, errors: np.ndarray, trust: np.ndarray) -> ErrorCurve:
+    """Weigh all curves by the chances of one position; trust: the share of steps behind each."""
     floors, slopes = (axis.ravel() for axis in np.meshgrid(FLOORS, SLOPES))
     falling = sizes ** -slopes[:, None]  # [curves, values]
     above = errors - floors[:, None]
-    gaps = np.maximum((falling * above).sum(1) / (falling**2).sum(1), 0.0)
-    misfit = ((above - gaps[:, None] * falling) ** 2).sum(1)
-    freedom = max(len(told) - PARAMETERS, 1)
+    gaps = np.maximum((trust * falling * above).sum(1) / (trust * falling**2).sum(1), 0.0)
+    misfit = (trust * (above - gaps[:, None] * falling) ** 2).sum(1)
+    freedom = max(len(errors) - PARAMETERS, 1)
     spread = max(float(np.sqrt(misfit.min() / freedom)), LEAST_SPREAD)
     weights = np.exp(-(misfit - misfit.min()) / (2 * spread**2))
-    return Saturation(depth, floors, gaps, slopes, weights / weights.sum())
+    return ErrorCurve(floors, gaps, slopes, weights / weights.sum())

@@ -1,7 +1,9 @@
-"""Settings of training that only other kinds of drafters read.
+"""Settings that have no effect on the training at hand.
 
 They are told, not refused: one recipe may serve several kinds, e.g. in the tables of eval/paper.py.
 """
+
+from collections.abc import Iterator
 
 from specdraft.recipes.schema import Recipe
 
@@ -16,13 +18,16 @@ READ_BY_HEADS = {
 NON_READERS = {"medusa": "Medusa heads", "student": "students"}
 
 
-def unread_settings(recipe: Recipe) -> str | None:
-    """Return what of a recipe has no effect on the drafter it trains; None: nothing."""
-    if recipe.kind not in NON_READERS:
-        return None
+def unread_settings(recipe: Recipe) -> Iterator[str]:
+    """Yield what of a recipe has no effect on the drafter it trains, a line for each reason."""
     sections, found = recipe.to_dict(), []
-    for key, usual in READ_BY_HEADS.items():
-        section, name = key.split(".")
-        if (value := sections[section][name]) != usual:
-            found.append(f"{key}={value}")
-    return f"{NON_READERS[recipe.kind]} do not read {', '.join(found)}" if found else None
+    if recipe.kind in NON_READERS:
+        for key, usual in READ_BY_HEADS.items():
+            section, name = key.split(".")
+            if (value := sections[section][name]) != usual:
+                found.append(f"{key}={value}")
+    if found:
+        yield f"{NON_READERS[recipe.kind]} do not read {', '.join(found)}"
+    data = recipe.data
+    if data.samples == 1 and data.temperature > 0:
+        yield f"the first answer is greedy: data.temperature={data.temperature} is for others"
