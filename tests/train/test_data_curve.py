@@ -78,6 +78,15 @@ def test_a_flat_curve_predicts_no_gain_from_more_data(values):
     assert fit_saturation(by_rows)(10**6) == pytest.approx(mean, rel=0.05)
 
 
+def test_drafts_that_nothing_is_accepted_of_are_predicted_to_stay_so():
+    assert fit_saturation({n: [[], []] for n in ROWS})(10**6) == 1.0
+
+
+def test_a_position_that_few_sizes_reach_is_fitted_to_those():
+    by_rows = {100: [[0.5]], 1000: [[0.5, 0.25]], 10_000: [[0.5, 0.25]]}
+    assert fit_saturation(by_rows)(10**4) == pytest.approx(1.75, rel=0.1)
+
+
 def test_the_interval_mostly_contains_the_truth_and_grows_with_the_noise():
     generator, widths = np.random.default_rng(0), {0.05: [], 0.3: []}
     held = 0

@@ -96,8 +96,8 @@ def fit_saturation(by_rows: Mapping[int, Sequence[Sequence[float]]]) -> Saturati
     """
     sizes = np.array([rows for rows, runs in by_rows.items() for _ in runs], float)
     runs = [run for runs in by_rows.values() for run in runs]
-    reached = np.array([*zip_longest(*runs, fillvalue=0.0)])  # [positions, runs]
-    before = np.vstack([np.ones(len(runs)), reached[:-1]])
+    reached = np.array([*zip_longest(*runs, fillvalue=0.0)]).reshape(-1, len(runs))
+    before = np.vstack([np.ones(len(runs)), reached])[:-1]  # [positions, runs], as reached
     return Saturation(
         [
             _fit_position(sizes[seen], 1.0 - here[seen] / above[seen], above[seen])
