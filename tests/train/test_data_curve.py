@@ -50,7 +50,7 @@ def test_what_drafts_reach_is_counted_over_all_steps():
     assert 1 + sum(reached) == pytest.approx(sum(step.emitted for step in steps) / 8)
 
 
-def test_a_drafter_that_nothing_was_accepted_of_reaches_nothing():
+def test_a_drafter_whose_tokens_are_all_rejected_reaches_nothing():
     steps = [Step(1, 0, 0, 0), Step(1, 2, 2, 0)]
     assert sum(reached_by_depth(report_run(steps))) == 0.0
 
@@ -78,7 +78,7 @@ def test_a_flat_curve_predicts_no_gain_from_more_data(values):
     assert fit_saturation(by_rows)(10**6) == pytest.approx(mean, rel=0.05)
 
 
-def test_drafts_that_nothing_is_accepted_of_are_predicted_to_stay_so():
+def test_drafts_that_are_always_rejected_are_predicted_to_stay_so():
     assert fit_saturation({n: [[], []] for n in ROWS})(10**6) == 1.0
 
 

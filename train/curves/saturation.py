@@ -2,8 +2,8 @@
 
 What falls as a power of the data is an error (Hestness et al. 2017, arXiv 1712.00409), down to a
 floor that no data lower. Here every position of a chain has one, the chance that its token is
-rejected once it is reached, and a curve of its own: heads of one pass that do not know each other's
-tokens (Medusa) come to the floor of their later positions long before that of the first.
+rejected once it is reached, and a curve of its own: more data lower the first one's error far more
+than the last ones', which only texts that are easy to draft for reach.
 
     error_d(n) = floor_d + gap_d * n^(-slope_d),        0 <= floor, 0 <= gap, 0 < slope <= 2
     tau = 1 + a_1 + a_1 a_2 + .. + a_1 .. a_depth,      a_d = 1 - error_d
@@ -42,8 +42,8 @@ class ErrorCurve:
         """Return the chance with so many rows: the median, or another quantile."""
         errors = np.clip(self.floors + self.gaps * rows**-self.slopes, 0.0, 1.0)
         order = np.argsort(errors)
-        reached = np.cumsum(self.weights[order]) >= share
-        return float(errors[order][int(reached.argmax())])
+        behind = np.cumsum(self.weights[order]) >= share
+        return float(errors[order][int(behind.argmax())])
 
     @property
     def likeliest(self) -> dict[str, float]:
