@@ -4,24 +4,23 @@ Every assistant turn is replaced by what the target says, given the turns before
 has said them. The turns are made level by level: all first answers in one batch, then all second
 answers, and so on. A text is continued from its first `data.prompt_tokens` tokens.
 
-Each finished answer is appended to `answers-<rank>.jsonl`, which nobody else may read, at once: a
-run that is cut off goes on where it stopped. A line there that is no answer is asked for again.
+Each finished answer is appended to `answers-<rank>.jsonl` (data/answers.py), which nobody else may
+read, at once: a run that is cut off goes on where it stopped. A line there that is no answer is
+asked for again; an answer that a cache beside this one has to the same question is taken over.
 What makes the answers is handed in (`generate`): our decoder, which this floor does not know, or a
 server (data/server.py). A row one of whose answers failed is rejected with the reason. More than
 10% of such rows are an error, and are asked for again by the next run.
 """
 
-import dataclasses
 import hashlib
-import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from specdraft.data.answers import Answer, Answered, Ask, Generate, Slot, lines, parsed, written
 from specdraft.data.atomic import cut_torn_line, stating_shortfall
 from specdraft.data.chat import USELESS_SHARE, Conversation
 from specdraft.data.ranks import ALONE, Ranks
@@ -29,31 +28,7 @@ from specdraft.data.renderer import Example, Renderer
 from specdraft.data.template import UnrenderableError
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.interrupt import keeping
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One answer wanted of the target."""
-
-    prompt_ids: list[int]
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    source: list[int] = field(default_factory=list)  # what an encoder reads
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came of an ask: new tokens with the end-of-turn token, or the reason for none."""
-
-    tokens: list[int]
-    ended: bool  # came to an end of its own within max_new_tokens
-    failure: str | None = None
-
-
-# Answers as (index into the asks, answer), in any order.
-Generate = Callable[[list[Ask]], Iterator[tuple[int, Answer]]]
-Slot = tuple[int, int, int]  # conversation, sample, turn (number of the answer)
+from specdraft.recipes.terminal import say
 
 
 class Rewriter:
@@ -64,9 +39,15 @@ class Rewriter:
     its end within `data.max_new_tokens`: the turns behind it would answer something never said.
     """
 
-    def __init__(self, renderer: Renderer, conversations: list[Conversation], folder: Path):
+    def __init__(
+        self,
+        renderer: Renderer,
+        conversations: list[Conversation],
+        folder: Path,
+        target: Mapping[str, Any],  # what tells it from others
+    ):
         self.renderer, self.data = renderer, renderer.data
-        self.conversations, self.folder = conversations, folder
+        self.conversations, self.folder, self.target = conversations, folder, target
         self.answers: dict[Slot, Answer] = {}
         self.failures: dict[Slot, str] = {}  # some were answered later
         if self.data.prompt_tokens is None and any(c.text is not None for c in conversations):
@@ -88,6 +69,7 @@ class Rewriter:
         own.chmod(0o600)  # one of an earlier version was everybody's
         cut_torn_line(own)
         self._load()
+        nearby = Answered(self.folder)
         mine = range(ranks.rank, len(self.conversations), ranks.world)
         rows = [(c, s) for c in mine for s in range(self.data.samples)]
         total = sum(self._turns(conversation) for conversation, _ in rows)
@@ -98,7 +80,9 @@ class Rewriter:
         ):
             for turn in range(max((self._turns(c) for c, _ in rows), default=0)):
                 asked = [(c, s, turn) for c, s in rows if turn < self._turns(c)]
-                self._level(asked, generate, file, bar)
+                self._level(asked, generate, nearby, file, bar)
+        if nearby.found:
+            say(f"{nearby.found} answers were taken over from caches beside {self.folder}")
 
     def examples(self) -> Iterator[Example]:
         """Put the rows together from answers that every rank has written; reject the rest."""
@@ -128,28 +112,36 @@ class Rewriter:
                 whole = ids + answer.tokens
                 yield Example(whole, mask, conversation.origin, source, not answer.ended)
 
-    def _level(self, slots: list[Slot], generate: Generate, file: TextIO, bar: tqdm) -> None:
+    def _level(
+        self, slots: list[Slot], generate: Generate, nearby: Answered, file: TextIO, bar: tqdm
+    ) -> None:
         """Make one answer of each slot, skipping those made before and those never reached."""
         reached, asks = [], []
         for slot in slots:
             if slot in self.answers:
                 bar.update()
-            elif ask := self._ask(slot):
+            elif (ask := self._ask(slot)) is None:
+                bar.total -= 1
+            elif known := nearby.get(ask.key(self.target)):
+                self._write(slot, ask, known, file)
+                bar.update()
+            else:
                 reached.append(slot)
                 asks.append(ask)
-            else:
-                bar.total -= 1
         tokens, started = 0, time.monotonic()
         for index, answer in generate(asks) if asks else ():
-            self._keep(reached[index], answer)
-            # One line, one write: a process that is killed leaves at most one torn line.
-            row = {"slot": reached[index], **dataclasses.asdict(answer)}
-            with stating_shortfall(Path(file.name)):
-                file.write(json.dumps(row) + "\n")
-                file.flush()
+            self._write(reached[index], asks[index], answer, file)
             tokens += len(answer.tokens)
             bar.update()
             bar.set_postfix_str(f"{tokens / (time.monotonic() - started):.0f} tokens/s", False)
+
+    def _write(self, slot: Slot, ask: Ask, answer: Answer, file: TextIO) -> None:
+        """Keep an answer. One line, one write: a process that is killed leaves at most one torn
+        line."""
+        self._keep(slot, answer)
+        with stating_shortfall(Path(file.name)):
+            file.write(written(slot, ask.key(self.target), answer))
+            file.flush()
 
     def _ask(self, slot: Slot) -> Ask | None:
         """Return the question that leads to a slot, or None when the row ended before it."""
@@ -227,24 +219,10 @@ class Rewriter:
 
     def _load(self) -> None:
         """Read the answers that are on disk, of every rank, of this run and of those before it."""
-        for path in sorted(self.folder.glob("answers-*.jsonl")):
-            for line in path.read_bytes().splitlines(keepends=True):
-                # Without an end it is torn, or just being written by its rank.
-                if line.endswith(b"\n") and (kept := _kept(line)):
-                    self._keep(*kept)
-
-
-def _kept(line: bytes) -> tuple[Slot, Answer] | None:
-    """Read a line of answers-*.jsonl. None where it is damaged, or no answer of token ids."""
-    try:
-        row = json.loads(line)
-        slot, answer = tuple(row.pop("slot")), Answer(**row)
-        whole = [*slot, *answer.tokens]
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return None
-    numbers = len(slot) == 3 and all(type(n) is int and n >= 0 for n in whole)
-    told = isinstance(answer.ended, bool) and isinstance(answer.failure, str | None)
-    return (slot, answer) if numbers and told else None
+        for line in lines(self.folder):
+            if found := parsed(line):
+                slot, _, answer = found
+                self._keep(slot, answer)
 
 
 def _seed(*parts: int) -> int:

@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx2
 
-from specdraft.data.regenerate import Answer, Ask
+from specdraft.data.answers import Answer, Ask
 from specdraft.models.target import Target
 from specdraft.recipes.credentials import KEY, redacted
 from specdraft.recipes.errors import DataError, in_a_line

@@ -23,10 +23,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from specdraft.data import atomic, fingerprint
+from specdraft.data.answers import Generate
 from specdraft.data.chat import Reject, split_holdout
 from specdraft.data.lock import building_lock
 from specdraft.data.ranks import ALONE, Ranks
-from specdraft.data.regenerate import Generate, Rewriter
+from specdraft.data.regenerate import Rewriter
 from specdraft.data.renderer import Example, check_rendered, renderer_of
 from specdraft.data.sealed import write_sealed
 from specdraft.data.sources import Source, each_source
@@ -34,6 +35,8 @@ from specdraft.data.store.tokens import REJECTS, TokenCache
 from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
 
+# Of a cache's settings, those that tell whose answers it holds.
+ANSWERING = ("target", "config", "target_dtype", "tokenizer", "server_model")
 VERSION = 1  # of the layout; another one is another cache
 MIN_TOKENS = 8  # a shorter row has next to nothing to draft, and caches need not depend on k
 _ROW = datasets.Features(
@@ -112,7 +115,8 @@ def _build(
     rewrite = recipe.data.answers == "target"
     corpus = split_holdout(recipe.data)[0] if ranks.is_first or rewrite else None
     if rewrite:
-        rewriter = Rewriter(renderer, corpus.conversations, partial)
+        target = {name: settings.get(name) for name in ANSWERING}
+        rewriter = Rewriter(renderer, corpus.conversations, partial, target)
         rewriter.run(generate, ranks)
         ranks.wait()
     if ranks.is_first:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from specdraft.data.answers import Answer, Ask, Generate
 from specdraft.data.ranks import Ranks
-from specdraft.data.regenerate import Answer, Ask, Generate
 from specdraft.data.server import Server
 from specdraft.data.store.feature_builder import Announce, build_features
 from specdraft.data.store.feature_cache import Features

@@ -10,7 +10,7 @@ from random_models import random_target
 from test_placement import accelerator
 from test_regenerate import contents
 
-from specdraft.data.regenerate import Answer, Ask
+from specdraft.data.answers import Answer, Ask
 from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import LMDrafter

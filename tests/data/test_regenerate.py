@@ -9,7 +9,7 @@ import small_tokenizer as st
 from test_tokens import chats, recipe, write
 from thread_ranks import on_ranks
 
-from specdraft.data.regenerate import Answer, Ask
+from specdraft.data.answers import Answer, Ask
 from specdraft.data.store.token_builder import build_tokens
 from specdraft.data.store.tokens import TokenCache
 from specdraft.recipes.errors import DataError
@@ -158,6 +158,64 @@ def test_an_interrupted_run_resumes_without_repeating_answers(tmp_path):
     assert not {ask.seed for ask in interrupted.asks[:5]} & {ask.seed for ask in resumed.asks}
     whole = build(rewriting(tmp_path, cache_dir=str(tmp_path / "2")), Parrot(st.small_tokenizer()))
     assert contents(cache) == contents(whole)
+
+
+def questions(parrot: Parrot) -> set[tuple]:
+    """What it was asked; a seed does not matter to a greedy answer."""
+    return {
+        (*ask.prompt_ids, ask.max_new_tokens, ask.temperature, ask.temperature and ask.seed)
+        for ask in parrot.asks
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked"),
+    [
+        ({"limit": 7}, 0),
+        ({"limit": 12}, 4),
+        ({"shuffle_seed": 1}, 4),  # the two rows that were left out are among them
+        ({"samples": 2, "temperature": 0.8}, 20),  # the greedy answers are there
+        ({"max_new_tokens": 61}, 20),
+    ],
+)
+def test_what_is_answered_in_a_cache_beside_it_is_not_asked_again(changed, asked, tmp_path, capsys):
+    tokenizer, rows = st.small_tokenizer(), chats(12)
+    settings = {"limit": 10} | changed
+    first, second, alone = (Parrot(tokenizer) for _ in range(3))
+    build(rewriting(tmp_path, rows, limit=10), first)
+    cache = build(rewriting(tmp_path, rows, **settings), second)
+    told = capsys.readouterr().err
+    elsewhere = rewriting(tmp_path, rows, **settings, cache_dir=str(tmp_path / "2"))
+    assert contents(cache) == contents(build(elsewhere, alone))
+    assert questions(second) == questions(alone) - questions(first)
+    assert len(second.asks) == asked
+    known = len(alone.asks) - asked
+    assert (f"{known} answers were taken over from caches beside" in told) == (known > 0)
+
+
+def test_sampled_answers_are_taken_over_with_their_seeds_alone(tmp_path):
+    tokenizer, sampled = st.small_tokenizer(), {"samples": 3, "temperature": 0.8}
+    for changed, asked in (({"limit": 3}, 18), ({"limit": 4}, 6), ({"limit": 4, "seed": 1}, 16)):
+        parrot = Parrot(tokenizer)
+        build(rewriting(tmp_path, **sampled, **changed), parrot)
+        assert len(parrot.asks) == asked
+
+
+def test_answers_of_another_target_or_damaged_ones_are_not_taken_over(tmp_path):
+    tokenizer, first = st.small_tokenizer(), rewriting(tmp_path, limit=3)
+    other = Parrot(tokenizer, end=" Indeed.<|im_end|>")
+    build_tokens(first, tokenizer, other, {**IDENTITY, "weights": "1" * 64})
+    kept = build(first, Parrot(tokenizer))
+    answers = kept.directory / "answers-0.jsonl"
+    whole = answers.read_text().splitlines(keepends=True)
+    damaged = whole[0].replace('"tokens": [', '"tokens": ["", ')
+    failed = whole[1].replace('"failure": null', '"failure": "no"')
+    answers.write_text(damaged + failed + "".join(whole[2:-1]) + whole[-1][:-1])
+    parrot = Parrot(tokenizer)
+    cache = build(rewriting(tmp_path, limit=4), parrot)
+    assert len(parrot.asks) == 2 + 3
+    alone = rewriting(tmp_path, limit=4, cache_dir=str(tmp_path / "2"))
+    assert contents(cache) == contents(build(alone, Parrot(tokenizer)))
 
 
 def test_ranks_divide_the_answers(tmp_path):

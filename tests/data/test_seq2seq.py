@@ -9,8 +9,8 @@ import small_tokenizer as st
 import torch
 from random_seq2seq import generated, random_seq2seq
 
+from specdraft.data.answers import Ask
 from specdraft.data.prompts import load_prompts
-from specdraft.data.regenerate import Ask
 from specdraft.data.store.feature_builder import build_features
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.token_builder import build_tokens

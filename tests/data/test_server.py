@@ -21,8 +21,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdraft.data import server as server_module
+from specdraft.data.answers import Ask
 from specdraft.data.fingerprint import of_settings
-from specdraft.data.regenerate import Ask
 from specdraft.data.server import Server, UnansweredError
 from specdraft.data.store.token_builder import build_tokens, token_settings
 from specdraft.data.store.tokens import TokenCache

@@ -9,7 +9,7 @@ from random_families import GQA, MLP, random_model
 from random_models import HIDDEN, VOCAB, random_head
 from torch import nn
 
-from specdraft.data.regenerate import Ask
+from specdraft.data.answers import Ask
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree

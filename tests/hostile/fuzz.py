@@ -12,7 +12,7 @@ from mangle import odd, odd_json, spoilt
 from place import Place
 from verdict import refused_or_fine
 
-from specdraft.data.regenerate import Ask
+from specdraft.data.answers import Ask
 from specdraft.data.server import Server
 from specdraft.data.store.feature_cache import FeatureCache
 from specdraft.data.store.token_builder import build_tokens

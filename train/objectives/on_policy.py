@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdraft.data.regenerate import Ask
+from specdraft.data.answers import Ask
 from specdraft.eval.generation.answers import answer
 from specdraft.models.student import Student
 from specdraft.models.target import Target
