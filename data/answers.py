@@ -29,7 +29,7 @@ class Ask:
 
     def key(self, target: Mapping[str, Any]) -> str:
         """A hash of the question and of the target it is put to; a greedy answer has no seed."""
-        asked = dataclasses.asdict(self) | {"seed": self.seed if self.temperature else None}
+        asked = vars(self) | {"seed": self.seed if self.temperature else None}
         canonical = json.dumps([asked, dict(target)], sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
