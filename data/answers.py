@@ -2,7 +2,8 @@
 
 A line holds the slot that an answer fills, which means something in its own cache alone, and a hash
 of who was asked what. By that an answer is found again where another cache of the same folder wants
-it: with more rows, rows in another order or more samples, no question is asked twice.
+it: with more rows, rows in another order, more samples or longer answers, no question is asked
+twice but where an answer had to stop.
 """
 
 import dataclasses
@@ -28,8 +29,10 @@ class Ask:
     source: list[int] = field(default_factory=list)  # what an encoder reads
 
     def key(self, target: Mapping[str, Any]) -> str:
-        """A hash of the question and of the target it is put to; a greedy answer has no seed."""
+        """A hash of the question and of the target it is put to, however long the answer may be;
+        a greedy one has no seed."""
         asked = vars(self) | {"seed": self.seed if self.temperature else None}
+        del asked["max_new_tokens"]
         canonical = json.dumps([asked, dict(target)], sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
@@ -41,6 +44,12 @@ class Answer:
     tokens: list[int]
     ended: bool  # came to an end of its own within max_new_tokens
     failure: str | None = None
+
+    def within(self, most: int) -> "Answer | None":
+        """The same answer where it may have so many tokens; None where it would have gone on."""
+        if len(self.tokens) > most:
+            return Answer(self.tokens[:most], ended=False)
+        return self if self.ended or len(self.tokens) == most else None
 
 
 # Answers as (index into the asks, answer), in any order.
@@ -63,6 +72,7 @@ def parsed(line: bytes) -> tuple[Slot, str | None, Answer] | None:
         return None
     numbers = len(slot) == 3 and all(type(n) is int and n >= 0 for n in whole)
     told = isinstance(answer.ended, bool) and isinstance(answer.failure, str | None)
+    told = told and isinstance(key, str | None)
     return (slot, key, answer) if numbers and told else None
 
 
@@ -75,11 +85,11 @@ def lines(folder: Path) -> Iterator[bytes]:
 
 class Answered:
     """Answers that caches beside one hold, found by key; how many were found is counted. They are
-    kept as lines, which take a tenth of the memory of lists of tokens."""
+    kept as lines, which take a fraction of the memory of lists of tokens."""
 
     def __init__(self, own: Path):
         self.found = 0
-        self._lines: dict[str, bytes] = {}
+        self._lines: dict[str, tuple[int, bytes]] = {}  # by key, behind how many tokens it has
         for folder in sorted(own.parent.glob("tokens-*")):
             if folder != own:
                 self._add(folder)
@@ -88,13 +98,16 @@ class Answered:
         try:
             for line in lines(folder):
                 if (found := parsed(line)) and found[1] and found[2].failure is None:
-                    self._lines[found[1]] = line
+                    one = len(found[2].tokens), line
+                    # Of two, one may have had to stop earlier.
+                    self._lines[found[1]] = max(one, self._lines.get(found[1], one))
         except OSError:  # somebody else's, who lets nobody read it
             return
 
-    def get(self, key: str) -> Answer | None:
-        """The answer to a question, if there is one."""
-        if (line := self._lines.get(key)) is None:
+    def get(self, ask: Ask, key: str) -> Answer | None:
+        """The answer to a question with this key, if there is one."""
+        if key not in self._lines:
             return None
-        self.found += 1
-        return parsed(line)[2]
+        answer = parsed(self._lines[key][1])[2].within(ask.max_new_tokens)
+        self.found += answer is not None
+        return answer

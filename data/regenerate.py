@@ -122,7 +122,7 @@ class Rewriter:
                 bar.update()
             elif (ask := self._ask(slot)) is None:
                 bar.total -= 1
-            elif known := nearby.get(ask.key(self.target)):
+            elif known := nearby.get(ask, ask.key(self.target)):
                 self._write(slot, ask, known, file)
                 bar.update()
             else:

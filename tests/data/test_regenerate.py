@@ -162,10 +162,7 @@ def test_an_interrupted_run_resumes_without_repeating_answers(tmp_path):
 
 def questions(parrot: Parrot) -> set[tuple]:
     """What it was asked; a seed does not matter to a greedy answer."""
-    return {
-        (*ask.prompt_ids, ask.max_new_tokens, ask.temperature, ask.temperature and ask.seed)
-        for ask in parrot.asks
-    }
+    return {(*ask.prompt_ids, ask.temperature, ask.temperature and ask.seed) for ask in parrot.asks}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +172,8 @@ def questions(parrot: Parrot) -> set[tuple]:
         ({"limit": 12}, 4),
         ({"shuffle_seed": 1}, 4),  # the two rows that were left out are among them
         ({"samples": 2, "temperature": 0.8}, 20),  # the greedy answers are there
-        ({"max_new_tokens": 61}, 20),
+        ({"max_new_tokens": 61}, 0),
+        ({"max_new_tokens": 5}, 0),  # cut, and nothing follows
     ],
 )
 def test_what_is_answered_in_a_cache_beside_it_is_not_asked_again(changed, asked, tmp_path, capsys):
@@ -191,6 +189,16 @@ def test_what_is_answered_in_a_cache_beside_it_is_not_asked_again(changed, asked
     assert len(second.asks) == asked
     known = len(alone.asks) - asked
     assert (f"{known} answers were taken over from caches beside" in told) == (known > 0)
+
+
+def test_answers_that_had_to_stop_are_asked_for_again_where_they_may_go_on(tmp_path):
+    tokenizer = st.small_tokenizer()
+    for most, asked in ((5, 4), (60, 8), (7, 0), (61, 0)):
+        parrot = Parrot(tokenizer)
+        cache = build(rewriting(tmp_path, max_new_tokens=most), parrot)
+        assert len(parrot.asks) == asked
+        alone = rewriting(tmp_path, max_new_tokens=most, cache_dir=str(tmp_path / "2" / str(most)))
+        assert contents(cache) == contents(build(alone, Parrot(tokenizer)))
 
 
 def test_sampled_answers_are_taken_over_with_their_seeds_alone(tmp_path):
@@ -210,10 +218,11 @@ def test_answers_of_another_target_or_damaged_ones_are_not_taken_over(tmp_path):
     whole = answers.read_text().splitlines(keepends=True)
     damaged = whole[0].replace('"tokens": [', '"tokens": ["", ')
     failed = whole[1].replace('"failure": null', '"failure": "no"')
-    answers.write_text(damaged + failed + "".join(whole[2:-1]) + whole[-1][:-1])
+    unnamed = whole[2].replace('"ask": "', '"ask": ["').replace('", "tokens"', '"], "tokens"')
+    answers.write_text(damaged + failed + unnamed + "".join(whole[3:-1]) + whole[-1][:-1])
     parrot = Parrot(tokenizer)
     cache = build(rewriting(tmp_path, limit=4), parrot)
-    assert len(parrot.asks) == 2 + 3
+    assert len(parrot.asks) == 2 + 4
     alone = rewriting(tmp_path, limit=4, cache_dir=str(tmp_path / "2"))
     assert contents(cache) == contents(build(alone, Parrot(tokenizer)))
 
