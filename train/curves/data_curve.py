@@ -89,7 +89,7 @@ def _curve(points: Sequence[dict]) -> dict:
     return {
         "kind": points[0]["kind"],
         "steps_are": points[0]["steps_are"],
-        "likeliest_errors": [position.likeliest for position in fitted.positions],
+        "likeliest_errors": {"first": fitted.first.likeliest, "later": fitted.later.likeliest},
         "rows": sizes,
         "means": [*means.values()],
         "ten_times": {

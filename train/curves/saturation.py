@@ -1,20 +1,20 @@
 """Curves that saturate: tokens per step by training rows, and how sure they are.
 
 What falls as a power of the data is an error (Hestness et al. 2017, arXiv 1712.00409), down to a
-floor that no data lower. Here every position of a chain has one, the chance that its token is
-rejected once it is reached, and a curve of its own: more data lower the first one's error far more
-than the last ones', which only texts that are easy to draft for reach.
+floor that no data lower. Here it is the chance that a drafted token is rejected once it is reached.
+A chain's first token has a curve of its own; those behind it, which only texts that are easy to
+draft for reach, and whose errors fall for longer, share another:
 
-    error_d(n) = floor_d + gap_d * n^(-slope_d),        0 <= floor, 0 <= gap, 0 < slope <= 2
-    tau = 1 + a_1 + a_1 a_2 + .. + a_1 .. a_depth,      a_d = 1 - error_d
+    error(n) = floor + gap * n^(-slope),        0 <= floor, 0 <= gap, 0 < slope <= 2
+    tau = 1 + a_1 (1 + a + a^2 + .. + a^(depth - 1)),        a_1 = 1 - error_1(n), a = 1 - error(n)
 
 Three or four sizes leave open how much of an error is floor, so no single fit is believed: every
 pair of floor and slope on a grid, with its best gap, is weighted by how likely it makes what was
 measured, and what is foretold is the median of what they say, its interval their middle 90%.
 Before, all floors are equally likely, and a slope as likely from one value to twice as much as to
-half; noise is Gaussian, of the spread that the best fit leaves, and of a position that is reached
-by few steps as much larger in variance. Positions go wrong together: the interval of tau is that of
-chains whose every position is at the same quantile.
+half; noise is Gaussian, in proportion to the error, of the spread that the best fit leaves, and of
+tokens that are reached by few steps as much larger in variance. Both curves go wrong together: the
+interval of tau is that of chains whose errors are at the same quantile.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,12 +26,13 @@ import numpy as np
 FLOORS = np.linspace(0.0, 0.99, 100)
 SLOPES = np.geomspace(0.02, 2.0, 100)  # most that were found are 0.07 to 0.35 (the same paper)
 PARAMETERS = 3
-LEAST_SPREAD = 0.02  # of an error: no training follows a power law to the hundredth
+LEAST_SPREAD = 0.05  # over an error: no training follows a power law more closely
+LEAST_ERROR = 0.01  # whose noise is that of none
 
 
 @dataclass(frozen=True)
 class ErrorCurve:
-    """The chance that one position is rejected, by rows of training, as far as it is known."""
+    """The chance that a token is rejected, by rows of training, as far as it is known."""
 
     floors: np.ndarray  # [curves]
     gaps: np.ndarray  # [curves]
@@ -55,14 +56,16 @@ class ErrorCurve:
 
 @dataclass(frozen=True)
 class Saturation:
-    """What drafts bring with so much data: a curve for every position of a chain."""
+    """What chains of a depth bring with so much data."""
 
-    positions: Sequence[ErrorCurve]
+    first: ErrorCurve  # of their first token
+    later: ErrorCurve  # of those behind it
+    depth: int
 
     def __call__(self, rows: float, share: float = 0.5) -> float:
         """Return tokens per step with so many rows: the median, or another quantile."""
-        accepted = [1.0 - position(rows, 1.0 - share) for position in self.positions]
-        return 1.0 + float(np.cumprod(accepted).sum())
+        first, later = (1.0 - curve(rows, 1.0 - share) for curve in (self.first, self.later))
+        return 1.0 + first * sum(later**count for count in range(self.depth))
 
     def interval(self, rows: float) -> tuple[float, float]:
         """Return the middle 90%."""
@@ -91,24 +94,25 @@ def reached_by_rows(runs: Iterable[Mapping]) -> dict[int, list[list[float]]]:
 def fit_saturation(by_rows: Mapping[int, Sequence[Sequence[float]]]) -> Saturation:
     """Weigh all curves by what drafts of two sizes or more reach, each of one seed or several.
 
-    by_rows: for every training, the share of steps that have position d accepted, d = 1, 2, ..
-    Where data bring nothing, or harm, the likeliest curves are flat: their gap is 0.
+    by_rows: for every training, the share of steps that have their first d tokens accepted, d = 1,
+    2, .. Where data bring nothing, or harm, the likeliest curves are flat: their gap is 0.
     """
     sizes = np.array([rows for rows, runs in by_rows.items() for _ in runs], float)
     runs = [run for runs in by_rows.values() for run in runs]
-    reached = np.array([*zip_longest(*runs, fillvalue=0.0)]).reshape(-1, len(runs))
-    before = np.vstack([np.ones(len(runs)), reached])[:-1]  # [positions, runs], as reached
-    return Saturation(
-        [
-            _fit_position(sizes[seen], 1.0 - here[seen] / above[seen], above[seen])
-            for here, above in zip(reached, before, strict=True)
-            if (seen := above > 0).any()
-        ]
-    )
+    reached = np.array([*zip_longest(*runs, fillvalue=0.0)]).reshape(-1, len(runs))  # [depth, runs]
+    first = reached[:1].sum(0)
+    accepted, asked = reached[1:].sum(0), reached[:-1].sum(0)  # of the tokens behind the first
+    curve = _fit_errors(sizes, first, np.ones(len(runs)))
+    later = _fit_errors(sizes, accepted, asked) if asked.any() else curve
+    return Saturation(curve, later, len(reached))
 
 
-def _fit_position(sizes: np.ndarray, errors: np.ndarray, trust: np.ndarray) -> ErrorCurve:
-    """Weigh all curves by the chances of one position; trust: the share of steps behind each."""
+def _fit_errors(sizes: np.ndarray, accepted: np.ndarray, asked: np.ndarray) -> ErrorCurve:
+    """Weigh all curves by how often tokens were asked for, per step, and accepted; [runs] each."""
+    seen = asked > 0
+    sizes, asked = sizes[seen], asked[seen]
+    errors = 1.0 - accepted[seen] / asked
+    trust = asked / np.maximum(errors, LEAST_ERROR) ** 2
     floors, slopes = (axis.ravel() for axis in np.meshgrid(FLOORS, SLOPES))
     falling = sizes ** -slopes[:, None]  # [curves, values]
     above = errors - floors[:, None]
