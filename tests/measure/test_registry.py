@@ -175,9 +175,9 @@ def test_all_errors_about_methods_are_reported_at_once_with_all_others():
     assert "8 errors" in text
 
 
-def test_a_hundred_thousand_unknown_methods_give_one_short_message():
+def test_ten_thousand_unknown_methods_give_one_short_message():
     tree = {"name": "x", "data": {"sources": ["tiny"]}, "train": {"steps": 1}}
-    names = [f"method_{number}" * 50 for number in range(100_000)]
+    names = [f"method_{number}" * 50 for number in range(10_000)]
     with pytest.raises(RecipeError, match="nearest is") as caught:
         from_dict(tree | {"eval": {"methods": names}}, problems)
     assert len(str(caught.value)) < 20_000
