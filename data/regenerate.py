@@ -82,7 +82,7 @@ class Rewriter:
                 asked = [(c, s, turn) for c, s in rows if turn < self._turns(c)]
                 self._level(asked, generate, nearby, file, bar)
         if nearby.found:
-            say(f"{nearby.found} answers were taken over from caches beside {self.folder}")
+            say(f"{nearby.found} answers were taken over from other caches in {self.folder.parent}")
 
     def examples(self) -> Iterator[Example]:
         """Put the rows together from answers that every rank has written; reject the rest."""

@@ -188,7 +188,7 @@ def test_what_is_answered_in_a_cache_beside_it_is_not_asked_again(changed, asked
     assert questions(second) == questions(alone) - questions(first)
     assert len(second.asks) == asked
     known = len(alone.asks) - asked
-    assert (f"{known} answers were taken over from caches beside" in told) == (known > 0)
+    assert (f"{known} answers were taken over from other caches in" in told) == (known > 0)
 
 
 def test_answers_that_had_to_stop_are_asked_for_again_where_they_may_go_on(tmp_path):
