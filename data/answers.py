@@ -7,12 +7,13 @@ twice but where an answer had to stop.
 """
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
+
+from specdraft.data import fingerprint
 
 FILES = "answers-*.jsonl"  # of a rank each
 Slot = tuple[int, int, int]  # conversation, sample, turn (number of the answer)
@@ -28,13 +29,12 @@ class Ask:
     seed: int
     source: list[int] = field(default_factory=list)  # what an encoder reads
 
-    def key(self, target: Mapping[str, Any]) -> str:
+    def key(self, target: dict[str, Any]) -> str:
         """A hash of the question and of the target it is put to, however long the answer may be;
         a greedy one has no seed."""
         asked = vars(self) | {"seed": self.seed if self.temperature else None}
         del asked["max_new_tokens"]
-        canonical = json.dumps([asked, dict(target)], sort_keys=True)
-        return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+        return fingerprint.of_settings(asked | {"of": target}, digits=32)
 
 
 @dataclass(frozen=True)
@@ -56,36 +56,41 @@ class Answer:
 Generate = Callable[[list[Ask]], Iterator[tuple[int, Answer]]]
 
 
-def written(slot: Slot, key: str, answer: Answer) -> str:
-    """The line that keeps an answer."""
-    return json.dumps({"slot": slot, "ask": key, **dataclasses.asdict(answer)}) + "\n"
+class KeptAnswer(NamedTuple):
+    """A line of a file."""
+
+    slot: Slot
+    key: str | None  # of the question; lines of earlier versions have none
+    answer: Answer
+
+    def to_line(self) -> str:
+        row = {"slot": self.slot, "ask": self.key, **dataclasses.asdict(self.answer)}
+        return json.dumps(row) + "\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Self | None:
+        """None where it is damaged, or no answer of token ids."""
+        try:
+            row = json.loads(line)
+            kept = cls(tuple(row.pop("slot")), row.pop("ask", None), Answer(**row))
+            whole = [*kept.slot, *kept.answer.tokens]
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            return None
+        numbers = len(kept.slot) == 3 and all(type(n) is int and n >= 0 for n in whole)
+        told = isinstance(kept.answer.ended, bool) and isinstance(kept.key, str | None)
+        return kept if numbers and told and isinstance(kept.answer.failure, str | None) else None
 
 
-def parsed(line: bytes) -> tuple[Slot, str | None, Answer] | None:
-    """Read a line: slot, key (older ones have none) and answer. None where it is damaged, or no
-    answer of token ids."""
-    try:
-        row = json.loads(line)
-        slot, key, answer = tuple(row.pop("slot")), row.pop("ask", None), Answer(**row)
-        whole = [*slot, *answer.tokens]
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return None
-    numbers = len(slot) == 3 and all(type(n) is int and n >= 0 for n in whole)
-    told = isinstance(answer.ended, bool) and isinstance(answer.failure, str | None)
-    told = told and isinstance(key, str | None)
-    return (slot, key, answer) if numbers and told else None
-
-
-def lines(folder: Path) -> Iterator[bytes]:
+def kept_lines(folder: Path) -> Iterator[bytes]:
     """The lines of a folder's files. One without an end is torn, or just being written."""
     for path in sorted(folder.glob(FILES)):
         whole = path.read_bytes().splitlines(keepends=True)
         yield from (line for line in whole if line.endswith(b"\n"))
 
 
-class Answered:
+class NearbyAnswers:
     """Answers that caches beside one hold, found by key; how many were found is counted. They are
-    kept as lines, which take a fraction of the memory of lists of tokens."""
+    held as lines, which take a fraction of the memory of lists of tokens."""
 
     def __init__(self, own: Path):
         self.found = 0
@@ -96,18 +101,19 @@ class Answered:
 
     def _add(self, folder: Path) -> None:
         try:
-            for line in lines(folder):
-                if (found := parsed(line)) and found[1] and found[2].failure is None:
-                    one = len(found[2].tokens), line
+            for line in kept_lines(folder):
+                kept = KeptAnswer.from_line(line)
+                if kept and kept.key and kept.answer.failure is None:
+                    one = len(kept.answer.tokens), line
                     # Of two, one may have had to stop earlier.
-                    self._lines[found[1]] = max(one, self._lines.get(found[1], one))
+                    self._lines[kept.key] = max(one, self._lines.get(kept.key, one))
         except OSError:  # somebody else's, who lets nobody read it
             return
 
-    def get(self, ask: Ask, key: str) -> Answer | None:
-        """The answer to a question with this key, if there is one."""
+    def get(self, key: str, most: int) -> Answer | None:
+        """The answer to a question with this key, in so many tokens, if there is one."""
         if key not in self._lines:
             return None
-        answer = parsed(self._lines[key][1])[2].within(ask.max_new_tokens)
+        answer = KeptAnswer.from_line(self._lines[key][1]).answer.within(most)
         self.found += answer is not None
         return answer

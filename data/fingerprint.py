@@ -21,10 +21,10 @@ def of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def of_settings(settings: dict[str, Any]) -> str:
-    """Return 12 hex digits that name a cache made with these (JSON) settings."""
+def of_settings(settings: dict[str, Any], digits: int = 12) -> str:
+    """Return hex digits that name what is made with these (JSON) settings, e.g. a cache."""
     canonical = json.dumps(settings, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+    return hashlib.sha256(canonical.encode()).hexdigest()[:digits]
 
 
 def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

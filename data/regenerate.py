@@ -14,13 +14,21 @@ server (data/server.py). A row one of whose answers failed is rejected with the 
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from specdraft.data.answers import Answer, Answered, Ask, Generate, Slot, lines, parsed, written
+from specdraft.data.answers import (
+    Answer,
+    Ask,
+    Generate,
+    KeptAnswer,
+    NearbyAnswers,
+    Slot,
+    kept_lines,
+)
 from specdraft.data.atomic import cut_torn_line, stating_shortfall
 from specdraft.data.chat import USELESS_SHARE, Conversation
 from specdraft.data.ranks import ALONE, Ranks
@@ -44,7 +52,7 @@ class Rewriter:
         renderer: Renderer,
         conversations: list[Conversation],
         folder: Path,
-        target: Mapping[str, Any],  # what tells it from others
+        target: dict[str, Any],  # what tells it from others, as JSON has it
     ):
         self.renderer, self.data = renderer, renderer.data
         self.conversations, self.folder, self.target = conversations, folder, target
@@ -69,7 +77,7 @@ class Rewriter:
         own.chmod(0o600)  # one of an earlier version was everybody's
         cut_torn_line(own)
         self._load()
-        nearby = Answered(self.folder)
+        nearby = NearbyAnswers(self.folder)
         mine = range(ranks.rank, len(self.conversations), ranks.world)
         rows = [(c, s) for c in mine for s in range(self.data.samples)]
         total = sum(self._turns(conversation) for conversation, _ in rows)
@@ -113,34 +121,37 @@ class Rewriter:
                 yield Example(whole, mask, conversation.origin, source, not answer.ended)
 
     def _level(
-        self, slots: list[Slot], generate: Generate, nearby: Answered, file: TextIO, bar: tqdm
+        self, slots: list[Slot], generate: Generate, nearby: NearbyAnswers, file: TextIO, bar: tqdm
     ) -> None:
         """Make one answer of each slot, skipping those made before and those never reached."""
-        reached, asks = [], []
+        missing, asks = [], []
         for slot in slots:
             if slot in self.answers:
                 bar.update()
-            elif (ask := self._ask(slot)) is None:
+                continue
+            if (ask := self._ask(slot)) is None:
                 bar.total -= 1
-            elif known := nearby.get(ask, ask.key(self.target)):
-                self._write(slot, ask, known, file)
+                continue
+            key = ask.key(self.target)
+            if known := nearby.get(key, ask.max_new_tokens):
+                self._write(KeptAnswer(slot, key, known), file)
                 bar.update()
             else:
-                reached.append(slot)
+                missing.append((slot, key))
                 asks.append(ask)
         tokens, started = 0, time.monotonic()
         for index, answer in generate(asks) if asks else ():
-            self._write(reached[index], asks[index], answer, file)
+            self._write(KeptAnswer(*missing[index], answer), file)
             tokens += len(answer.tokens)
             bar.update()
             bar.set_postfix_str(f"{tokens / (time.monotonic() - started):.0f} tokens/s", False)
 
-    def _write(self, slot: Slot, ask: Ask, answer: Answer, file: TextIO) -> None:
+    def _write(self, kept: KeptAnswer, file: TextIO) -> None:
         """Keep an answer. One line, one write: a process that is killed leaves at most one torn
         line."""
-        self._keep(slot, answer)
+        self._keep(kept)
         with stating_shortfall(Path(file.name)):
-            file.write(written(slot, ask.key(self.target), answer))
+            file.write(kept.to_line())
             file.flush()
 
     def _ask(self, slot: Slot) -> Ask | None:
@@ -199,11 +210,11 @@ class Rewriter:
         answers = sum(message["role"] == "assistant" for message in conversation.messages)
         return answers if conversation.text is None else 1
 
-    def _keep(self, slot: Slot, answer: Answer) -> None:
-        if answer.failure is None:
-            self.answers[slot] = answer
+    def _keep(self, kept: KeptAnswer) -> None:
+        if kept.answer.failure is None:
+            self.answers[kept.slot] = kept.answer
         else:
-            self.failures[slot] = answer.failure
+            self.failures[kept.slot] = kept.answer.failure
 
     def _check_failures(self) -> None:
         """Refuse to go on without many of the rows. Raises DataError."""
@@ -219,10 +230,9 @@ class Rewriter:
 
     def _load(self) -> None:
         """Read the answers that are on disk, of every rank, of this run and of those before it."""
-        for line in lines(self.folder):
-            if found := parsed(line):
-                slot, _, answer = found
-                self._keep(slot, answer)
+        for kept in map(KeptAnswer.from_line, kept_lines(self.folder)):
+            if kept:
+                self._keep(kept)
 
 
 def _seed(*parts: int) -> int:

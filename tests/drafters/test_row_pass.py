@@ -202,12 +202,12 @@ def test_compiled_passes_draft_the_same(target, kind):
 
 
 @pytest.fixture
-def without_code(monkeypatch):
+def graphs_as_captured(monkeypatch):
     """Graphs are captured, and run as they are: to write their code takes half a minute each."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
-@pytest.mark.usefixtures("without_code")
+@pytest.mark.usefixtures("graphs_as_captured")
 @pytest.mark.filterwarnings("error::UserWarning")
 @torch.inference_mode()
 def test_the_recompile_limit_of_one_function_does_not_limit_the_number_of_heads(target):
@@ -218,7 +218,7 @@ def test_the_recompile_limit_of_one_function_does_not_limit_the_number_of_heads(
             assert drafter.row_pass._graphs, f"{name} is not compiled"
 
 
-@pytest.mark.usefixtures("without_code")
+@pytest.mark.usefixtures("graphs_as_captured")
 @pytest.mark.filterwarnings("error::UserWarning")
 @torch.inference_mode()
 def test_a_wide_head_is_compiled_too(target, monkeypatch):
