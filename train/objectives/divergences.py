@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdraft.eval.engine.sampling import most_probable
 from specdraft.models.families.finish import PLAIN, Finish
 from specdraft.recipes.schema import DistillSection
 from specdraft.train.objectives.chunked import Teacher, chunked_loss
@@ -56,25 +57,22 @@ class Mixture:
 
     def of_target(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The target's choice [n], p and its logarithm [n, V]."""
-        p_log = (logits / self.temperature).log_softmax(-1)
-        return logits.argmax(-1), p_log.exp(), p_log
+        return most_probable(logits), *_softmax(logits, self.temperature)
 
     def __call__(self, logits: Tensor, target: tuple | None, tokens: Tensor) -> tuple:
-        wanted, pair = tokens, ()
-        if target is not None:
-            wanted, p, p_log = target
-            q_log = (logits / self.temperature).log_softmax(-1)
-            pair = p, q_log.exp(), p_log, q_log
+        q, q_log = drafted = _softmax(logits, self.temperature)
+        wanted, p, p_log = target or (tokens, None, None)
         parts, slope = [], torch.zeros_like(logits)
         for name, weight in self.weights().items():
             if name == "cross_entropy":
-                value, gradient = cross_entropy(logits, tokens)
+                at_one = drafted if self.temperature == 1.0 else _softmax(logits, 1.0)
+                value, gradient = cross_entropy(*at_one, tokens)
             else:
-                value, gradient = DIVERGENCES[name](*pair, self.beta)
-                gradient = gradient / self.temperature
+                value, gradient = DIVERGENCES[name](p, q, p_log, q_log, self.beta)
+                weight = weight / self.temperature
             parts.append(value)
             slope.add_(gradient, alpha=weight)
-        return parts, slope, logits.argmax(-1) == wanted
+        return parts, slope, most_probable(logits) == wanted
 
 
 class ObjectiveSums(NamedTuple):
@@ -155,11 +153,11 @@ def lk(p: Tensor, q: Tensor, *_: Tensor | float) -> Divergence:
     return -shared.log().squeeze(-1), (q * falling.sum(-1, keepdim=True)).sub_(falling)
 
 
-def cross_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """-log q(t) at temperature 1."""
-    q_log, chosen = logits.log_softmax(-1), tokens.unsqueeze(1)
-    value = -q_log.gather(1, chosen).squeeze(1)
-    return value, q_log.exp_().scatter_add_(1, chosen, logits.new_full(chosen.shape, -1.0))
+def cross_entropy(q: Tensor, q_log: Tensor, tokens: Tensor) -> Divergence:
+    """-log q(t), of q at temperature 1."""
+    chosen = tokens.unsqueeze(1)
+    slope = q.scatter_add(1, chosen, q.new_full(chosen.shape, -1.0))
+    return -q_log.gather(1, chosen).squeeze(1), slope
 
 
 DIVERGENCES = {term.__name__: term for term in (forward_kl, reverse_kl, jsd, total_variation, lk)}
@@ -168,3 +166,9 @@ DIVERGENCES = {term.__name__: term for term in (forward_kl, reverse_kl, jsd, tot
 def _through_softmax(q: Tensor, slope: Tensor) -> Tensor:
     """Carry a slope in q [n, V] to the logits that q is the softmax of."""
     return q * (slope - (q * slope).sum(-1, keepdim=True))
+
+
+def _softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The distribution of logits [n, V] at a temperature, and its logarithm."""
+    logarithm = (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
+    return logarithm.exp(), logarithm

@@ -17,6 +17,7 @@ predicts feature f_(i+k) and token t_(i+k+1); `supervised[i]` says that both exi
 import torch
 from torch import Tensor
 
+from specdraft.eval.engine.sampling import most_probable
 from specdraft.models.sar.blocks import block_offsets
 
 
@@ -42,7 +43,7 @@ def wrong_per_row(
     chunk = max(1, elements // lm_head.shape[0])
     for row, position in zip(rows.split(chunk), positions.split(chunk), strict=True):
         logits = predicted[row, position].to(lm_head.dtype) @ lm_head.T  # [chunk, V]
-        differs = logits.argmax(-1) != tokens[row, position]
+        differs = most_probable(logits) != tokens[row, position]
         wrong.scatter_add_(0, row, differs.long())
     return wrong
 

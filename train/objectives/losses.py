@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
+from specdraft.eval.engine.sampling import most_probable
 from specdraft.models.families.finish import PLAIN, Finish
 from specdraft.train.objectives.chunked import Teacher, Weigh, chunked_loss
 from specdraft.train.objectives.divergences import lk
@@ -110,7 +111,7 @@ class DistilledTokens:
     def __call__(self, logits: Tensor, target: tuple[Tensor, Tensor], tokens: Tensor) -> tuple:
         (p, p_log), draft_log = target, logits.log_softmax(-1)
         known, chosen = tokens.unsqueeze(1) >= 0, tokens.unsqueeze(1).clamp(min=0)
-        right = draft_log.argmax(-1) == tokens
+        right = most_probable(draft_log) == tokens
         hard = -(draft_log.gather(1, chosen) * known).squeeze(1)
         soft = (p * (p_log - draft_log)).sum(-1)
         slope, alpha = draft_log.exp_(), self.alpha
