@@ -65,18 +65,19 @@ class MedusaHeads(SavedHead, tags=["medusa"]):
         return heads
 
     def hidden(self, features: Tensor, count: int | None = None) -> Tensor:
-        """What the first `count` heads (None: all) give their lm_heads for features [N, H].
+        """What the first `count` heads (None: all) give their lm_heads for features, which all of
+        them read [N, H] or each its own [D, N, H].
 
         Returns [D, N, H].
         """
         count = self.config.heads if count is None else count
-        x = features.expand(count, *features.shape)
+        x = features.expand(count, *features.shape[-2:])
         for weight, bias in zip(self.weight[:, :count], self.bias[:, :count], strict=True):
             x = x + F.silu(torch.baddbmm(bias[:, None], x, weight.mT))
         return x
 
     def forward(self, features: Tensor, loss: Callable[[Tensor, Tensor | None], Any]) -> Any:
-        """Return loss(hidden [D, N, H], lm_heads [D, V, H]) for features [N, H].
+        """Return loss(hidden [D, N, H], lm_heads [D, V, H]) for features [N, H] or [D, N, H].
 
         The lm_heads are None where they are shared. The loss is taken in here because launchers
         that shard weights have them whole within a forward only.

@@ -5,7 +5,7 @@
 (Medusa, arXiv 2401.10774, section 2.2.1, with alpha 0), summed over positions i and
 divided by the count of those that any head answers. A head counts where the mask has its token.
 
-Shapes: D heads, B rows, T tokens, L = T - 1 positions, N supervised positions, H hidden.
+Shapes: D heads, B rows, T tokens, L = T - 1 positions, N tokens that are answered, H hidden.
 """
 
 import torch
@@ -38,45 +38,40 @@ class TokensAhead:
         self.mixture = Mixture(forward_kl=soft, cross_entropy=1.0 - soft)
 
     def plan(self, model: nn.Module, batch: TextBatch, progress: float) -> tuple[Tensor, Tensor]:
-        """Return where each head has an answer [D, B, L], and where any of them has [B, L]."""
-        # Position i + h of the mask is about t_(i+h+1), the token that head h drafts at i.
-        answered = torch.stack(
-            [nn.functional.pad(batch.supervised, (0, h))[:, h:] for h in range(1, self.count + 1)]
-        )
-        return answered, answered.any(0)
+        """Return the tokens that heads answer [B, L], and where any of them answers one [B, L]."""
+        answers = batch.supervised.clone()
+        answers[:, 0] = False  # the first head reads what is before the last token known
+        ahead = range(1, self.count + 1)  # head h drafts at i what is about position i + h
+        drafted = [nn.functional.pad(answers, (0, h))[:, h:] for h in ahead]
+        return answers, torch.stack(drafted).any(0)
 
-    def loss(self, model: nn.Module, batch: TextBatch, answered: Tensor, counted: Tensor) -> tuple:
-        rows, positions = counted.nonzero(as_tuple=True)  # N positions
-        answered = answered[:, rows, positions]  # [D, N]
+    def loss(self, model: nn.Module, batch: TextBatch, answers: Tensor, counted: Tensor) -> tuple:
+        # N tokens, each drafted by every head from a feature further before it: what the target
+        # says of a token is the same for all.
+        rows, last = answers.nonzero(as_tuple=True)
+        ahead = torch.arange(1, self.count + 1, device=last.device)[:, None]
+        read = last - ahead  # [D, N]
+        answered = read >= 0
+        counts = answered * DECAY**ahead
+        features = batch.features[rows, read.clamp(min=0)].float()
+        tokens, teacher = batch.tokens[rows, last + 1], None
+        own, finish = self.target.lm_head_weight, self.target.finish
+        if "forward_kl" in self.mixture.weights():
+            teacher = Teacher(batch.features[rows, last], own, finish)
 
-        def loss(hidden: Tensor, lm_heads: Tensor | None) -> list[ObjectiveSums]:
-            shared = [self.target.lm_head_weight] * self.count
-            weights = shared if lm_heads is None else lm_heads.unbind()
-            return [
-                self._of_head(batch, hidden[n, kept], weight, rows[kept], positions[kept] + n + 1)
-                for n, (weight, kept) in enumerate(zip(weights, answered, strict=True))
-            ]
+        def loss(hidden: Tensor, lm_heads: Tensor | None) -> ObjectiveSums:
+            heads = own if lm_heads is None else lm_heads
+            options = {"counts": counts, "finish": finish}
+            return objective_sums(hidden, heads, tokens, self.mixture, teacher, **options)
 
-        sums = model(batch.features[rows, positions].float(), loss)
-        total = sum(DECAY**h * part.total for h, part in enumerate(sums, start=1))
-        names = self.mixture.weights()
-        return total, {
-            "loss": total.detach(),
-            **{name: torch.stack([part.parts[name] for part in sums]) for name in names},  # [D]
-            "agreed": torch.stack([part.agreed for part in sums]),  # [D]
+        sums = model(features, loss)
+        return sums.total, {
+            "loss": sums.total.detach(),
+            **sums.parts,  # [D]
+            "agreed": sums.agreed,  # [D]
             "answered": answered.sum(1),  # [D]
             "counted": counted.sum(),
         }
-
-    def _of_head(
-        self, batch: TextBatch, hidden: Tensor, lm_head: Tensor, rows: Tensor, before: Tensor
-    ) -> ObjectiveSums:
-        """The loss of one head; `before` is the position before the token that it drafts."""
-        teacher, finish = None, self.target.finish
-        if "forward_kl" in self.mixture.weights():
-            teacher = Teacher(batch.features[rows, before], self.target.lm_head_weight, finish)
-        tokens = batch.tokens[rows, before + 1]
-        return objective_sums(hidden, lm_head, tokens, self.mixture, teacher, finish=finish)
 
     def report(self, sums: Sums) -> dict[str, float | list]:
         answered = sums["answered"].clamp(min=1)

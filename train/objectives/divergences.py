@@ -80,23 +80,25 @@ class ObjectiveSums(NamedTuple):
     back for what it finds in one, in backward."""
 
     total: Tensor  # scalar, carries the gradient
-    parts: dict[str, Tensor]  # each objective of the mixture, unweighted
-    agreed: Tensor  # positions where the argmax of q is that of p, or, without a target, t
+    parts: dict[str, Tensor]  # [] or [R], each objective of the mixture, unweighted
+    agreed: Tensor  # [] or [R], where the argmax of q is that of p, or, without a target, t
 
 
 def objective_sums(
-    hidden: Tensor,  # [N, H], the student's
-    lm_head: Tensor,  # [V, H], the student's
+    hidden: Tensor,  # [N, H], the student's, or of several passes [R, N, H]
+    lm_head: Tensor,  # [V, H], the student's, or one for every pass [R, V, H]
     tokens: Tensor,  # [N]
     mixture: Mixture,
     teacher: Teacher | None = None,  # the target; None where cross-entropy alone counts
     *,
+    counts: Tensor | None = None,  # [R, N]
     finish: Finish = PLAIN,  # the student's
     elements: int | None = None,
 ) -> ObjectiveSums:
     """Return a mixture of objectives summed over positions, differentiable in the first two.
 
-    `elements` bounds chunk * V.
+    counts: how much positions count in the total; those of 0 are not there. `elements` bounds
+    chunk * V.
     """
     kind, dtype = hidden.device.type, lm_head.dtype
     if elements is None:  # a CPU's caches want small chunks, a GPU large ones
@@ -104,16 +106,23 @@ def objective_sums(
     if torch.is_autocast_enabled(kind):  # the product with lm_head follows it
         dtype = torch.get_autocast_dtype(kind)
     total, parts, agreed = chunked_loss(
-        hidden[None],
+        hidden if hidden.ndim == 3 else hidden[None],
         lm_head,
         tokens,
         teacher,
         mixture,
-        size=elements // len(lm_head),
+        size=elements // lm_head.shape[-2],
         dtype=dtype,
+        counts=counts,
         finish=finish,
     )
-    return ObjectiveSums(total, parts, agreed.sum().to(total.dtype))
+
+    def summed(values: Tensor) -> Tensor:
+        there = values if counts is None else values * (counts > 0)
+        return there.sum(-1, dtype=total.dtype).reshape(hidden.shape[:-2])
+
+    by_name = {name: summed(part) for name, part in parts.items()}
+    return ObjectiveSums(total, by_name, summed(agreed))
 
 
 # Each takes p and q of a chunk [n, V], their logarithms and beta. It returns its values [n] and its

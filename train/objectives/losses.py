@@ -77,8 +77,8 @@ def head_loss(
     return LossSums(
         total=feature_weight * feature + distill_weight * distill / passes,
         feature=feature.detach(),
-        soft=parts["soft"] / passes,
-        hard=parts["hard"] / passes,
+        soft=parts["soft"].sum() / passes,
+        hard=parts["hard"].sum() / passes,
         correct=correct,
     )
 

@@ -10,6 +10,7 @@ among. (gamma 0.8 and alpha 1 are those of published trainers; LK may take a par
 Shapes: R passes, B rows, L input positions, N supervised positions, H hidden.
 """
 
+import torch
 from torch import Tensor, nn
 
 from specdraft.models.eagle3 import Eagle3Config
@@ -68,7 +69,7 @@ class TrainingTimeTest:
                 self.formula,
                 size=chunk_size(frozen, len(answers)),
                 dtype=frozen.dtype,  # the product as the target does it
-                by_pass=self.by_pass,
+                counts=features.new_tensor(self.by_pass, dtype=torch.float32)[:, None],
             )
 
         ahead = self.target.embed(batch.tokens[:, 1:]).float()
@@ -77,7 +78,7 @@ class TrainingTimeTest:
         total = self.recipe.loss.distill_weight * total / sum(self.by_pass)
         return total, {
             "loss": total.detach(),
-            **{name: part / len(self.by_pass) for name, part in parts.items()},
+            **{name: part.sum() / len(part) for name, part in parts.items()},
             "correct": correct.sum(1),  # [R]
             "counted": counted.sum(),
         }
