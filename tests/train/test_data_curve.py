@@ -18,8 +18,9 @@ from specdraft.eval.publishing.result import grid_of
 from specdraft.recipes.load import load_recipe
 from specdraft.train.curve import asked
 from specdraft.train.curves.data_curve import make_curves, sentence
+from specdraft.train.curves.forecast import Forecast, effective_rows
 from specdraft.train.curves.picture import draw_curves
-from specdraft.train.curves.saturation import fit_saturation, reached_by_depth
+from specdraft.train.curves.saturation import Saturation, fit_saturation, reached_by_depth
 from specdraft.train.curves.sizes import METHODS, POWERS, Size, plan_sizes
 
 ROWS = [100, 300, 1000, 3000, 10000]
@@ -35,6 +36,12 @@ def true_reached(rows: float) -> list[float]:
 def true(rows: float) -> float:
     """Tokens per step of these chains."""
     return 1 + sum(true_reached(rows))
+
+
+def fit(by_size: dict[float, list]) -> Saturation:
+    """The fit to what trainings of each size reach."""
+    sizes = [size for size, runs in by_size.items() for _ in runs]
+    return fit_saturation(sizes, [run for runs in by_size.values() for run in runs])
 
 
 def noisy(reached: list[float], off: float) -> list[float]:
@@ -56,16 +63,25 @@ def test_a_drafter_whose_tokens_are_all_rejected_reaches_nothing():
 
 
 def test_a_fit_finds_the_curves_of_the_first_token_and_of_later_ones():
-    fitted = fit_saturation({n: [true_reached(n)] * 3 for n in ROWS})
-    found = {"floor": 0.2, "gap": 2.0, "slope": 0.4}
+    fitted = fit({n: [true_reached(n)] * 3 for n in ROWS})
+    found = {"floor": 0.2, "gap": 2.0, "slope": 0.4, "onset": 0.0}
     assert fitted.first.likeliest == pytest.approx(found, rel=0.11)
-    found = {"floor": 0.05, "gap": 1.6, "slope": 0.3}
+    found = {"floor": 0.05, "gap": 1.6, "slope": 0.3, "onset": 0.0}
     assert fitted.later.likeliest == pytest.approx(found, rel=0.11, abs=0.02)
     assert fitted(100_000) == pytest.approx(true(100_000), rel=0.03)
 
 
+def test_a_fit_finds_where_errors_begin_to_fall():
+    def reached(rows: float) -> list[float]:
+        return [1 - 0.1 - 30 * (rows + 3000.0) ** -0.5]
+
+    fitted = fit({n: [reached(n)] * 3 for n in ROWS})
+    assert fitted.first.likeliest["onset"] == pytest.approx(3000)
+    assert fitted(100_000) == pytest.approx(1 + reached(100_000)[0], rel=0.03)
+
+
 def test_a_fit_to_three_sizes_predicts_the_fifth():
-    fitted = fit_saturation({n: [true_reached(n)] * 3 for n in ROWS[:3]})
+    fitted = fit({n: [true_reached(n)] * 3 for n in ROWS[:3]})
     low, high = fitted.interval(ROWS[4])
     assert fitted(ROWS[4]) == pytest.approx(true(ROWS[4]), rel=0.05)
     assert low < true(ROWS[4]) < high
@@ -74,18 +90,18 @@ def test_a_fit_to_three_sizes_predicts_the_fifth():
 @pytest.mark.parametrize("values", [[0.6, 0.6, 0.6], [0.7, 0.6, 0.5]])
 def test_a_flat_curve_predicts_no_gain_from_more_data(values):
     by_rows = {n: [[v, v * v]] * 3 for n, v in zip(ROWS, values, strict=False)}
-    fitted, measured = fit_saturation(by_rows), [1 + v + v * v for v in values]
+    fitted, measured = fit(by_rows), [1 + v + v * v for v in values]
     assert fitted(10**6) == pytest.approx(fitted(100), rel=0.05)
     assert 0.95 * min(measured) < fitted(10**6) < 1.05 * max(measured)
 
 
 def test_drafts_that_are_always_rejected_are_predicted_to_stay_so():
-    assert fit_saturation({n: [[], []] for n in ROWS})(10**6) == 1.0
+    assert fit({n: [[], []] for n in ROWS})(10**6) == 1.0
 
 
 def test_later_tokens_that_few_sizes_reach_are_fitted_to_those():
     by_rows = {100: [[0.5]], 1000: [[0.5, 0.25]], 10_000: [[0.5, 0.25]]}
-    assert fit_saturation(by_rows)(10**4) == pytest.approx(1.75, rel=0.1)
+    assert fit(by_rows)(10**4) == pytest.approx(1.75, rel=0.1)
 
 
 def test_the_interval_mostly_contains_the_truth_and_grows_with_the_noise():
@@ -95,11 +111,40 @@ def test_the_interval_mostly_contains_the_truth_and_grows_with_the_noise():
         for _ in range(15):
             seeds = {n: spread * generator.normal(size=3) for n in ROWS}
             by_rows = {n: [noisy(true_reached(n), off) for off in seeds[n]] for n in ROWS}
-            low, high = fit_saturation(by_rows).interval(100_000)
+            low, high = fit(by_rows).interval(100_000)
             held += low < true(100_000) < high
             found.append(high - low)
     assert held >= 22  # of 30, at 90%
     assert np.mean(widths[0.3]) > 1.3 * np.mean(widths[0.05])
+
+
+def test_rows_that_are_read_again_teach_less_and_unread_ones_nothing():
+    assert effective_rows(100, 100) == 100
+    assert effective_rows(100, 40) == 40
+    assert 100 < effective_rows(100, 200) < 200
+    assert effective_rows(100, 400) == pytest.approx(373, abs=1)  # four times: nearly as new
+    assert effective_rows(100, 10**9) == pytest.approx(100 * 16.4)  # no more than 15.4 times again
+
+
+def points(steps_are: str, read: dict[int, float]) -> list[dict]:
+    """Trainings whose drafts reach what their effective rows bring."""
+    made = [{"steps_are": steps_are, "rows": n, "read": each} for n, each in read.items()]
+    rows = (effective_rows(one["rows"], one["read"]) for one in made)
+    return [one | {"reached_by_depth": true_reached(n)} for one, n in zip(made, rows, strict=True)]
+
+
+def test_with_equal_steps_rows_that_are_never_read_bring_nothing():
+    forecast = Forecast(points("equal", dict.fromkeys(ROWS, 3000)))
+    assert forecast(100_000) == forecast(10_000) == forecast(3000)
+    assert forecast(3000) == pytest.approx(true(3000), rel=0.03)
+
+
+@pytest.mark.parametrize(("steps_are", "power"), POWERS.items())
+def test_a_forecast_counts_the_rows_that_more_steps_read(steps_are, power):
+    read = {n: 2 * 10_000 * (n / 10_000) ** power for n in ROWS}
+    forecast = Forecast(points(steps_are, read))
+    more = effective_rows(100_000, 2 * 10_000 * 10**power)
+    assert forecast(100_000) == pytest.approx(true(more), rel=0.03)
 
 
 def report_run(steps: list[Step]) -> dict:
@@ -178,7 +223,8 @@ class Made:
         folder.mkdir(parents=True)
         run = {"method": method, "outputs": 2, "identical": 2, "near_ties": 0}
         run |= {"accepted_by_depth": reached, "tokens_per_step": 1 + sum(reached)}
-        report = {"environment": {"cpu": "x"}, "runs": [run]}
+        trained = {"train": {"batch_size": 1}}
+        report = {"environment": {"cpu": "x"}, "recipe": trained, "runs": [run]}
         self.path.write_text(json.dumps(report))
         (folder / "log.jsonl").write_text('{"kind": "train", "step": 4, "minutes": 0.5}\n')
 
@@ -187,12 +233,12 @@ class Made:
 
 
 def made_sizes(folder) -> list[tuple[str, Size]]:
-    """Finished runs of four sizes with three seeds."""
+    """Finished runs of four sizes with three seeds, which read every row once."""
     sizes = []
     for n in ROWS[:4]:
         for seed, off in enumerate((-0.02, 0.0, 0.02)):
             made = Made(folder / f"{n}-{seed}", "falcon_chain", noisy(true_reached(n), off))
-            sizes.append(("equal", Size("falcon", n, 4, seed, made)))
+            sizes.append(("growing", Size("falcon", n, n, seed, made)))
     return sizes
 
 
@@ -200,7 +246,7 @@ def test_a_curve_is_drawn_with_all_its_points_and_bands(tmp_path):
     report = make_curves(made_sizes(tmp_path), {n: 90 * n for n in ROWS})
     draw_curves(report, tmp_path)
     (picture,) = tmp_path.glob("*.png")
-    assert picture.name == "curve-equal.png"
+    assert picture.name == "curve-growing.png"
     with Image.open(picture) as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
     assert (0x54, 0xA5, 0xE0) in colours  # falcon's points and line
@@ -223,7 +269,7 @@ def test_a_curve_predicts_ten_times_the_data_and_reports_its_back_test_error(tmp
     assert ten["tokens_per_step"] == pytest.approx(true(30000), rel=0.03)
     assert ten["interval"][0] < true(30000) < ten["interval"][1]
     assert abs(curve["back_test_error"]) < 0.05
-    assert sentence(curve).startswith("falcon, equal steps: 30,000 rows would bring")
+    assert sentence(curve).startswith("falcon, growing steps: 30,000 rows would bring")
     head, *lines = grid_of(report)
     assert head == ["", "falcon", "falcon: minutes", "identical"]
     assert [line[0] for line in lines] == [

@@ -10,7 +10,8 @@ from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.papers.table import Row, over_seeds, written
 from specdraft.eval.publishing.result import show
 from specdraft.recipes.terminal import Screen
-from specdraft.train.curves.saturation import fit_saturation, reached_by_depth, reached_by_rows
+from specdraft.train.curves.forecast import Forecast
+from specdraft.train.curves.saturation import reached_by_depth
 from specdraft.train.curves.sizes import BACK_TEST, METHODS, Size
 
 
@@ -60,11 +61,13 @@ def learnt_tokens(cache: Path, sizes: Sequence[tuple[str, Size]]) -> dict[int, i
 
 def _point(size: Size) -> dict:
     report = size.job.report()
+    a_step = report["recipe"]["train"]["batch_size"]
     run = next(run for run in report["runs"] if run["method"] == METHODS[size.kind])
     return {
         "kind": size.kind,
         "rows": size.rows,
         "steps": size.steps,
+        "read": size.steps * a_step,  # rows, all times
         "seed": size.seed,
         "minutes": size.minutes,
         "outputs": run["outputs"],
@@ -78,14 +81,17 @@ def _point(size: Size) -> dict:
 def _curve(points: Sequence[dict]) -> dict:
     """The fit, what ten times the largest size would bring, and how far the first sizes' fit missed
     the largest (None with no more of them)."""
-    by_rows = reached_by_rows(points)
-    means = {rows: 1 + fmean(map(sum, runs)) for rows, runs in by_rows.items()}
-    sizes = [*by_rows]
-    fitted, more = fit_saturation(by_rows), 10 * sizes[-1]
+    means: dict[int, float] = {}
+    for rows in sorted({point["rows"] for point in points}):
+        reached = [sum(point["reached_by_depth"]) for point in points if point["rows"] == rows]
+        means[rows] = 1 + fmean(reached)
+    sizes = [*means]
+    forecast, more = Forecast(points), 10 * sizes[-1]
     missed = None
     if len(sizes) > BACK_TEST:
-        first = fit_saturation({rows: by_rows[rows] for rows in sizes[:BACK_TEST]})
+        first = Forecast([point for point in points if point["rows"] in sizes[:BACK_TEST]])
         missed = first(sizes[-1]) / means[sizes[-1]] - 1
+    fitted = forecast.fitted
     return {
         "kind": points[0]["kind"],
         "steps_are": points[0]["steps_are"],
@@ -94,8 +100,8 @@ def _curve(points: Sequence[dict]) -> dict:
         "means": [*means.values()],
         "ten_times": {
             "rows": more,
-            "tokens_per_step": fitted(more),
-            "interval": fitted.interval(more),
+            "tokens_per_step": forecast(more),
+            "interval": forecast.interval(more),
         },
         "back_test_error": missed,
     }

@@ -11,7 +11,7 @@ import numpy as np
 from specdraft.eval.page.colours import method_colours
 from specdraft.eval.page.png import save_png
 from specdraft.eval.publishing.plots import figure
-from specdraft.train.curves.saturation import fit_saturation, reached_by_rows
+from specdraft.train.curves.forecast import Forecast
 from specdraft.train.curves.sizes import METHODS
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ def draw_curves(report: dict, folder: Path) -> None:
 def _draw_kind(axes: Axes, kind: str, runs: Sequence[dict]) -> None:
     """Every run a point; the median forecast from the smallest size to ten times the largest."""
     colour = method_colours(METHODS.values())[METHODS[kind]]
-    by_rows = reached_by_rows(runs)
-    fitted = fit_saturation(by_rows)
-    line = np.geomspace(min(by_rows), 10 * max(by_rows), POINTS)
-    low, high = zip(*map(fitted.interval, line), strict=True)
+    forecast, sizes = Forecast(runs), [run["rows"] for run in runs]
+    line = np.geomspace(min(sizes), 10 * max(sizes), POINTS)
+    low, high = zip(*map(forecast.interval, line), strict=True)
     axes.fill_between(line, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.plot(line, [fitted(rows) for rows in line], color=colour, linewidth=1.2)
-    places = [run["rows"] for run in runs], [run["tokens_per_step"] for run in runs]
-    axes.plot(*places, "o", color=colour, markersize=4, label=kind)
+    axes.plot(line, [forecast(rows) for rows in line], color=colour, linewidth=1.2)
+    axes.plot(
+        sizes, [run["tokens_per_step"] for run in runs], "o", color=colour, markersize=4, label=kind
+    )

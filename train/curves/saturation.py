@@ -1,31 +1,34 @@
 """Curves that saturate: tokens per step by training rows, and how sure they are.
 
 What falls as a power of the data is an error (Hestness et al. 2017, arXiv 1712.00409), down to a
-floor that no data lower. Here it is the chance that a drafted token is rejected once it is reached.
-A chain's first token has a curve of its own; those behind it, which only texts that are easy to
-draft for reach, and whose errors fall for longer, share another:
+floor that no data lower, and from an onset on: with less data than that there is little but chance.
+Here it is the chance that a drafted token is rejected once it is reached. A chain's first token has
+a curve of its own; those behind it, which only texts that are easy to draft for reach, and whose
+errors fall for longer, share another:
 
-    error(n) = floor + gap * n^(-slope),        0 <= floor, 0 <= gap, 0 < slope <= 2
+    error(n) = floor + gap * (onset + n)^(-slope),        0 <= floor, 0 <= gap, 0 < slope <= 2
     tau = 1 + a_1 (1 + a + a^2 + .. + a^(depth - 1)),        a_1 = 1 - error_1(n), a = 1 - error(n)
 
-Three or four sizes leave open how much of an error is floor, so no single fit is believed: every
-pair of floor and slope on a grid, with its best gap, is weighted by how likely it makes what was
-measured, and what is foretold is the median of what they say, its interval their middle 90%.
-Before, all floors are equally likely, and a slope as likely from one value to twice as much as to
-half; noise is Gaussian, in proportion to the error, of the spread that the best fit leaves, and of
-tokens that are reached by few steps as much larger in variance. Both curves go wrong together: the
-interval of tau is that of chains whose errors are at the same quantile.
+A few sizes leave open how much of an error is floor, and whether the onset is past, so no single
+fit is believed: every triple of floor, slope and onset on a grid, with its best gap, is weighted by
+how likely it makes what was measured, and what is foretold is the median of what they say, its
+interval their middle 90%. Before, all floors and onsets are equally likely, and a slope as likely
+from one value to twice as much as to half; noise is Gaussian, in proportion to the error, of the
+spread that the best fit leaves, and of tokens that are reached by few steps as much larger in
+variance. Both curves go wrong together: the interval of tau is that of chains whose errors are at
+the same quantile.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
 
-FLOORS = np.linspace(0.0, 0.99, 100)
-SLOPES = np.geomspace(0.02, 2.0, 100)  # most that were found are 0.07 to 0.35 (the same paper)
-PARAMETERS = 3
+FLOORS = np.linspace(0.0, 0.98, 50)
+SLOPES = np.geomspace(0.02, 2.0, 50)  # most that were found are 0.07 to 0.35 (the same paper)
+ONSETS = np.array([0.0, 0.1, 0.3, 1.0])  # over the largest size
+PARAMETERS = 4
 LEAST_SPREAD = 0.05  # over an error: no training follows a power law more closely
 LEAST_ERROR = 0.01  # whose noise is that of none
 
@@ -37,21 +40,24 @@ class ErrorCurve:
     floors: np.ndarray  # [curves]
     gaps: np.ndarray  # [curves]
     slopes: np.ndarray  # [curves]
+    onsets: np.ndarray  # [curves]
     weights: np.ndarray  # [curves], sum 1
 
     def __call__(self, rows: float, share: float = 0.5) -> float:
         """Return the chance with so many rows: the median, or another quantile."""
-        errors = np.clip(self.floors + self.gaps * rows**-self.slopes, 0.0, 1.0)
+        falling = (self.onsets + rows) ** -self.slopes
+        errors = np.clip(self.floors + self.gaps * falling, 0.0, 1.0)
         order = np.argsort(errors)
         behind = np.cumsum(self.weights[order]) >= share
         return float(errors[order][int(behind.argmax())])
 
     @property
     def likeliest(self) -> dict[str, float]:
-        """Return the curve that fits best: its floor, gap and slope."""
+        """Return the curve that fits best: its floor, gap, slope and onset."""
         best = int(self.weights.argmax())
-        named = {"floor": self.floors, "gap": self.gaps, "slope": self.slopes}
-        return {name: float(values[best]) for name, values in named.items()}
+        values = self.floors, self.gaps, self.slopes, self.onsets
+        names = "floor", "gap", "slope", "onset"
+        return {name: float(each[best]) for name, each in zip(names, values, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -83,28 +89,20 @@ def reached_by_depth(run: Mapping) -> list[float]:
     return [drafting * share for share in accepted]
 
 
-def reached_by_rows(runs: Iterable[Mapping]) -> dict[int, list[list[float]]]:
-    """Return what the drafts of trainings reach, by the rows that they were given."""
-    found: dict[int, list[list[float]]] = {}
-    for run in runs:
-        found.setdefault(run["rows"], []).append(run["reached_by_depth"])
-    return found
+def fit_saturation(sizes: Sequence[float], reached: Sequence[Sequence[float]]) -> Saturation:
+    """Weigh all curves by what the drafts of trainings on two sizes or more reach.
 
-
-def fit_saturation(by_rows: Mapping[int, Sequence[Sequence[float]]]) -> Saturation:
-    """Weigh all curves by what drafts of two sizes or more reach, each of one seed or several.
-
-    by_rows: for every training, the share of steps that have their first d tokens accepted, d = 1,
-    2, .. Where data bring nothing, or harm, the likeliest curves are flat: their gap is 0.
+    sizes: of every training, in rows; reached: the share of its steps that have their first d
+    tokens accepted, d = 1, 2, .. Where data bring nothing, or harm, the likeliest curves are flat:
+    their gap is 0.
     """
-    sizes = np.array([rows for rows, runs in by_rows.items() for _ in runs], float)
-    runs = [run for runs in by_rows.values() for run in runs]
-    reached = np.array([*zip_longest(*runs, fillvalue=0.0)]).reshape(-1, len(runs))  # [depth, runs]
-    first = reached[:1].sum(0)
-    accepted, asked = reached[1:].sum(0), reached[:-1].sum(0)  # of the tokens behind the first
-    curve = _fit_errors(sizes, first, np.ones(len(runs)))
-    later = _fit_errors(sizes, accepted, asked) if asked.any() else curve
-    return Saturation(curve, later, len(reached))
+    rows = np.array(sizes, float)
+    depths = np.array([*zip_longest(*reached, fillvalue=0.0)]).reshape(-1, len(rows))
+    first = depths[:1].sum(0)
+    accepted, asked = depths[1:].sum(0), depths[:-1].sum(0)  # of the tokens behind the first
+    curve = _fit_errors(rows, first, np.ones(len(rows)))
+    later = _fit_errors(rows, accepted, asked) if asked.any() else curve
+    return Saturation(curve, later, len(depths))
 
 
 def _fit_errors(sizes: np.ndarray, accepted: np.ndarray, asked: np.ndarray) -> ErrorCurve:
@@ -113,12 +111,13 @@ def _fit_errors(sizes: np.ndarray, accepted: np.ndarray, asked: np.ndarray) -> E
     sizes, asked = sizes[seen], asked[seen]
     errors = 1.0 - accepted[seen] / asked
     trust = asked / np.maximum(errors, LEAST_ERROR) ** 2
-    floors, slopes = (axis.ravel() for axis in np.meshgrid(FLOORS, SLOPES))
-    falling = sizes ** -slopes[:, None]  # [curves, values]
+    grid = np.meshgrid(FLOORS, SLOPES, ONSETS * sizes.max(initial=0.0))
+    floors, slopes, onsets = (axis.ravel() for axis in grid)
+    falling = (onsets[:, None] + sizes) ** -slopes[:, None]  # [curves, values]
     above = errors - floors[:, None]
     gaps = np.maximum((trust * falling * above).sum(1) / (trust * falling**2).sum(1), 0.0)
     misfit = (trust * (above - gaps[:, None] * falling) ** 2).sum(1)
     freedom = max(len(errors) - PARAMETERS, 1)
     spread = max(float(np.sqrt(misfit.min() / freedom)), LEAST_SPREAD)
     weights = np.exp(-(misfit - misfit.min()) / (2 * spread**2))
-    return ErrorCurve(floors, gaps, slopes, weights / weights.sum())
+    return ErrorCurve(floors, gaps, slopes, onsets, weights / weights.sum())
