@@ -7,10 +7,11 @@
 Every kind of drafter is trained on nested subsets of the recipe's data, drawn anew for every seed,
 with equal steps (the recipe's) and with steps that grow with the data, and measured by decoding a
 chain. A saturating curve is fitted to tokens per step, with its uncertainty over the seeds, and
-says what ten times the data would bring. What the first three sizes foretell of the largest stands
-beside it; --more-seeds are for these sizes alone, which cost least and vary most.
-KIND:section.key=value is for one kind, e.g. eagle:optim.lr=1.0e-2. With eval.batch_size=32 it
-measures sooner: tokens per step are the same for any number of rows.
+says what ten times the data would bring; rows that are read again count less than new ones. What
+the first three sizes foretell of the largest stands beside it; --more-seeds are for these sizes
+alone, which cost least and vary most. KIND:section.key=value is for one kind, e.g.
+eagle:optim.lr=1.0e-2. With eval.batch_size=32 it measures sooner: tokens per step are the same for
+any number of rows.
 
 Cut off, the same command goes on where it stopped. Writes DIR/curve.json and, with matplotlib,
 PNGs.
