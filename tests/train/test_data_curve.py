@@ -126,7 +126,7 @@ def test_rows_that_are_read_again_teach_less_and_unread_ones_nothing():
     assert effective_rows(100, 10**9) == pytest.approx(100 * 16.4)  # no more than 15.4 times again
 
 
-def points(steps_are: str, read: dict[int, float]) -> list[dict]:
+def points(steps_are: str, read: dict[int, float | None]) -> list[dict]:
     """Trainings whose drafts reach what their effective rows bring."""
     made = [{"steps_are": steps_are, "rows": n, "read": each} for n, each in read.items()]
     rows = (effective_rows(one["rows"], one["read"]) for one in made)
@@ -137,6 +137,13 @@ def test_with_equal_steps_rows_that_are_never_read_bring_nothing():
     forecast = Forecast(points("equal", dict.fromkeys(ROWS, 3000)))
     assert forecast(100_000) == forecast(10_000) == forecast(3000)
     assert forecast(3000) == pytest.approx(true(3000), rel=0.03)
+
+
+@pytest.mark.parametrize("steps_are", POWERS)
+def test_a_table_counts_every_row_whatever_its_steps(tmp_path, steps_are):
+    assert {size.read for _, size in planned(tmp_path, kinds=["table"])} == {None}
+    forecast = Forecast(points(steps_are, dict.fromkeys(ROWS)))
+    assert forecast(100_000) == pytest.approx(true(100_000), rel=0.03)
 
 
 @pytest.mark.parametrize(("steps_are", "power"), POWERS.items())

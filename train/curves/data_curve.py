@@ -61,13 +61,12 @@ def learnt_tokens(cache: Path, sizes: Sequence[tuple[str, Size]]) -> dict[int, i
 
 def _point(size: Size) -> dict:
     report = size.job.report()
-    a_step = report["recipe"]["train"]["batch_size"]
     run = next(run for run in report["runs"] if run["method"] == METHODS[size.kind])
     return {
         "kind": size.kind,
         "rows": size.rows,
         "steps": size.steps,
-        "read": size.steps * a_step,  # rows, all times
+        "read": size.read,
         "seed": size.seed,
         "minutes": size.minutes,
         "outputs": run["outputs"],

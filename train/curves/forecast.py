@@ -15,12 +15,15 @@ from specdraft.train.curves.sizes import POWERS
 REPEATS = 15.4  # R* of Muennighoff et al., of language models
 
 
-def effective_rows(rows: float, read: float) -> float:
+def effective_rows(rows: float, read: float | None) -> float:
     """Return how many rows, read once each, teach as much as so many of which `read` are read.
+    None: each of them once.
 
     U + U R* (1 - exp(-R / R*)), of U rows that are read R times again (Muennighoff et al. 2023,
     arXiv 2305.16264, section 3.1).
     """
+    if read is None:
+        return rows
     unique = min(rows, read)
     again = read / unique - 1.0
     return unique * (1.0 - REPEATS * expm1(-again / REPEATS))
@@ -46,5 +49,7 @@ class Forecast:
         return self.fitted.interval(self._effective(rows))
 
     def _effective(self, rows: float) -> float:
-        known, power = self.largest, POWERS[self.largest["steps_are"]]
-        return effective_rows(rows, known["read"] * (rows / known["rows"]) ** power)
+        read, known = self.largest["read"], self.largest["rows"]
+        if read is not None:
+            read *= (rows / known) ** POWERS[self.largest["steps_are"]]
+        return effective_rows(rows, read)

@@ -53,6 +53,14 @@ class Size:
         lines = records(self.job.folder / LOG, "train")
         return max((line["minutes"] for line in lines), default=None)
 
+    @property
+    def read(self) -> int | None:
+        """Rows that the training read, counting again what it read again. A table, which is
+        counted, takes no steps, but every row once: None."""
+        if self.kind == "table":
+            return None
+        return self.steps * self.job.report()["recipe"]["train"]["batch_size"]
+
 
 def plan_sizes(
     recipe: Recipe,
