@@ -1,11 +1,14 @@
-"""The Max-Gram table: for every token the one that most often follows it, 4 bytes an entry.
+"""The Max-Gram table: for every token the one that most often follows it, and of longer contexts.
 
-CS Drafting (arXiv 2312.11462): where copying from the context ends, a bigram table goes on. The
-table is counted (train/bigrams.py), not trained, and belongs to a tokenizer, not to a model.
+CS Drafting (arXiv 2312.11462): where copying from the context ends, a bigram table goes on. What
+follows contexts of several tokens, with how often, is beyond the paper: drafts of it alone, as long
+as they are likely (eval/drafters/ngrams.py). The table is counted (train/counting), not trained,
+and belongs to a tokenizer, not to a model.
 
-Shapes: V vocabulary.
+Shapes: V vocabulary, E contexts of one length, each length its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +17,13 @@ from torch import Tensor
 
 from specdraft.models.saved import Saved, SavedConfig, Vocabulary, load_saved
 from specdraft.recipes.errors import HeadError, TargetError
-from specdraft.recipes.fields import Natural
+from specdraft.recipes.fields import LONGEST_CONTEXT, Natural, shown
 
 VERSION = 1  # of the layout on disk
+# A context of tokens t_1 .. t_n is known by sum (t_(n - i) + 1) M^i, modulo 2^64, with i from 0.
+MOST_CONTEXTS = 10**9
+PARTS = "contexts", "next_id", "seen", "agreed"
+POWERS = tuple(pow(0x9E3779B97F4A7C15, place, 2**64) for place in range(LONGEST_CONTEXT))
 
 
 @dataclass(frozen=True)
@@ -27,10 +34,17 @@ class MaxGramConfig(SavedConfig):
     tokenizer: str | None = None  # hash of the tokenizer; None: unknown
     fallback: Natural = 0  # what follows a token that was never seen: the most frequent token
     corpus: dict = field(default_factory=dict)  # sources, rows, tokens, ...
+    longer: tuple[Natural, ...] = ()  # how many contexts of 2, 3, .. tokens it knows
     version: int = VERSION
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "longer", tuple(self.longer))  # JSON has lists
+        if len(self.longer) >= LONGEST_CONTEXT or max(self.longer, default=0) > MOST_CONTEXTS:
+            raise ValueError(
+                f"longer = {shown(self.longer)}: numbers of contexts of 2 to {LONGEST_CONTEXT} "
+                f"tokens, {MOST_CONTEXTS:,} of each at most"
+            )
         if self.version != VERSION:
             raise ValueError(f"version {self.version} of the table; this release reads {VERSION}")
         if not 0 <= self.fallback < self.vocab_size:
@@ -38,7 +52,11 @@ class MaxGramConfig(SavedConfig):
 
 
 class MaxGramTable(Saved, tags=["max-gram", "bigram"]):
-    """`next_id`, int32 [V], and how sure it is: bigrams counted per first token, int64 [V]."""
+    """`next_id`, int32 [V], and how sure it is: bigrams counted per first token, int64 [V].
+
+    Of the contexts of n > 1 tokens: their hashes `contexts_n`, as int64 [E], `next_id_n` [E],
+    `seen_n` and `agreed_n` [E].
+    """
 
     def __init__(self, config: MaxGramConfig):
         super().__init__()
@@ -48,17 +66,45 @@ class MaxGramTable(Saved, tags=["max-gram", "bigram"]):
         self.register_buffer("next_id", unset.int())
         self.register_buffer("seen", unset.clone())  # all bigrams
         self.register_buffer("agreed", unset.clone())  # the best one
+        for length, entries in enumerate(config.longer, start=2):
+            unset = torch.full((entries,), -1)
+            for part in PARTS:
+                own = unset.int() if part == "next_id" else unset.clone()
+                self.register_buffer(f"{part}_{length}", own)
 
     @classmethod
     def of_counts(
-        cls, config: MaxGramConfig, next_id: Tensor, seen: Tensor, agreed: Tensor
+        cls,
+        config: MaxGramConfig,
+        next_id: Tensor,
+        seen: Tensor,
+        agreed: Tensor,
+        longer: Sequence[Sequence[Tensor]] = (),
     ) -> "MaxGramTable":
-        """Build a table of [V] tensors; ids that were never seen get the fallback."""
+        """Build a table of [V] tensors; ids that were never seen get the fallback. longer: of every
+        length of `config.longer` its PARTS, each [E]."""
         table = cls(config)
         table.next_id.copy_(torch.where(seen > 0, next_id, config.fallback))
         table.seen.copy_(seen)
         table.agreed.copy_(agreed)
+        for length, parts in enumerate(longer, start=2):
+            for part, values in zip(PARTS, parts, strict=True):
+                getattr(table, f"{part}_{length}").copy_(values)
         return table
+
+    def followers(self) -> list[dict[int, tuple[int, float]]]:
+        """Return, of contexts of 1, 2, .. tokens, by their hashes, what follows and how likely it
+        is: once less than it did, of all that was seen, since what follows is chosen for it."""
+        seen = self.seen.nonzero()[:, 0]
+        parts = [[seen + 1, self.next_id[seen], self.seen[seen], self.agreed[seen]]]
+        for length in range(2, 2 + len(self.config.longer)):
+            parts.append([getattr(self, f"{part}_{length}") for part in PARTS])
+        found = []
+        for contexts, tokens, seen, agreed in parts:
+            hashes = contexts.numpy().view("uint64").tolist()
+            chances = (agreed.double() / (seen + 1)).tolist()
+            found.append(dict(zip(hashes, zip(tokens.tolist(), chances, strict=True), strict=True)))
+        return found
 
     @property
     def coverage(self) -> float:
@@ -99,8 +145,11 @@ def load_table(
     maker = "python train/maxgram.py"
     table = load_saved(MaxGramTable, source, revision, noun="Max-Gram table", maker=maker)
     table.check(name, vocab_size, tokenizer)
-    low, high = int(table.next_id.min()), int(table.next_id.max())
-    if low < 0 or high >= vocab_size or int(table.seen.min()) < 0:
+    tensors = table.state_dict()
+    next_ids = torch.cat([part for name, part in tensors.items() if name.startswith("next_id")])
+    low, high = int(next_ids.min()), int(next_ids.max())
+    counts = (part for name, part in tensors.items() if name.startswith(("seen", "agreed")))
+    if low < 0 or high >= vocab_size or any((part < 0).any() for part in counts):
         raise HeadError(
             f"{source} holds no whole Max-Gram table: next ids are {low}..{high}, allowed are "
             f"0..{vocab_size - 1}"

@@ -17,6 +17,7 @@ from specdraft.recipes.credentials import PLACES, holds_credentials, redacted
 from specdraft.recipes.errors import RecipeError
 
 LARGEST_TREE = 4096  # nodes of a draft, which a target reads at once
+LONGEST_CONTEXT = 8  # tokens that a Max-Gram table looks back
 # Shown of what is wrong, in characters and lines.
 LONGEST_VALUE, LONGEST_LINE, LONGEST_MESSAGE, MOST_LINES = 120, 800, 3600, 16
 

@@ -20,8 +20,10 @@ from specdraft.data.lock import output_lock
 from specdraft.data.prompts import load_prompts
 from specdraft.data.ranks import Ranks
 from specdraft.data.store.corpus import CachedTokens, Corpus, StreamedTexts
+from specdraft.eval.costing.drafts import trained_drafter
+from specdraft.eval.costing.measuring import cover_rows
 from specdraft.eval.generation.answers import build_token_cache
-from specdraft.eval.methods.registry import problems
+from specdraft.eval.methods.registry import find, problems
 from specdraft.eval.methods.trained import Trained
 from specdraft.models.hub import check_login
 from specdraft.models.maxgram import MaxGramTable
@@ -32,8 +34,8 @@ from specdraft.recipes.find import RECIPE
 from specdraft.recipes.load import dump, load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
-from specdraft.train.bigrams import count, save_table
 from specdraft.train.command import print_plan
+from specdraft.train.counting.bigrams import count, save_table
 from specdraft.train.finish import finish
 from specdraft.train.fit.accelerator import load_target, make_accelerator
 from specdraft.train.plan import known_sizes
@@ -64,7 +66,8 @@ def count_and_measure(recipe: Recipe, accelerator: Accelerator) -> None:
     target = load_target(recipe, accelerator)
     corpus = open_corpus(recipe, target, accelerator)
     cache_dir, out = Path(recipe.data.cache_dir), Path(recipe.output.dir)
-    counts = count(corpus, cache_dir, target.vocab_size, Ranks.of(accelerator))
+    size, context = target.vocab_size, recipe.maxgram.context
+    counts = count(corpus, cache_dir, size, Ranks.of(accelerator), context)
     if accelerator.is_main_process:
         tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
         table = counts.table(tokenizer, describe(recipe))
@@ -100,6 +103,8 @@ def report(recipe: Recipe, target: Target, table: MaxGramTable) -> None:
     rows.add_row("agreement", f"{table.agreement:.1%} of the bigrams are those of the table")
     Screen(soft_wrap=True).print(rows)
     prompts = load_prompts(recipe, target.tokenizer)
+    if any(find(name).is_priced for name in recipe.eval.methods):
+        cover_rows(recipe, target, trained_drafter(recipe, target), recipe.eval.batch_size)
     finish(recipe, "table", target, Trained(table=table), prompts)
 
 

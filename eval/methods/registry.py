@@ -34,6 +34,7 @@ from specdraft.eval.methods.setup import (
     make_head,
     make_maxgram,
     make_medusa,
+    make_ngrams,
     measured_costs,
     tree_file,
 )
@@ -116,6 +117,8 @@ ROWS = (
            is_priced=True),
     Method("maxgram", "copies after the longest suffix, then bigrams", make_maxgram, **TABLE,
            tuned=MAXGRAM_SPACE),
+    Method("ngram_dynamic", "what follows the last tokens in a table, sized at each step",
+           make_ngrams, **TABLE, is_priced=True),
     Method("ssd", "a draft LM, a chain",
            lambda s: SSD(*s.student, s.drafting.gamma, s.drafting.theta_prob),
            **STUDENT, tuned=SSD_SPACE),

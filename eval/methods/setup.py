@@ -12,6 +12,7 @@ from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.ngrams import NGramDrafter
 from specdraft.eval.drafters.pass_options import DEFAULT, PassOptions
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.methods.trained import Trained
@@ -156,3 +157,9 @@ def make_maxgram(setup: Setup) -> MaxGramDrafter:
     section, bigrams = setup.recipe.maxgram, setup.trained.table.next_id.tolist()
     shape = (CONTINUATIONS[section.continuation], section.n, section.min_match, section.branches)
     return MaxGramDrafter(*shape, bigrams, setup.rows, setup.target.device)
+
+
+def make_ngrams(setup: Setup) -> NGramDrafter:
+    """A table's drafts by what they are worth."""
+    how = setup.recipe.maxgram.n, setup.rows, setup.target.device
+    return NGramDrafter(setup.trained.table.followers(), measured_costs(setup, "table"), *how)

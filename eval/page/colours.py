@@ -10,6 +10,7 @@ from itertools import cycle
 COLOURS = {
     "plain": "#76818c", "generate": "#99a3ad",
     "hf_prompt_lookup": "#b3a06a", "prompt_lookup": "#c79a1b", "maxgram": "#957509",
+    "ngram_dynamic": "#7d8a1f",
     "falcon_tree": "#1f77c4", "falcon_chain": "#54a5e0", "falcon_dynamic": "#6f7fe0",
     "falcon_maxgram": "#2b93a6",
     "eagle_tree": "#d55e00", "eagle_chain": "#ee9350", "eagle_dynamic": "#b9694a",

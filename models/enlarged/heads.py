@@ -148,6 +148,9 @@ def enlarged_table(table: MaxGramTable, vocab_size: int) -> MaxGramTable:
     more = vocab_size - table.config.vocab_size
     for name, value in {"next_id": table.config.fallback, "seen": 0, "agreed": 0}.items():
         getattr(large, name).copy_(F.pad(getattr(table, name), (0, more), value=value))
+    for name, known in table.named_buffers():
+        if name[-1].isdigit():  # of longer contexts, which are as they were
+            getattr(large, name).copy_(known)
     return large
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from specdraft.recipes.fields import (
     LARGEST_TREE,
+    LONGEST_CONTEXT,
     Draft,
     Factor,
     Fraction,
@@ -74,6 +75,8 @@ class MaxgramSection(Section):
     branches: Draft = 1
     corpus: Literal["tokens", "stream"] = "tokens"  # counted: the token cache, or texts as read
     pairs: Literal["answers", "all"] = "answers"  # bigrams that end in an answer, or every one
+    # Tokens of the longest contexts that are counted, which ngram_dynamic drafts behind.
+    context: Annotated[int, Interval(1, LONGEST_CONTEXT)] = 6
     table: str | None = None  # folder to draft with; null: output.dir/table
 
     def conflicts(self) -> Iterator[str]:

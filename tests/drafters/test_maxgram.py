@@ -32,7 +32,7 @@ from specdraft.eval.engine.request import Request
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable, load_table
 from specdraft.recipes.errors import CacheError, DataError, HeadError, RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe
-from specdraft.train.bigrams import count, count_rows, save_table
+from specdraft.train.counting.bigrams import count, count_rows, save_table
 
 # -- counting ------------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
-"""Bigrams of a corpus, counted exactly, in bounded memory, by any number of processes.
+"""Bigrams of a corpus, and longer contexts, counted in bounded memory, by any number of processes.
 
 A corpus is cut into shards of whole conversations. Each is counted on its own (one sort of
-first * V + second) and its sparse counts are written whole or not at all, so a run that is cut off
-goes on where it stopped, with any number of processes. The table is merged range by range of first
-tokens, so that neither the vocabulary nor the corpus decides the memory. Of second tokens that are
-equally frequent the lowest id wins.
+first * V + second; longer contexts: contexts.py) and its sparse counts are written whole or not at
+all, so a run that is cut off goes on where it stopped, with any number of processes. The table is
+merged range by range of first tokens, so that neither the vocabulary nor the corpus decides the
+memory. Of second tokens that are equally frequent the lowest id wins.
 
 Shapes: P different bigrams, V vocabulary.
 """
@@ -31,18 +31,31 @@ from specdraft.data.store.corpus import Corpus, Rows
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable
 from specdraft.recipes.errors import CacheError, DataError
 from specdraft.recipes.interrupt import keeping
+from specdraft.train.counting.contexts import (
+    PARTS,
+    Followers,
+    Read,
+    beginnings,
+    count_contexts,
+    merged,
+    most_frequent,
+)
 
 VERSION = 1  # of the counts on disk; another one is another folder
 MERGED_PAIRS = 1 << 24  # bigrams merged at once: 16 bytes each, and as much again twice
 
 
-def count(corpus: Corpus, cache_dir: Path, vocab_size: int, ranks: Ranks = ALONE) -> "Counts":
-    """Count every shard that is not counted yet; all ranks call this, each does its share.
+def count(
+    corpus: Corpus, cache_dir: Path, vocab_size: int, ranks: Ranks = ALONE, context: int = 1
+) -> "Counts":
+    """Count every shard that is not counted yet, contexts of up to so many tokens; all ranks call
+    this, each does its share.
 
     Raises: DataError for a token id outside the vocabulary, or a template that too many
     conversations do not fit.
     """
     settings = {"version": VERSION, "vocab_size": vocab_size, **corpus.settings}
+    settings |= {"context": context} if context > 1 else {}
     folder = cache_dir / f"bigrams-{fingerprint.of_settings(settings)}"
     share = None if corpus.tokens is None else corpus.tokens // ranks.world
     shards, quiet = 0, not ranks.is_first
@@ -55,21 +68,26 @@ def count(corpus: Corpus, cache_dir: Path, vocab_size: int, ranks: Ranks = ALONE
         for number, read in corpus.shards():
             shards += 1
             if number % ranks.world == ranks.rank:
-                _count_shard(_shard_path(folder, number), read, vocab_size, bar)
+                _count_shard(_shard_path(folder, number), read, vocab_size, context, bar)
         ranks.wait()
-    counts = Counts(folder, shards, vocab_size)
+    counts = Counts(folder, shards, vocab_size, context)
     if counts.broken:
         check_rendered(counts.rows, corpus.rejects, counts.broken)
     return counts
 
 
-def _count_shard(path: Path, read: Callable[[], Rows], vocab_size: int, bar: tqdm) -> None:
+def _count_shard(
+    path: Path, read: Callable[[], Rows], vocab_size: int, context: int, bar: tqdm
+) -> None:
     if path.is_file():
         tokens = int(_metadata(path)["tokens"])
         bar.initial += tokens  # no part of this run's tokens/s
     else:
         rows = read()
         counts, tokens = count_rows(rows, vocab_size), len(rows.ids)
+        for length in range(2, context + 1):
+            found = count_contexts(rows, length)
+            counts |= {f"{name}.{length}": p for name, p in zip(PARTS, found, strict=True)}
         metadata = {"rows": len(rows.lengths), "tokens": tokens, "broken": rows.broken}
         metadata = {name: str(value) for name, value in metadata.items()}
         write_atomic(path, safetensors.numpy.save(counts, metadata))
@@ -101,8 +119,8 @@ def count_rows(rows: Rows, vocab_size: int) -> dict[str, NDArray]:
 class Counts:
     """The counted shards of a whole corpus, mapped from disk."""
 
-    def __init__(self, folder: Path, shards: int, vocab_size: int):
-        self.folder, self.vocab_size = folder, vocab_size
+    def __init__(self, folder: Path, shards: int, vocab_size: int, context: int = 1):
+        self.folder, self.vocab_size, self.context = folder, vocab_size, context
         self.paths = [_shard_path(folder, number) for number in range(shards)]
         metadata = [_metadata(path) for path in self.paths]
         self.rows = sum(int(entry["rows"]) for entry in metadata)
@@ -117,15 +135,11 @@ class Counts:
         different = 0
         for pairs, counts in self.merged():
             firsts = pairs // size
-            starts = _starts(firsts)
-            best = np.maximum.reduceat(counts, starts)
-            group = np.repeat(np.arange(len(starts)), np.diff([*starts, len(pairs)]))
             # Pairs ascend, so the first of the most frequent ones has the lowest id.
-            ties = np.flatnonzero(counts == best[group])
-            winners = ties[_starts(group[ties])]
+            starts, winners = most_frequent(firsts, counts)
             first = firsts[starts]
             next_id[first] = pairs[winners] % size
-            seen[first], agreed[first] = np.add.reduceat(counts, starts), best
+            seen[first], agreed[first] = np.add.reduceat(counts, starts), counts[winners]
             different += len(pairs)
         if not different:
             raise DataError(
@@ -135,8 +149,28 @@ class Counts:
             )
         tokens = sum(_read(path, "tokens") for path in self.paths)
         described = {"rows": self.rows, "tokens": self.tokens, "different_bigrams": different}
-        config = MaxGramConfig(size, tokenizer, int(tokens.argmax()), corpus | described)
-        return MaxGramTable.of_counts(config, *map(torch.from_numpy, (next_id, seen, agreed)))
+        longer = [self.followers(length) for length in range(2, self.context + 1)]
+        config = MaxGramConfig(
+            vocab_size=size,
+            tokenizer=tokenizer,
+            fallback=int(tokens.argmax()),
+            corpus=corpus | described,
+            longer=tuple(len(known.contexts) for known in longer),
+        )
+        return MaxGramTable.of_counts(
+            config,
+            *map(torch.from_numpy, (next_id, seen, agreed)),
+            [[*map(torch.from_numpy, (known[0].view(np.int64), *known[1:]))] for known in longer],
+        )
+
+    def followers(self, length: int, at_once: int = MERGED_PAIRS) -> Followers:
+        """Merge what follows the contexts of so many tokens."""
+
+        def reading(path: Path) -> Read:
+            return lambda name, *part: (_part if part else _read)(path, f"{name}.{length}", *part)
+
+        found = [one.followers() for one in merged([*map(reading, self.paths)], at_once)]
+        return Followers(*map(np.concatenate, zip(*found, strict=True)))
 
     def merged(self, at_once: int = MERGED_PAIRS) -> Iterator[tuple[NDArray, NDArray]]:
         """Yield all bigrams in ascending order with their counts, in ranges of first tokens.
@@ -151,7 +185,7 @@ class Counts:
             counts = np.concatenate([_part(path, "counts", *where) for path, *where in slices])
             order = np.argsort(pairs, kind="stable")
             pairs = pairs[order]
-            new = _starts(pairs)
+            new = np.flatnonzero(beginnings(pairs))
             yield pairs[new], np.add.reduceat(counts[order], new, dtype=np.int64)
 
     def _cuts(self, at_once: int) -> list[int]:
@@ -182,11 +216,6 @@ def save_table(table: MaxGramTable, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _starts(sorted_values: NDArray) -> NDArray:
-    """Return where each new value begins."""
-    return np.flatnonzero(np.diff(sorted_values, prepend=-1))
-
-
 def _shard_path(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.safetensors"
 
@@ -203,7 +232,7 @@ def _read(path: Path, name: str) -> NDArray:
 
 def _part(path: Path, name: str, start: int, stop: int) -> NDArray:
     if start == stop:  # safetensors refuses to read nothing
-        return np.empty(0, np.int64)
+        return _read(path, name)[:0]
     with _opened(path) as file:
         return file.get_slice(name)[int(start) : int(stop)]
 
