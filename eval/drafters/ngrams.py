@@ -25,6 +25,7 @@ from specdraft.models.maxgram import POWERS
 
 Followers = Mapping[int, tuple[int, float]]  # hash of a context: its next token, how likely it is
 LEAST = 0.02  # a path that is less likely pays nowhere
+MARGIN = 0.5  # of what a node costs on average: one that spares a pad costs less
 NOTHING = Curve({}, points=0, median_error=0.0, worst_error=0.0, median_held_out=0.0)
 
 
@@ -67,23 +68,26 @@ class NGramDrafter(Rewarded, LastTokens):
         self.known, self.max_nodes, self.device = known, count, torch.device(device)
         self.worth = Worth(replace(costs or USUAL, draft=NOTHING), 1, count)
         self.forwards, self.seconds = 0, 0.0
+        self._no_draft = Tree.empty(self.device)
 
     def draft(self, rows: list[int]) -> list[Tree]:
         self.worth.begin(rows, sum(self.lengths[row] for row in rows) / len(rows))
         if not self.worth.starts():
-            return [self._tree([])] * len(rows)
-        paths = [self._path(self.ends[row]) for row in rows]
+            return [self._no_draft] * len(rows)
+        least = max(MARGIN * self.worth.node_price, LEAST)
+        paths = [self._path(self.ends[row], least) for row in rows]
         cut = self.worth.choose([chances for _, chances in paths])
         kept = (sum(chance >= cut.least for chance in chances[: cut.most]) for _, chances in paths)
         return [self._tree(tokens[:n]) for (tokens, _), n in zip(paths, kept, strict=True)]
 
-    def _path(self, end: list[int]) -> tuple[list[int], list[float]]:
-        """Tokens behind the end of a text, and how likely all up to each of them are."""
+    def _path(self, end: list[int], least: float) -> tuple[list[int], list[float]]:
+        """Tokens behind the end of a text, and how likely all up to each of them are: at least so
+        much."""
         tokens, chances, reach, size = [], [], 1.0, self.max_nodes
         while len(tokens) < size and (found := self._follower(end)):
             token, chance = found
             reach *= chance
-            if reach < LEAST:
+            if reach < least:
                 break
             tokens.append(token)
             chances.append(reach)
@@ -102,4 +106,6 @@ class NGramDrafter(Rewarded, LastTokens):
         return best
 
     def _tree(self, tokens: list[int]) -> Tree:
+        if not tokens:
+            return self._no_draft
         return Tree(chain(len(tokens)), upload(tokens, self.device))

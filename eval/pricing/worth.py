@@ -117,6 +117,11 @@ class Worth:
         self._node = self.rate * (prices[block] - plain) / block  # what one has to bring
         self._keep = (self.behind / self.before) ** (1 / self.k)
 
+    @property
+    def node_price(self) -> float:
+        """Tokens that a node of this step has to bring, on average."""
+        return self._node
+
     def starts(self) -> list[int]:
         """Which rows are drafted for: all, or, where drafts of late were not worth it, none; then
         the step's drafting has ended."""

@@ -122,8 +122,8 @@ def test_rows_that_are_read_again_teach_less_and_unread_ones_nothing():
     assert effective_rows(100, 100) == 100
     assert effective_rows(100, 40) == 40
     assert 100 < effective_rows(100, 200) < 200
-    assert effective_rows(100, 400) == pytest.approx(373, abs=1)  # four times: nearly as new
-    assert effective_rows(100, 10**9) == pytest.approx(100 * 16.4)  # no more than 15.4 times again
+    assert effective_rows(100, 400) == pytest.approx(336, abs=1)  # four times: nearly as new
+    assert effective_rows(100, 10**9) == pytest.approx(100 * 7)  # no more than six times again
 
 
 def points(steps_are: str, read: dict[int, float | None]) -> list[dict]:
