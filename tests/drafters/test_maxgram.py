@@ -462,15 +462,16 @@ def test_a_recipe_counts_a_table_and_benchmarks_it_then_and_later(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "of the vocabulary has been seen" in done.stdout
     names = {path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".png"}
-    assert names == {"recipe.yaml", "report.json", "report.html", "table"}
-    methods = ["--methods", "plain,prompt_lookup,maxgram"]
+    assert names == {"recipe.yaml", "report.json", "report.html", "costs.json", "table"}
+    methods = ["--methods", "plain,prompt_lookup,maxgram,ngram_dynamic"]
     bench = run_here("eval/bench.py", "recipes/tiny_maxgram.yaml", *places, *small, *methods)
     assert bench.returncode == 0, bench.stderr
     report = tmp_path / "run" / "bench" / "tiny_chat-b1-t0" / "report.json"
     report = json.loads(report.read_text())
     rows = {row["method"]: row for row in report["runs"]}
-    assert set(rows) == {"plain", "prompt_lookup", "maxgram"}
+    assert set(rows) == {"plain", "prompt_lookup", "maxgram", "ngram_dynamic"}
     for row in rows.values():
         assert row["identical"] + row["near_ties"] == 2
-    assert rows["maxgram"]["drafter_forwards_per_step"] == 0
-    assert rows["maxgram"]["tokens_per_step"] > 1
+    for name in ("maxgram", "ngram_dynamic"):
+        assert rows[name]["drafter_forwards_per_step"] == 0
+        assert rows[name]["tokens_per_step"] > 1
