@@ -20,9 +20,9 @@ from specdraft.recipes.errors import HeadError, TargetError
 from specdraft.recipes.fields import LONGEST_CONTEXT, Natural, shown
 
 VERSION = 1  # of the layout on disk
-# A context of tokens t_1 .. t_n is known by sum (t_(n - i) + 1) M^i, modulo 2^64, with i from 0.
 MOST_CONTEXTS = 10**9
 PARTS = "contexts", "next_id", "seen", "agreed"
+# A context of tokens t_1 .. t_n is known by sum (t_(n - i) + 1) M^i, modulo 2^64, with i from 0.
 POWERS = tuple(pow(0x9E3779B97F4A7C15, place, 2**64) for place in range(LONGEST_CONTEXT))
 
 
@@ -145,13 +145,15 @@ def load_table(
     maker = "python train/maxgram.py"
     table = load_saved(MaxGramTable, source, revision, noun="Max-Gram table", maker=maker)
     table.check(name, vocab_size, tokenizer)
-    tensors = table.state_dict()
-    next_ids = torch.cat([part for name, part in tensors.items() if name.startswith("next_id")])
-    low, high = int(next_ids.min()), int(next_ids.max())
-    counts = (part for name, part in tensors.items() if name.startswith(("seen", "agreed")))
-    if low < 0 or high >= vocab_size or any((part < 0).any() for part in counts):
-        raise HeadError(
-            f"{source} holds no whole Max-Gram table: next ids are {low}..{high}, allowed are "
-            f"0..{vocab_size - 1}"
-        )
-    return table
+    next_id, seen, agreed = (
+        torch.cat([part for key, part in table.state_dict().items() if key.startswith(own)])
+        for own in PARTS[1:]
+    )
+    low, high = int(next_id.min()), int(next_id.max())
+    if low < 0 or high >= vocab_size:
+        wrong = f"next ids are {low}..{high}, allowed are 0..{vocab_size - 1}"
+    elif (agreed < 0).any() or (agreed > seen).any():
+        wrong = "a token followed its context less than never, or more often than all together"
+    else:
+        return table
+    raise HeadError(f"{source} holds no whole Max-Gram table: {wrong}")

@@ -116,11 +116,14 @@ def show_plan(recipe: Recipe) -> None:
         texts, tokens, _ = known_sizes(recipe)
         what = "counted when the sources are read" if texts is None else f"at most {texts:,} rows"
         what = what if tokens is None else f"{texts:,} rows, {tokens:,} tokens"
+    size = f"{format_bytes(20 * shape.vocab_size)}"
+    if (longest := recipe.maxgram.context) > 1:
+        size += f", and 24 bytes for each context of 2 to {longest} tokens that is seen twice,"
     rows = [
         ("target", f"{recipe.target.model}: vocabulary {shape.vocab_size} ({origin})"),
         ("data", what),
         ("processes", str(PartialState().num_processes)),
-        ("table", f"{format_bytes(20 * shape.vocab_size)} at {recipe.output.dir}/table"),
+        ("table", f"{size} at {recipe.output.dir}/table"),
     ]
     print_plan(recipe, rows)
 

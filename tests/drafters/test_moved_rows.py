@@ -5,19 +5,22 @@ The tokens would be right even if a drafter lost state in a move: the drafts wou
 
 import pytest
 from decoding import PATHS, completions, prompts
-from random_models import random_head, random_target
+from random_models import VOCAB, random_head, random_target
 from test_cascade import TWO, cascade, maxgram
+from test_dynamic import FREE
 from test_lm_drafter import near
 from test_medusa import DEPTH, random_heads
 
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.medusa import MedusaDrafter
+from specdraft.eval.drafters.ngrams import NGramDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 
+FOLLOWERS = {token + 1: ((7 * token + 3) % VOCAB, 0.5) for token in range(VOCAB)}
 LENGTHS = (13, 4, 19, 10, 7, 16)  # rows 0, 2 and 5 outlast the others
 
 
@@ -41,6 +44,7 @@ KINDS = {
     ),
     "ssd": lambda target, rows: SSD(near(target), rows, 128, gamma=4),
     "maxgram": lambda target, rows: maxgram(rows),
+    "ngrams": lambda target, rows: NGramDrafter([FOLLOWERS], FREE, 4, rows),
     "tail": lambda target, rows: MaxGramTail(falcon(target, rows), maxgram(rows), 2),
     "cascade": lambda target, rows: cascade((near(target), near(target, 0.05)), TWO, 2.0, rows),
 }

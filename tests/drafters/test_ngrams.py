@@ -112,7 +112,9 @@ def test_a_saved_table_has_its_longer_contexts(tmp_path, table):
     assert loaded.followers() == table.followers()
 
 
-@pytest.mark.parametrize(("part", "value"), [("next_id_2", 7), ("seen_3", -1), ("agreed_2", -5)])
+@pytest.mark.parametrize(
+    ("part", "value"), [("next_id_2", 7), ("seen_3", -1), ("agreed_2", -5), ("agreed_4", 9999)]
+)
 def test_contexts_of_other_tokens_or_counts_are_refused(tmp_path, table, part, value):
     getattr(table, part)[0] = value
     save_table(table, tmp_path / "table")
