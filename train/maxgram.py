@@ -118,7 +118,7 @@ def show_plan(recipe: Recipe) -> None:
         what = what if tokens is None else f"{texts:,} rows, {tokens:,} tokens"
     size = f"{format_bytes(20 * shape.vocab_size)}"
     if (longest := recipe.maxgram.context) > 1:
-        size += f", and 24 bytes for each context of 2 to {longest} tokens that is seen twice,"
+        size += f", and 28 bytes for each context of 2 to {longest} tokens that is seen twice,"
     rows = [
         ("target", f"{recipe.target.model}: vocabulary {shape.vocab_size} ({origin})"),
         ("data", what),
