@@ -63,6 +63,7 @@ def run(tiny, tmp_path_factory) -> Path:
     table = MaxGramTable(MaxGramConfig(tiny.vocab_size))
     table.next_id.fill_(7)
     table.seen.fill_(1)
+    table.agreed.fill_(1)
     table.save_pretrained(run / "table")
     for kind, tree in TREES.items():
         shutil.copy(BUNDLED / f"{tree}.yaml", run / kind / "tree.yaml")
