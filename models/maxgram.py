@@ -95,8 +95,8 @@ class MaxGramTable(Saved, tags=["max-gram", "bigram"]):
     def followers(self) -> list[dict[int, tuple[int, float]]]:
         """Return, of contexts of 1, 2, .. tokens, by their hashes, what follows and how likely it
         is: once less than it did, of all that was seen, since what follows is chosen for it."""
-        seen = self.seen.nonzero()[:, 0]
-        parts = [[seen + 1, self.next_id[seen], self.seen[seen], self.agreed[seen]]]
+        ids = self.seen.nonzero()[:, 0]
+        parts = [[ids + 1, self.next_id[ids], self.seen[ids], self.agreed[ids]]]
         for length in range(2, 2 + len(self.config.longer)):
             parts.append([getattr(self, f"{part}_{length}") for part in PARTS])
         found = []

@@ -116,7 +116,7 @@ def show_plan(recipe: Recipe) -> None:
         texts, tokens, _ = known_sizes(recipe)
         what = "counted when the sources are read" if texts is None else f"at most {texts:,} rows"
         what = what if tokens is None else f"{texts:,} rows, {tokens:,} tokens"
-    size = f"{format_bytes(20 * shape.vocab_size)}"
+    size = format_bytes(20 * shape.vocab_size)
     if (longest := recipe.maxgram.context) > 1:
         size += f", and 28 bytes for each context of 2 to {longest} tokens that is seen twice,"
     rows = [

@@ -145,12 +145,10 @@ def enlarged_medusa(heads: MedusaHeads, target: Target) -> MedusaHeads:
 def enlarged_table(table: MaxGramTable, vocab_size: int) -> MaxGramTable:
     """Return a Max-Gram table with tokens more, which are as those that were never seen."""
     large = MaxGramTable(replace(table.config, vocab_size=vocab_size))
-    more = vocab_size - table.config.vocab_size
+    more, parts = vocab_size - table.config.vocab_size, table.state_dict()
     for name, value in {"next_id": table.config.fallback, "seen": 0, "agreed": 0}.items():
-        getattr(large, name).copy_(F.pad(getattr(table, name), (0, more), value=value))
-    for name, known in table.named_buffers():
-        if name[-1].isdigit():  # of longer contexts, which are as they were
-            getattr(large, name).copy_(known)
+        parts[name] = F.pad(parts[name], (0, more), value=value)
+    large.load_state_dict(parts)
     return large
 
 

@@ -68,7 +68,7 @@ class MaxgramSection(Section):
     """Max-Gram (CS Drafting, arXiv 2312.11462): copy what followed the longest suffix
     of the context, then go on by a bigram table."""
 
-    n: Draft = 10  # tokens drafted: copied, then by bigrams
+    n: Draft = 10  # tokens drafted: copied, then by bigrams; of ngram_dynamic: at most
     min_match: Annotated[int, Interval(1, 16)] = 1  # shortest suffix copied from
     continuation: Literal["first", "recent", "frequent"] = "first"  # occurrence that is copied
     # Continuations drafted side by side, as a tree; falcon_maxgram: deepest paths that go on.
