@@ -2,8 +2,8 @@
 
 CS Drafting (arXiv 2312.11462): where copying from the context ends, a bigram table goes on. What
 follows contexts of several tokens, with how often, is beyond the paper: drafts of it alone, as long
-as they are likely (eval/drafters/ngrams.py). The table is counted (train/counting), not trained,
-and belongs to a tokenizer, not to a model.
+as they are likely (eval/drafters/ngrams.py). The table is counted (train/counting), not
+trained, and belongs to a tokenizer, not to a model.
 
 Shapes: V vocabulary, E contexts of one length, each length its own.
 """

@@ -29,8 +29,8 @@ from specdraft.recipes.find import (
     KINDS,
     OLD_HEAD,
     drafter_folder,
+    drafters_of,
     kind_of,
-    kinds_of,
     read_config,
 )
 
@@ -65,7 +65,7 @@ def find_drafter(source: str | Path, revision: str | None = None) -> tuple[str, 
 
 def kind_there(run: Path) -> str:
     """Return the kind of the one drafter that a run has. Raises HeadError for none, or several."""
-    found = kinds_of(run)
+    found = drafters_of(run)
     if not found:
         raise HeadError(f"no drafter in {run} ({', '.join(KINDS)}); train one")
     if len(found) > 1:

@@ -152,6 +152,13 @@ def kinds_of(run: Path) -> list[str]:
     return [kind for kind in OF_A_RUN if any(os.path.isfile(run / kind / file) for file in files)]
 
 
+def drafters_of(run: Path) -> list[str]:
+    """List the kinds of drafters that a run is asked for: a table beside others is counted for
+    what they draft together, and asked for by its own folder."""
+    kinds = kinds_of(run)
+    return [kind for kind in kinds if kind != "table"] or kinds
+
+
 def drafter_folder(run: Path, kind: str) -> Path:
     """Return the folder of a run's drafter of a kind. Of heads, a run's only one stands for every
     kind."""
@@ -179,7 +186,7 @@ def _of_drafter(folder: Path) -> tuple[Path, Path] | None:
 
 def _of_run(folder: Path) -> tuple[Path, Path]:
     """Return the recipe that a run has kept, and the run. Raises RecipeError."""
-    kinds = kinds_of(folder)
+    kinds = drafters_of(folder)
     if len(kinds) > 1:
         raise RecipeError(
             f"{shortened(str(folder), 200)} has drafters of several kinds, {', '.join(kinds)}; "

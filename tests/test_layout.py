@@ -27,7 +27,7 @@ FLOORS = {
     "eval": [
         "families",
         "engine",
-        "pricing",
+        "lookup pricing",
         "drafters page",
         "methods",
         "measure",

@@ -57,7 +57,7 @@ def check(recipe: Recipe) -> None:
         raise RecipeError(
             f"hub.repo_id = {recipe.hub.repo_id}: student.training=none makes nothing to push"
         )
-    check_methods(recipe, "student", "train/distill.py has a student only")
+    check_methods(recipe, ("student",), "train/distill.py has a student only")
 
 
 def train(recipe: Recipe, accelerator: Accelerator, load_target: LoadTarget) -> None:

@@ -3,17 +3,19 @@
 Falcon, EAGLE and Medusa heads read features of the target and differ in a `Kind`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from specdraft.data.prompts import HOLDOUT, load_prompts, validation_prompts
+from specdraft.data.store.corpus import CachedTokens
 from specdraft.data.store.feature_cache import FeatureCache, Features
-from specdraft.data.store.tokens import frequent_tokens
+from specdraft.data.store.tokens import TokenCache, frequent_tokens
 from specdraft.eval.costing.fitting import fit_tree, is_fitted, leave_tree
 from specdraft.eval.costing.race import fitting_prompts
 from specdraft.eval.costing.shares import TreeDrafter
@@ -26,6 +28,7 @@ from specdraft.models.eagle3 import Eagle3Config, Eagle3Head
 from specdraft.models.embeddings import TargetEmbeddings, check_no_bias
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.hub import check_login
+from specdraft.models.maxgram import MaxGramTable
 from specdraft.models.medusa import MedusaHeads
 from specdraft.models.shapes import TargetShape, eagle3_config, head_config, medusa_config
 from specdraft.models.target import Target
@@ -34,6 +37,7 @@ from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import AUTO
 from specdraft.train.command import LoadTarget, run
+from specdraft.train.counting.table import make_table
 from specdraft.train.finish import finish
 from specdraft.train.fit.loop import fit
 from specdraft.train.fit.run import Evaluate, Objective
@@ -73,7 +77,8 @@ class Kind:
                 )
             )
         only = f"here is trained what {self.name}_tree drafts with, and nothing else"
-        check_methods(recipe, self.field, only)
+        # A table is counted in seconds, from what the head learns.
+        check_methods(recipe, (self.field, "table"), only)
         _check_holdout(recipe)
 
     def judge(self, recipe: Recipe) -> str:
@@ -82,10 +87,10 @@ class Kind:
         return f"{self.name}_{'chain' if recipe.eval.tree == AUTO else 'tree'}"
 
 
-def check_methods(recipe: Recipe, kind: str, only: str) -> None:
-    """Raise RecipeError for a recipe that measures with another kind of drafter."""
+def check_methods(recipe: Recipe, kinds: Collection[str], only: str) -> None:
+    """Raise RecipeError for a recipe that measures with other kinds of drafters."""
     for name in recipe.eval.methods:
-        if others := [need for need in needs(name) if need != kind]:
+        if others := [need for need in needs(name) if need not in kinds]:
             raise RecipeError(f"eval.methods: {name} needs {KINDS[others[0]].remedy}; {only}")
 
 
@@ -193,7 +198,8 @@ def train_head(
     prompts = load_prompts(recipe, target.tokenizer)
     if recipe.eval.tree == AUTO:
         fitting_prompts(recipe, target)  # now, and not behind hours of answers and training
-    _, data = build_caches(recipe, target, accelerator)
+    tokens, data = build_caches(recipe, target, accelerator)
+    table = _table(recipe, target, tokens, accelerator)
     measure = measuring(
         recipe, target, kind.judge(recipe), lambda head: Trained(**{kind.field: head})
     )
@@ -210,9 +216,22 @@ def train_head(
                 leave_tree(recipe, best)
             elif not is_fitted(recipe, target, best):
                 print_fit(*fit_tree(recipe, target, best))
-            finish(recipe, recipe.kind, target, best.trained, prompts)
+            finish(recipe, recipe.kind, target, replace(best.trained, table=table), prompts)
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def _table(
+    recipe: Recipe, target: Target, tokens: TokenCache, accelerator: Accelerator
+) -> MaxGramTable | None:
+    """The table that the recipe's methods draft with beside the head, if one does: what the recipe
+    names, else counted from the head's own tokens; all ranks call this."""
+    if not any("table" in needs(name) for name in recipe.eval.methods):
+        return None
+    if recipe.maxgram.table is not None:
+        return KINDS["table"].load(recipe, target, Path(recipe.output.dir))
+    corpus = CachedTokens(tokens, recipe.maxgram.pairs == "all")
+    return make_table(recipe, target, corpus, accelerator)
 
 
 def measuring(

@@ -15,7 +15,6 @@ from pathlib import Path
 from accelerate import Accelerator, PartialState
 from rich.table import Table
 
-from specdraft.data import fingerprint
 from specdraft.data.lock import output_lock
 from specdraft.data.prompts import load_prompts
 from specdraft.data.ranks import Ranks
@@ -35,7 +34,7 @@ from specdraft.recipes.load import dump, load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.terminal import Screen
 from specdraft.train.command import print_plan
-from specdraft.train.counting.bigrams import count, save_table
+from specdraft.train.counting.table import make_table
 from specdraft.train.finish import finish
 from specdraft.train.fit.accelerator import load_target, make_accelerator
 from specdraft.train.plan import known_sizes
@@ -65,15 +64,9 @@ def count_and_measure(recipe: Recipe, accelerator: Accelerator) -> None:
     """Make the table of a recipe; all ranks call this."""
     target = load_target(recipe, accelerator)
     corpus = open_corpus(recipe, target, accelerator)
-    cache_dir, out = Path(recipe.data.cache_dir), Path(recipe.output.dir)
-    size, context = target.vocab_size, recipe.maxgram.context
-    counts = count(corpus, cache_dir, size, Ranks.of(accelerator), context)
-    if accelerator.is_main_process:
-        tokenizer = fingerprint.of_tokenizer(target.tokenizer)["tokenizer"]
-        table = counts.table(tokenizer, describe(recipe))
-        save_table(table, out / "table")
-        for folder in (out, out / "table"):
-            dump(recipe, folder / RECIPE)
+    table = make_table(recipe, target, corpus, accelerator)
+    if table is not None:
+        dump(recipe, Path(recipe.output.dir) / RECIPE)
         if target.no_layers:
             target = load_target(recipe, accelerator, alone=True)
         report(recipe, target, table)
@@ -85,13 +78,6 @@ def open_corpus(recipe: Recipe, target: Target, accelerator: Accelerator) -> Cor
     if recipe.maxgram.corpus == "stream":
         return StreamedTexts(recipe, target.tokenizer, everything)
     return CachedTokens(build_token_cache(recipe, target, accelerator), everything)
-
-
-def describe(recipe: Recipe) -> dict:
-    """Say what a table was counted on."""
-    data, section = recipe.data, recipe.maxgram
-    described = {"sources": list(data.sources), "format": data.format, "answers": data.answers}
-    return described | {"corpus": section.corpus, "pairs": section.pairs}
 
 
 def report(recipe: Recipe, target: Target, table: MaxGramTable) -> None:

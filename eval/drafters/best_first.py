@@ -47,6 +47,27 @@ class Weighed(Growth):
         self.tokens += tokens
         self.chances += [reach * chance for chance in chances]
 
+    def graft(self, node: int, tokens: list[int], chances: list[float]) -> None:
+        """Append a chain behind a node, each token with how probable its whole path is."""
+        first = len(self.parents)
+        self.parents += [node, *range(first, first + len(tokens) - 1)][: len(tokens)]
+        self.tokens += tokens
+        self.chances += chances
+
+    def leaves(self, least: float) -> list[int]:
+        """Nodes without children that are at least so probable."""
+        inner = {*self.parents}
+        likely = (node for node, chance in enumerate(self.chances) if chance >= least)
+        return [node for node in likely if node not in inner]
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from behind the root up to a node."""
+        tokens = []
+        while node:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
     def best_since(self, first: int, count: int) -> list[int]:
         """The most probable of the nodes from `first` on."""
         nodes = range(first, len(self.parents))

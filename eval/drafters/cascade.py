@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from specdraft.eval.drafters.drawing import draw
-from specdraft.eval.drafters.maxgram import MaxGramDrafter
 from specdraft.eval.engine.accept import review
 from specdraft.eval.engine.grid import packed_target
 from specdraft.eval.engine.request import Request
@@ -37,6 +36,7 @@ from specdraft.eval.engine.timing import Stopwatch
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Tree, chain
 from specdraft.eval.families.support import check_can_be_cut, position_limit
+from specdraft.eval.lookup.maxgram import MaxGramDrafter
 from specdraft.models.target import Target
 
 

@@ -46,6 +46,11 @@ class Blocks(Weighed):
     # Of every pass but the first, which path of the pass before each of its own continues.
     lineage: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def end_chances(self) -> list[float]:
+        """Of the best ends of the last pass, descending."""
+        return [self.chances[node] for node in self.deepest]
+
     def unfold(
         self,
         chances: list[list[float]],
@@ -134,9 +139,11 @@ class DynamicFalcon(Rewarded, HeadDrafter):
         growths = {row: Blocks([self.memory[row].ahead[-1]]) for row in self.worth.starts()}
         if not growths:
             return [self._no_draft] * len(rows)
-        with Stopwatch() as watch:
-            self._grow([*growths], [*growths.values()])
-        self.seconds += watch.seconds
+        self.make_passes(growths)
+        return self.harvest(rows, growths)
+
+    def harvest(self, rows: list[int], growths: dict[int, Blocks]) -> list[Tree]:
+        """What is worth to be verified of the rows' drafts, where they have any."""
         cut = self.worth.choose([growth.chances[1:] for growth in growths.values()])
         trees = self._trees(growths, cut)
         return [trees.get(row, self._no_draft) for row in rows]
@@ -153,8 +160,13 @@ class DynamicFalcon(Rewarded, HeadDrafter):
         parts = upload(tokens, self.target.device).split([len(one) - 1 for one in shapes.values()])
         return {row: Tree(shapes[row], part) for row, part in zip(shapes, parts, strict=True)}
 
-    def _grow(self, rows: list[int], growths: list[Blocks]) -> None:
+    def make_passes(self, growths: dict[int, Blocks]) -> None:
         """Let passes follow each other, each over the rows that it is worth it for."""
+        with Stopwatch() as watch:
+            self._grow([*growths], [*growths.values()])
+        self.seconds += watch.seconds
+
+    def _grow(self, rows: list[int], growths: list[Blocks]) -> None:
         block, state = None, ()  # of a row that goes alone; of the fusion
         if self.width == 1 and self.goes_alone(rows):
             block = self.read_alone(rows[0])
@@ -167,8 +179,7 @@ class DynamicFalcon(Rewarded, HeadDrafter):
             self._unfold(growths, drafted)
             if depth == self.depth:
                 return
-            ends = [[own.chances[node] for node in own.deepest] for own in growths]
-            chosen, paths = self.worth.goes_on(rows, ends)
+            chosen, paths = self.going_on(rows, growths)
             if not chosen:
                 return
             rows, growths = [rows[n] for n in chosen], [growths[n] for n in chosen]
@@ -181,6 +192,10 @@ class DynamicFalcon(Rewarded, HeadDrafter):
                 slots, state = self._extend(rows, growths, chosen, paths, *place)
                 drafted = self._choose(rows, growths, slots, depth)
             self.forwards += len(rows)
+
+    def going_on(self, rows: list[int], growths: list[Blocks]) -> tuple[list[int], int]:
+        """Which rows another pass is made for, by their numbers, and behind how many ends each."""
+        return self.worth.goes_on(rows, [own.end_chances for own in growths])
 
     def _extend(
         self,

@@ -23,13 +23,14 @@ from specdraft.eval.drafters.branching import Branching
 from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.level import TSD
 from specdraft.eval.drafters.lm import SSD
-from specdraft.eval.drafters.maxgram import PromptLookup
-from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.drafters.token_graph import GSD
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.padded import PADDINGS
+from specdraft.eval.lookup.maxgram import PromptLookup
+from specdraft.eval.lookup.tail import MaxGramTail
 from specdraft.eval.methods.setup import (
     Setup,
+    make_beside,
     make_dynamic,
     make_head,
     make_maxgram,
@@ -152,6 +153,8 @@ ROWS = (
     Method("falcon_maxgram", "Falcon's tree, then Max-Gram",
            lambda s: MaxGramTail(make_head(s, tree=True), make_maxgram(s), s.recipe.maxgram.n,
                                  s.recipe.maxgram.branches), **BOTH, drafts_tree=True),
+    Method("falcon_ngram", "Falcon's head beside a table, drafts sized at each step", make_beside,
+           **BOTH, is_priced=True),
     Method("eagle_chain", "EAGLE-1's head, a chain", partial(make_head, only="eagle_chain"),
            **EAGLE),
     Method("eagle_tree", "EAGLE-1's head, a static tree",

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specdraft.eval.drafters.beside import FalconBesideTable
 from specdraft.eval.drafters.dynamic import DynamicFalcon
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.ngrams import NGramDrafter
 from specdraft.eval.drafters.pass_options import DEFAULT, PassOptions
 from specdraft.eval.drafters.static import StaticTree
+from specdraft.eval.lookup.maxgram import CONTINUATIONS, MaxGramDrafter
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, costs_file, load_costs
 from specdraft.models.eagle3 import Eagle3Config
@@ -161,5 +162,12 @@ def make_maxgram(setup: Setup) -> MaxGramDrafter:
 
 def make_ngrams(setup: Setup) -> NGramDrafter:
     """A table's drafts by what they are worth."""
-    how = setup.recipe.maxgram.n, setup.rows, setup.target.device
-    return NGramDrafter(setup.trained.table.followers(), measured_costs(setup, "table"), *how)
+    how = {"rows": setup.rows, "device": setup.target.device}
+    return NGramDrafter(setup.trained.table.followers(), measured_costs(setup, "table"), **how)
+
+
+def make_beside(setup: Setup) -> FalconBesideTable:
+    """A head's and a table's drafts by what they are worth."""
+    head, known = setup.trained.head, setup.trained.table.followers()
+    how = setup.rows, setup.capacity, PassOptions.of(setup.recipe.eval, setup.target)
+    return FalconBesideTable(head, setup.target, known, measured_costs(setup, "head"), *how)

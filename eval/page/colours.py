@@ -12,7 +12,7 @@ COLOURS = {
     "hf_prompt_lookup": "#b3a06a", "prompt_lookup": "#c79a1b", "maxgram": "#957509",
     "ngram_dynamic": "#7d8a1f",
     "falcon_tree": "#1f77c4", "falcon_chain": "#54a5e0", "falcon_dynamic": "#6f7fe0",
-    "falcon_maxgram": "#2b93a6",
+    "falcon_maxgram": "#2b93a6", "falcon_ngram": "#3f5fb0",
     "eagle_tree": "#d55e00", "eagle_chain": "#ee9350", "eagle_dynamic": "#b9694a",
     "eagle3_tree": "#b54f99", "eagle3_chain": "#d889bf", "eagle3_dynamic": "#a26fb8",
     "medusa_tree": "#0c9468", "medusa_chain": "#55b591",

@@ -13,8 +13,8 @@ from statistics import median
 from typing import Annotated
 
 from specdraft.data.chat import read_conversations
-from specdraft.eval.drafters.maxgram import CONTINUATIONS
-from specdraft.eval.drafters.suffix import Suffixes
+from specdraft.eval.lookup.maxgram import CONTINUATIONS
+from specdraft.eval.lookup.suffix import Suffixes
 from specdraft.eval.papers.table import Plan, Row, SeededTable
 from specdraft.models.target_files import bundled_target_dir, load_tokenizer
 from specdraft.recipes.fields import Interval

@@ -30,6 +30,10 @@ class Evidence:
             return inf
         return self.gains / self.drafts + DOUBT / sqrt(self.drafts)
 
+    def may(self, price: float) -> bool:
+        """Whether `allows` would say so."""
+        return not self.left and self.bound > price
+
     def allows(self, price: float) -> bool:
         """Whether a step should draft, where a draft has to gain so many tokens."""
         if self.left:

@@ -133,23 +133,34 @@ class Worth:
         return self._order
 
     def goes_on(
-        self, rows: Sequence[int], ends: Sequence[Sequence[float]]
+        self,
+        rows: Sequence[int],
+        ends: Sequence[Sequence[float]],
+        free: Sequence[Sequence[float]] | None = None,
     ) -> tuple[list[int], int]:
         """Which of some rows are worth another pass, by their numbers among these, and over how
         many paths each; none: ([], 0).
 
-        ends: of every row, the probabilities of E paths that it could go on behind, descending.
+        ends: of every row, the probabilities of E paths that it could go on behind, descending;
+        free: tokens that drafts without a pass would add behind them.
         """
-        weights = self._weights(rows)
+        added = [
+            [self._added(weight * end) for end in own]
+            for weight, own in zip(self._weights(rows), ends, strict=True)
+        ]
+        if free is not None:
+            added = [
+                [max(new - old, 0.0) for new, old in zip(*both, strict=True)]
+                for both in zip(added, free, strict=True)
+            ]
         if len(ends) == 1 and len(ends[0]) == 1:  # nothing to choose among, as on most CPUs
-            worth = self._added(weights[0] * ends[0][0]) - self.rate * self._pass_ms(1, 1)
+            worth = added[0][0] - self.rate * self._pass_ms(1, 1)
             self._later += self._pass_ms(1, 1) if worth > 0 else 0.0
             return ([0], 1) if worth > 0 else ([], 0)
         best, chosen = 0.0, ([], 0)
         gains = [0.0] * len(ends)
-        for paths, column in enumerate(zip_longest(*ends, fillvalue=0.0), start=1):
-            added = (self._added(w * end) for w, end in zip(weights, column, strict=True))
-            gains = [*map(add, gains, added)]
+        for paths, column in enumerate(zip_longest(*added, fillvalue=0.0), start=1):
+            gains = [*map(add, gains, column)]
             ranked = sorted(range(len(ends)), key=gains.__getitem__, reverse=True)
             gained = 0.0
             for count, number in enumerate(ranked, start=1):

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specdraft.eval.drafters.maxgram import MaxGramDrafter
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.suffix import FirstSuffixes
+from specdraft.eval.lookup.maxgram import MaxGramDrafter
+from specdraft.eval.lookup.suffix import FirstSuffixes
 from specdraft.eval.methods.registry import METHODS, Method, Setup
 from specdraft.eval.serve.layouts import served_head
 from specdraft.models.cards.lines import PROPOSER

@@ -68,14 +68,14 @@ class MaxgramSection(Section):
     """Max-Gram (CS Drafting, arXiv 2312.11462): copy what followed the longest suffix
     of the context, then go on by a bigram table."""
 
-    n: Draft = 10  # tokens drafted: copied, then by bigrams; of ngram_dynamic: at most
+    n: Draft = 10  # tokens drafted: copied, then by bigrams
     min_match: Annotated[int, Interval(1, 16)] = 1  # shortest suffix copied from
     continuation: Literal["first", "recent", "frequent"] = "first"  # occurrence that is copied
     # Continuations drafted side by side, as a tree; falcon_maxgram: deepest paths that go on.
     branches: Draft = 1
     corpus: Literal["tokens", "stream"] = "tokens"  # counted: the token cache, or texts as read
     pairs: Literal["answers", "all"] = "answers"  # bigrams that end in an answer, or every one
-    # Tokens of the longest contexts that are counted, which ngram_dynamic drafts behind.
+    # Tokens of the longest contexts that are counted, for ngram_dynamic and falcon_ngram.
     context: Annotated[int, Interval(1, LONGEST_CONTEXT)] = 6
     table: str | None = None  # folder to draft with; null: output.dir/table
 

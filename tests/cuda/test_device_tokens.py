@@ -16,13 +16,13 @@ from test_tree_drafters import STRATEGIES, make
 from specdraft.eval.drafters.best_first import BestFirst
 from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.padded import PADDINGS, PaddedDecoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.lookup.maxgram import PromptLookup
 from specdraft.models.target import Target
 
 CAPACITY = 512

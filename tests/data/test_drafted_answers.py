@@ -14,10 +14,10 @@ from specdraft.data.answers import Answer, Ask
 from specdraft.data.store.tokens import TokenCache
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import LMDrafter
-from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.generation.answers import answer, build_token_cache, within_context
+from specdraft.eval.lookup.maxgram import PromptLookup
 from specdraft.eval.methods.registry import problems
 from specdraft.models.falcon import FalconConfig, FalconHead
 from specdraft.models.target import Target

@@ -10,13 +10,13 @@ from test_lm_drafter import near
 from specdraft.eval.drafters.cascade import CascadeDrafter, Reviewer
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
-from specdraft.eval.drafters.maxgram import MaxGramDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.suffix import FirstSuffixes
-from specdraft.eval.drafters.tail import MaxGramTail, deepest, grafted
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.tree import Topology, Tree
+from specdraft.eval.lookup.maxgram import MaxGramDrafter
+from specdraft.eval.lookup.suffix import FirstSuffixes
+from specdraft.eval.lookup.tail import MaxGramTail, deepest, grafted
 from specdraft.eval.measure.methods import make_method
 from specdraft.eval.methods.registry import load_trained, needs, problems
 from specdraft.eval.methods.trained import Trained

@@ -25,10 +25,10 @@ from specdraft.data.ranks import Ranks
 from specdraft.data.store.corpus import CachedTokens, Rows, StreamedTexts
 from specdraft.data.store.token_builder import build_tokens
 from specdraft.data.store.tokens import TokenCache
-from specdraft.eval.drafters.maxgram import CONTINUATIONS, MaxGramDrafter, PromptLookup
-from specdraft.eval.drafters.suffix import FirstSuffixes, RecentSuffixes
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.lookup.maxgram import CONTINUATIONS, MaxGramDrafter, PromptLookup
+from specdraft.eval.lookup.suffix import FirstSuffixes, RecentSuffixes
 from specdraft.models.maxgram import MaxGramConfig, MaxGramTable, load_table
 from specdraft.recipes.errors import CacheError, DataError, HeadError, RecipeError, TargetError
 from specdraft.recipes.load import from_dict, load_recipe

@@ -16,9 +16,9 @@ from specdraft.eval.drafters.lm import SSD
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.ngrams import NGramDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.lookup.tail import MaxGramTail
 
 FOLLOWERS = {token + 1: ((7 * token + 3) % VOCAB, 0.5) for token in range(VOCAB)}
 LENGTHS = (13, 4, 19, 10, 7, 16)  # rows 0, 2 and 5 outlast the others
@@ -44,7 +44,8 @@ KINDS = {
     ),
     "ssd": lambda target, rows: SSD(near(target), rows, 128, gamma=4),
     "maxgram": lambda target, rows: maxgram(rows),
-    "ngrams": lambda target, rows: NGramDrafter([FOLLOWERS], FREE, 4, rows),
+    # Of one token: longer chains depend on what other requests have taught the drafter.
+    "ngrams": lambda target, rows: NGramDrafter([FOLLOWERS], FREE, 1, rows),
     "tail": lambda target, rows: MaxGramTail(falcon(target, rows), maxgram(rows), 2),
     "cascade": lambda target, rows: cascade((near(target), near(target, 0.05)), TWO, 2.0, rows),
 }

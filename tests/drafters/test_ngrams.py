@@ -46,6 +46,21 @@ def best_of(behind: Counter) -> tuple[int, float]:
     return token, agreed / (sum(behind.values()) + 1)
 
 
+def followers_of(texts: list[list[int]], longest: int) -> list[dict[int, tuple[int, float]]]:
+    """What follows contexts of 1, 2, .. tokens, in whole texts."""
+    mask = [[True] * len(text) for text in texts]
+    lengths = range(1, longest + 1)
+    counts = (by_hand(texts, mask, length) for length in lengths)
+    return [{hashed(known): best_of(some) for known, some in own.items()} for own in counts]
+
+
+def said(known: list[dict], text: list[int]) -> tuple[int, float]:
+    """What a table says comes next: its token behind the longest context that it knows."""
+    contexts = [tuple(text[-n:]) for n in range(len(known), 0, -1) if n <= len(text)]
+    found = (known[len(context) - 1].get(hashed(context)) for context in contexts)
+    return next(filter(None, found), (-1, 0.0))
+
+
 def check_followers(table: MaxGramTable, ids: list, mask: list) -> None:
     first, *longer = table.followers()
     bigrams = by_hand(ids, mask, 1)
@@ -150,10 +165,7 @@ def test_a_draft_follows_the_longest_known_contexts_while_it_is_likely(table):
         text = [rng.randrange(6) for _ in range(rng.randrange(1, 6))]  # of 5 and 6 none is known
         expected, reach = [], 1.0
         while len(expected) < 5:
-            end = [*text, *expected]
-            contexts = [tuple(end[-n:]) for n in (4, 3, 2, 1) if n <= len(end)]
-            followers = [known[len(c) - 1].get(hashed(c)) for c in contexts]
-            token, chance = next(filter(None, followers), (None, 0.0))
+            token, chance = said(known, [*text, *expected])
             reach *= chance
             if reach < LEAST:
                 break
@@ -161,6 +173,23 @@ def test_a_draft_follows_the_longest_known_contexts_while_it_is_likely(table):
         lengths.add(len(expected))
         assert draft_of(NGramDrafter(known, FREE, 5), text) == expected
     assert len(lengths) > 2
+
+
+def test_what_came_makes_the_next_drafts_longer_or_shorter(table):
+    """As sure as a table is of its corpus, a text may follow it always, or never."""
+    known = [{hashed((token,)): ((token + 1) % 6, 0.6) for token in range(6)}]
+    lengths = []
+    for step in (1, 2):  # what it says, or something else
+        drafter, text = NGramDrafter(known, FREE), [0]
+        before = len(draft_of(drafter, text))
+        for _ in range(100):
+            text = [(text[-1] + step) % 6]
+            drafter.draft([0])
+            drafter.observe(0, text, torch.empty(0))
+        lengths.append((before, len(draft_of(drafter, text))))
+    (first, more), (other, fewer) = lengths
+    assert first == other
+    assert more == 24 > first > 1 == fewer
 
 
 def test_what_costs_more_than_it_brings_is_not_drafted(table):

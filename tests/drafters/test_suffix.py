@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specdraft.eval.drafters.suffix import (
+from specdraft.eval.lookup.suffix import (
     LONGEST,
     LOOKED,
     FirstSuffixes,

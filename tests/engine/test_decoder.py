@@ -13,11 +13,11 @@ from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.row import tokens_until_stop
+from specdraft.eval.lookup.maxgram import PromptLookup
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, RecipeError, TargetError
 

@@ -6,11 +6,11 @@ from decoding import PATHS, decode, plain_tokens, prompts
 from random_models import random_head, random_target
 
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine import packed, plan
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.lookup.maxgram import PromptLookup
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["gqa", "mha"])

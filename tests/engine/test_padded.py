@@ -6,10 +6,10 @@ from random_models import VOCAB, random_head, random_target
 
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
-from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.padded import PADDINGS, PaddedDecoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.lookup.maxgram import PromptLookup
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from decoding import PATHS, decode, prompts
 from random_models import VOCAB, random_head, random_target
 
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.accept import RULES
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.lookup.maxgram import PromptLookup
 
 WARP = {"temperature": 4.0, "top_k": 12, "top_p": 0.95}
 CHAIN = StaticTree.chain(4, 2)

@@ -11,14 +11,14 @@ from specdraft.eval.custom_generate import Speculative, falcon, prompt_lookup, s
 from specdraft.eval.drafters.cascade import CascadeDrafter
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
-from specdraft.eval.drafters.maxgram import MaxGramDrafter, PromptLookup
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.suffix import FirstSuffixes
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.padded import PADDINGS, PaddedDecoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.source import ROOM, Sources
+from specdraft.eval.lookup.maxgram import MaxGramDrafter, PromptLookup
+from specdraft.eval.lookup.suffix import FirstSuffixes
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.target import Target
 from specdraft.recipes.errors import DataError, TargetError

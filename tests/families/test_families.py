@@ -11,13 +11,13 @@ from torch import nn
 
 from specdraft.data.answers import Ask
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.tree import chain
 from specdraft.eval.generation.answers import answer
+from specdraft.eval.lookup.maxgram import PromptLookup
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.target import Target
 from specdraft.models.weights.identity import identity_of

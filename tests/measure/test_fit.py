@@ -36,13 +36,13 @@ from specdraft.eval.costing.tree_growth import (
 from specdraft.eval.custom_generate import falcon
 from specdraft.eval.drafters.falcon import FalconDrafter
 from specdraft.eval.drafters.lm import SSD
-from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.medusa import MedusaDrafter
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.drafters.token_graph import GSD
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request
 from specdraft.eval.engine.timing import Timing
+from specdraft.eval.lookup.maxgram import PromptLookup
 from specdraft.eval.measure.outcome import Outcome
 from specdraft.eval.methods.trained import Trained
 from specdraft.eval.pricing.cost import CostModel, Curve, draft_terms, loop_terms, verify_terms

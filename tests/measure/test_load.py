@@ -161,6 +161,8 @@ def test_a_run_with_one_drafter_loads_it_and_one_with_several_asks_which(run, tm
     shutil.rmtree(tmp_path / "head")
     shutil.copytree(run / "falcon", tmp_path / "head")  # the layout of older runs
     load(str(tmp_path))
+    shutil.copytree(run / "table", tmp_path / "table")  # counted beside the head
+    load(str(tmp_path))
 
 
 def test_the_readmes_three_lines_stream_a_chat_and_sample_a_batch(run, model, tokenizer, capsys):

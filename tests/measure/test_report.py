@@ -15,11 +15,11 @@ from shallow import shallow_tiny
 
 from specdraft.data.prompts import Prompt, load_prompts
 from specdraft.eval.costing.tree_growth import best_paths
-from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Completion, Request, Step
 from specdraft.eval.engine.sampling import perturbed
 from specdraft.eval.engine.timing import Timing
+from specdraft.eval.lookup.maxgram import PromptLookup
 from specdraft.eval.measure.hf_generate import Generate
 from specdraft.eval.measure.identity import ROUNDING_UNITS, first_difference
 from specdraft.eval.measure.measurement import measured_cost, repeat_speedups

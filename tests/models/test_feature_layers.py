@@ -26,12 +26,12 @@ from specdraft.eval.checkup.caches import check_caches
 from specdraft.eval.checkup.drafters import check_shape
 from specdraft.eval.costing.tree_growth import Text, rank_traces, shares_of
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.tail import MaxGramTail
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
 from specdraft.eval.generation.answers import build_caches
+from specdraft.eval.lookup.maxgram import PromptLookup
+from specdraft.eval.lookup.tail import MaxGramTail
 from specdraft.models.falcon import FalconHead
 from specdraft.models.sar.blocks import block_index
 from specdraft.models.target import Target

@@ -18,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdraft.data.store.features import OnlineFeatures
 from specdraft.data.store.token_builder import build_tokens
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.maxgram import PromptLookup
 from specdraft.eval.drafters.static import StaticTree
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.kv import KVPool
@@ -26,6 +25,7 @@ from specdraft.eval.engine.packed import PackedTarget
 from specdraft.eval.engine.plan import Plan, Segment
 from specdraft.eval.engine.request import Request
 from specdraft.eval.generation.answers import build_caches
+from specdraft.eval.lookup.maxgram import PromptLookup
 from specdraft.models.embeddings import TargetEmbeddings
 from specdraft.models.student import pruned
 from specdraft.models.target import Target

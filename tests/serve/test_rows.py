@@ -8,11 +8,11 @@ from random_models import VOCAB, random_head, random_target
 from served_engine import SmallEngine
 
 from specdraft.eval.drafters.falcon import FalconDrafter
-from specdraft.eval.drafters.maxgram import MaxGramDrafter
 from specdraft.eval.drafters.static import StaticTree
-from specdraft.eval.drafters.suffix import FirstSuffixes
 from specdraft.eval.engine.decoder import Decoder
 from specdraft.eval.engine.request import Request
+from specdraft.eval.lookup.maxgram import MaxGramDrafter
+from specdraft.eval.lookup.suffix import FirstSuffixes
 from specdraft.eval.serve.prefixes import BLOCK, Prefixes
 from specdraft.eval.serve.rows import RowStep, ServedRows
 

@@ -10,11 +10,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from specdraft.eval.drafters.maxgram import MaxGramDrafter
 from specdraft.eval.engine.drafter import Drafter
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.transfer import download, upload
 from specdraft.eval.engine.tree import Topology, Tree
+from specdraft.eval.lookup.maxgram import MaxGramDrafter
 
 
 class MaxGramTail:

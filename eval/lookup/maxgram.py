@@ -13,10 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specdraft.eval.drafters.suffix import FirstSuffixes, FrequentSuffixes, RecentSuffixes, Suffixes
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.transfer import upload
 from specdraft.eval.engine.tree import Topology, Tree, chain
+from specdraft.eval.lookup.suffix import (
+    FirstSuffixes,
+    FrequentSuffixes,
+    RecentSuffixes,
+    Suffixes,
+)
 
 CONTINUATIONS: dict[str, Callable[[], Suffixes]] = {
     "first": FirstSuffixes,
