@@ -25,7 +25,7 @@ from torch import Tensor
 from specdraft.eval.drafters.level import Growth, LevelDrafter
 from specdraft.eval.engine.request import Request
 from specdraft.eval.engine.transfer import download, upload
-from specdraft.eval.engine.tree import Topology, Tree, shape
+from specdraft.eval.engine.tree import Topology, Tree, path_to, shape
 from specdraft.eval.pricing.cost import CostModel
 from specdraft.eval.pricing.worth import Cut, Worth
 from specdraft.models.passes.row import WEIGHED
@@ -62,11 +62,7 @@ class Weighed(Growth):
 
     def path(self, node: int) -> list[int]:
         """The tokens from behind the root up to a node."""
-        tokens = []
-        while node:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tokens[::-1]
+        return [self.tokens[one] for one in path_to(node, self.parents)]
 
     def best_since(self, first: int, count: int) -> list[int]:
         """The most probable of the nodes from `first` on."""

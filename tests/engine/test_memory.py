@@ -58,7 +58,10 @@ def test_resident_memory_does_not_grow_with_steps():
         stream.close()
 
     steps(500)
-    pool, before = decoder.packed.pool.tensors[0].data_ptr(), resident()
-    steps(1500)
-    assert resident() - before < 600 << 10  # 400 bytes a step; a tree has 9 tokens of 8 bytes
+    pool, growths = decoder.packed.pool.tensors[0].data_ptr(), []
+    for _ in range(3):  # what earlier tests have left may settle in one; what is lost, in each
+        before = resident()
+        steps(1500)
+        growths.append(resident() - before)
+    assert min(growths) < 600 << 10  # 400 bytes a step; a tree has 9 tokens of 8 bytes
     assert decoder.packed.pool.tensors[0].data_ptr() == pool
