@@ -2,8 +2,11 @@
 
 A machine drifts: measured one after the other, the last points of a grid would be those of a slower
 machine. So every turn visits every cell of the grid once, in an order of its own. A visit runs its
-cell a few times to warm up and a few times more to be timed; eval/costing/ledger.py says what is
-made of all turns.
+cell a few times to warm up and a few times more to be timed, each between two runs of one plain
+forward, the same for all cells, which tells the machine's pace at this moment. (Where neighbours
+share the cores, one forward takes 7 to 17 ms, and two right after each other the same: a cell and
+the pace beside it, divided, spread by 8% where both alone spread by 22% and 17%; AMD EPYC, family
+25.) eval/costing/ledger.py says what is made of all turns.
 
 In decoding, a forward finds in the machine's caches what the draft before it has left there, and a
 draft what the forward has. Timed one right after another of its kind, both would be a fifth cheaper
@@ -16,8 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
-from typing import Any
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +38,7 @@ from specdraft.eval.engine.verdict import verdicts
 from specdraft.models.feature_layers import Layers
 from specdraft.models.target import Target
 
-TIMED = 3  # runs of a visit whose median counts
+TIMED = 5  # runs of a visit whose median counts
 # Runs before them that do not: until a core's caches hold what comes again in every step. Of a
 # plain forward of 3M parameters the second takes 1.5 times what the tenth does (AMD EPYC, family
 # 26).
@@ -64,6 +68,13 @@ class Cell:
         return self.what, str(sorted(self.at.items()))
 
 
+class Try(NamedTuple):
+    """What a visit found: milliseconds of its cell, and of the pace meanwhile."""
+
+    ms: float
+    pace: float
+
+
 def turns(cells: Sequence[Cell], repeats: int) -> Iterator[tuple[int, Cell]]:
     """Yield every cell once per turn, with the turn's number; each turn has another order, which is
     the same in every run."""
@@ -74,16 +85,28 @@ def turns(cells: Sequence[Cell], repeats: int) -> Iterator[tuple[int, Cell]]:
 
 
 @torch.inference_mode()
-def visit(cell: Cell) -> float:
-    """Milliseconds of a cell now: the median of a few runs, for a step of decoding is seldom its
-    fastest."""
+def visit(cell: Cell, pace: Callable[[], float]) -> Try:
+    """A cell now: medians of a few runs, for a step of decoding is seldom its fastest.
+
+    pace: runs what is timed before and behind each run of the cell, and returns its seconds.
+    """
     run = cell.open()
     _repeat(run, WARM_UP)
-    return 1e3 * median(_repeat(run, TIMED))
+    paces = [pace()]
+
+    def timed() -> float:
+        seconds = run()
+        paces.append(pace())
+        return seconds
+
+    pairs = zip(_repeat(timed, TIMED), map(mean, pairwise(paces)), strict=True)
+    shares, beside = zip(*((seconds / around, around) for seconds, around in pairs), strict=True)
+    now = 1e3 * median(beside)
+    return Try(median(shares) * now, now)
 
 
 def _repeat(run: Callable[[], float], times: int) -> list[float]:
-    """Seconds of so many runs, or of as many as there is time for: of one at least."""
+    """What so many runs return, or as many as there is time for: one at least."""
     begun = time.perf_counter()
     seconds = [run()]
     while len(seconds) < times and time.perf_counter() - begun < ENOUGH:
@@ -203,6 +226,12 @@ class TargetBench:
         rows = self.grid.rows
         for count in sorted({rows[0], rows[len(rows) // 3], rows[-1]}):  # its part needs no more
             yield from (self._loop_cell(count, nodes) for nodes in self.grid.side)
+
+    @torch.inference_mode()
+    def pace(self) -> Callable[[], float]:
+        """The plain forward beside which everything is timed: that of the grid's first place."""
+        rows, nodes, cached = next(self.grid.places())
+        return self._verify_cell([nodes] * rows, cached, always_nothing).open()
 
     def forward(self, rows: int) -> Callable[[], float]:
         """A forward that verifies a few nodes of each row: what comes between two drafts."""

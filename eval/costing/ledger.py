@@ -4,9 +4,14 @@ It says what its figures depend on: the machine, the target with its dtype, the 
 written down as they come, and the same command goes on behind them; those of another version,
 machine or target are dropped, those of another drafter where drafts are what was measured.
 
-    {"schema": 2, "recipe": .., "environment": {..}, "target": {..}, "drafter": {..} or null,
-     "points": [{"what": "verify", "rows": 1, "nodes": 4, "cached": 64, "ms": 0.9, "tries": [..]}],
+    {"schema": 3, "recipe": .., "environment": {..}, "target": {..}, "drafter": {..} or null,
+     "points": [{"what": "verify", "rows": 1, "nodes": 4, "cached": 64, "ms": 0.9, "tries": [..],
+                 "paces": [..]}],
      "model": null, or what eval/pricing/cost.py reads}
+
+tries: the milliseconds of every visit; paces: those of a plain forward meanwhile; ms: the median of
+their ratios, at the mean pace of all visits. A machine that did something else during a visit was
+slow at both, and what decoding takes is what it takes at the mean pace.
 """
 
 import json
@@ -15,15 +20,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from specdraft.data.atomic import write_atomic
-from specdraft.eval.costing.bench import Cell, Key
+from specdraft.eval.costing.bench import Cell, Key, Try
 from specdraft.eval.costing.curves import fit, knots
 from specdraft.eval.pricing.cost import SCHEMA, CostModel, draft_terms, loop_terms, verify_terms
 from specdraft.recipes.errors import DataError
 
+MEASURED = {"what", "ms", "tries", "paces"}  # of a point; else it has where it was measured
 BUSY = 0.08  # unrest of a machine that does something else, too
 PATIENCE = 1.0  # seconds of measuring that may be lost: to write takes longer than most points
 # Of the environment, what does not say which machine it is.
@@ -79,11 +85,13 @@ class Ledger:
         point = self.points.get(cell.key)
         return point["tries"] if point else []
 
-    def add(self, cell: Cell, ms: float) -> None:
+    def add(self, cell: Cell, found: Try) -> None:
         """Note a try of a cell, and write all down, now or soon."""
-        tries = [*self.tries(cell), round(ms, 6)]
-        point = {"what": cell.what, **cell.at, "ms": settled(tries), "tries": tries}
-        self.points[cell.key], self.model = point, None
+        empty = {"what": cell.what, **cell.at, "ms": found.ms, "tries": [], "paces": []}
+        point = self.points.setdefault(cell.key, empty)
+        point["tries"].append(round(found.ms, 6))
+        point["paces"].append(round(found.pace, 6))
+        self.model = None
         if time.monotonic() - self._written > PATIENCE:
             self.write()
 
@@ -93,12 +101,21 @@ class Ledger:
 
     def fit(self) -> CostModel:
         """Put curves through all points."""
+        self._settle()
         parts = (self.of(what) for what in ("verify", "loop", "draft", "ragged"))
         self.model = fitted(*parts)
         return self.model
 
+    def _settle(self) -> None:
+        """Say what each point takes at the mean pace."""
+        points = [*self.points.values()]
+        pace = mean([own for point in points for own in point["paces"]] or [0.0])
+        for point in points:
+            point["ms"] = round(median(paced(point)) * pace, 6)
+
     def write(self) -> None:
         """Write the file, whole or not at all."""
+        self._settle()
         content = {"schema": SCHEMA, "recipe": self.recipe, **self.subject}
         content |= {"points": [*self.points.values()]}
         content |= {"model": self.model and self.model.to_dict()}
@@ -106,32 +123,26 @@ class Ledger:
         self._written = time.monotonic()
 
 
-def settled(tries: Sequence[float]) -> float:
-    """The milliseconds of a cell: the lower quartile of its tries.
+def paced(point: Mapping[str, Any]) -> list[float]:
+    """The tries of a point in paces: how many times the plain forward beside it each took.
 
-    Whatever else a machine does only ever adds time. Beside two trainings on two cores, medians of
-    two measurements were 23% apart and 13% off their curve, lower quartiles 10% and 2%; on a quiet
-    machine both are the same.
-
-    >>> settled([5.0, 1.1, 1.0, 1.2, 9.0, 1.3, 1.4])
-    1.1
+    >>> paced({"tries": [2.2, 3.0], "paces": [1.0, 1.5]})
+    [2.2, 2.0]
     """
-    return sorted(tries)[len(tries) // 4]
+    return [ms / pace for ms, pace in zip(point["tries"], point["paces"], strict=True)]
 
 
 def unrest(points: Sequence[Mapping[str, Any]]) -> float:
-    """How far apart the tries of a point lie: their median deviation as a share of the point, the
-    median over all points."""
-    return median(
-        median(abs(ms - median(point["tries"])) for ms in point["tries"]) / point["ms"]
-        for point in points
-    )
+    """How far apart the paces of a machine lie: their median deviation as a share of the median."""
+    paces = [pace for point in points for pace in point["paces"]]
+    usual = median(paces)
+    return median(abs(pace - usual) for pace in paces) / usual
 
 
 def at_of(point: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers at which a point was measured (rows, nodes, ..): arguments of its terms, and of
     the methods of `CostModel`."""
-    return {name: value for name, value in point.items() if name not in ("what", "ms", "tries")}
+    return {name: value for name, value in point.items() if name not in MEASURED}
 
 
 def key_of(point: Mapping[str, Any]) -> Key:
@@ -141,9 +152,10 @@ def key_of(point: Mapping[str, Any]) -> Key:
 
 def is_sound(point: Mapping[str, Any]) -> bool:
     """Whether a curve can go through a point. Raises KeyError or TypeError for what is none."""
-    ms = [point["ms"], *point["tries"]]
+    ms = [point["ms"], *point["tries"], *point["paces"]]
     numbers = [*ms, *TERMS[point["what"]](**at_of(point)).values()]
-    return all(map(isfinite, numbers)) and min(numbers) >= 0 and min(ms) > 0 and len(ms) > 1
+    of_pairs = len(ms) > 1 and len(point["tries"]) == len(point["paces"])
+    return of_pairs and all(map(isfinite, numbers)) and min(numbers) >= 0 and min(ms) > 0
 
 
 def differing(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:

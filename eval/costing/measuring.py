@@ -1,6 +1,6 @@
 """Costs are measured: of a target and what drafts for it, in turns, into a ledger."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,16 @@ def measure_costs(
     options, grid = PassOptions.of(recipe.eval, target), _with_room(grid, recipe, target)
     with building_lock(out, ALONE):  # of two commands at once the second takes the first's costs
         ledger = Ledger(out, recipe.name, subject(target, trained, options))
-        left = _left(ledger, target, trained, grid, options)
+        forwards, drafts = _benches(target, trained, grid, options)
+        cells = turns([*forwards.cells(), *drafts.cells()], grid.repeats)
+        left = [cell for turn, cell in cells if len(ledger.tries(cell)) <= turn]
         if not left and quiet:
             return ledger
-        _measure(ledger, left)
+        _measure(ledger, left, forwards.pace())
         ledger.fit()
         ledger.write()
     if (apart := unrest([*ledger.points.values()])) > BUSY:
-        say(f"tries of a point lie {apart:.0%} apart: the machine did something else, too")
+        say(f"the machine's pace changed by {apart:.0%}: it did something else, too")
     return ledger
 
 
@@ -95,19 +97,18 @@ def _with_room(grid: Grid, recipe: Recipe, target: Target) -> Grid:
     return grid.with_rows(most)
 
 
-def _left(
-    ledger: Ledger, target: Target, trained: Trained, grid: Grid, options: PassOptions
-) -> list[tuple[int, Cell]]:
-    """What the ledger has not got, in turns."""
+def _benches(
+    target: Target, trained: Trained, grid: Grid, options: PassOptions
+) -> tuple[TargetBench, DraftBench]:
+    """What is timed of a target and of a drafter, each between runs of the other."""
     layers = trained.head.config.feature_layers if trained.head else ()
     forwards = TargetBench(target, grid, layers)
     drafts = DraftBench(target, trained, grid, options)
     forwards.between, drafts.between = cache(drafts.draft), cache(forwards.forward)
-    cells = [*forwards.cells(), *drafts.cells()]
-    return [(turn, c) for turn, c in turns(cells, grid.repeats) if len(ledger.tries(c)) <= turn]
+    return forwards, drafts
 
 
-def _measure(ledger: Ledger, left: Sequence[tuple[int, Cell]]) -> None:
+def _measure(ledger: Ledger, left: Sequence[Cell], pace: Callable[[], float]) -> None:
     """Time what is left."""
     if ledger.note:
         say(ledger.note)
@@ -116,7 +117,7 @@ def _measure(ledger: Ledger, left: Sequence[tuple[int, Cell]]) -> None:
         say(f"all {count} points are measured already; to measure again, delete {ledger.path}")
     try:
         ledger.write()
-        for _, cell in tqdm(left, desc="measuring", unit="visit", leave=False):
-            ledger.add(cell, visit(cell))
+        for cell in tqdm(left, desc="measuring", unit="visit", leave=False):
+            ledger.add(cell, visit(cell, pace))
     finally:
         ledger.write()

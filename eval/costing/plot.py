@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
-from specdraft.eval.costing.ledger import at_of
+from specdraft.eval.costing.ledger import at_of, paced
 from specdraft.eval.costing.show import off_by
 from specdraft.eval.page.colours import SERIES
 from specdraft.eval.page.png import save_png
@@ -91,9 +92,10 @@ def _dots(
 ) -> None:
     """What was measured, with the least and the most of its tries."""
     ms = [point["ms"] for point in points]
+    shares = [[share / median(own) for share in own] for own in map(paced, points)]
     spread = [
-        [point["ms"] - min(point["tries"]) for point in points],
-        [max(point["tries"]) - point["ms"] for point in points],
+        [own * (1 - min(tries)) for own, tries in zip(ms, shares, strict=True)],
+        [own * (max(tries) - 1) for own, tries in zip(ms, shares, strict=True)],
     ]
     style = {"fmt": "o", "markersize": 4, "linewidth": 1, "alpha": 0.8}
     axes.errorbar(at, ms, yerr=spread, color=colour, label=label, **style)

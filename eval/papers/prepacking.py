@@ -6,7 +6,7 @@ Targets are random Llamas of a few widths, on one CPU thread; both take turns.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from statistics import median
+from statistics import mean, median
 from typing import Annotated
 
 import torch
@@ -69,12 +69,17 @@ def random_target(width: int, dtype: str) -> Target:
 
 def milliseconds(targets: Sequence[Target], nodes: Sequence[int]) -> list[dict[str, float]]:
     """Return, for each target, the milliseconds of verifying one row by its nodes: medians of
-    turns."""
+    turns, at the mean pace of the first target."""
     grid = Grid(tuple(nodes), rows=(1,), cached=(CACHED,))
-    benches = [[*TargetBench(target, grid).cells()] for target in targets]
-    forwards = [[cell for cell in cells if cell.what == "verify"] for cells in benches]
-    times: list[dict[int, list[float]]] = [{count: [] for count in nodes} for _ in targets]
+    benches = [TargetBench(target, grid) for target in targets]
+    forwards = [[cell for cell in bench.cells() if cell.what == "verify"] for bench in benches]
+    pace, paces = benches[0].pace(), []
+    shares: list[dict[int, list[float]]] = [{count: [] for count in nodes} for _ in targets]
     for visits in zip(*(turns(cells, TURNS) for cells in forwards), strict=True):
-        for own, (_, cell) in zip(times, visits, strict=True):
-            own[cell.at["nodes"]].append(visit(cell))
-    return [{f"{count}": median(some) for count, some in own.items()} for own in times]
+        for found, (_, cell) in zip(shares, visits, strict=True):
+            ms, beside = visit(cell, pace)
+            found[cell.at["nodes"]].append(ms / beside)
+            paces.append(beside)
+    return [
+        {f"{count}": median(some) * mean(paces) for count, some in own.items()} for own in shares
+    ]

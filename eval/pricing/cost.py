@@ -38,7 +38,9 @@ from specdraft.recipes.errors import DataError
 from specdraft.recipes.schema import Recipe
 
 COSTS = "costs.json"  # in the folder of a run
-SCHEMA = 2  # in 1, a step's loop was priced with trees whose shapes it had yet to make
+# In 1, a loop was priced with trees whose shapes it had yet to make; in 2, points had in them
+# whatever else the machine did.
+SCHEMA = 3
 # Of a drafter's config, what its drafts take as long with: whose it is, numbers that depend on what
 # it was trained on, and a window, which a recipe may say anew.
 UNTIMED = {"target", "embed_scale", "feature_scale", "norm_eps", "rope", "rope_theta", "window"}

@@ -3,7 +3,9 @@
 import io
 import json
 import platform
+import random
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,8 +19,9 @@ from commands import run_here
 from random_models import random_head, random_target
 from random_seq2seq import random_seq2seq
 
+from specdraft.eval.costing import bench as benches
 from specdraft.eval.costing import drafts, room, shapes
-from specdraft.eval.costing.bench import FRESH, STEPS, Cell, TargetBench, turns, visit
+from specdraft.eval.costing.bench import FRESH, STEPS, WARM_UP, Cell, TargetBench, Try, turns, visit
 from specdraft.eval.costing.curves import fit, knots, nonnegative
 from specdraft.eval.costing.drafts import DraftBench, shape_of
 from specdraft.eval.costing.grid import Grid
@@ -189,11 +192,16 @@ def cells(counted: list) -> list[Cell]:
     return [*verify, Cell("loop", {"rows": 1, "nodes": 1}, partial(opened, (1, 1, 1)))]
 
 
+def still() -> float:
+    """The pace of a machine that does nothing else, in seconds."""
+    return 1e-3
+
+
 def measured(path: Path, subject: dict = SUBJECT, stop: int | None = None) -> tuple[Ledger, list]:
     ledger, counted = Ledger(path, "tiny", subject), []
     for turn, cell in turns(cells(counted), SMALL.repeats):
         if len(ledger.tries(cell)) <= turn:
-            ledger.add(cell, visit(cell))
+            ledger.add(cell, visit(cell, still))
             if len(counted) == stop:
                 break
     ledger.write()
@@ -215,7 +223,7 @@ def test_an_interrupted_measurement_resumes_where_it_stopped(tmp_path):
 def test_of_two_commands_at_once_one_measures_and_the_other_takes_its_costs(tmp_path, monkeypatch):
     recipe, target, visits = load_recipe("tiny"), random_target(vocab=40), []
     monkeypatch.setattr(
-        "specdraft.eval.costing.measuring.visit", lambda cell: visits.append(cell) or visit(cell)
+        "specdraft.eval.costing.measuring.visit", lambda *args: visits.append(args) or visit(*args)
     )
 
     def measure(_: int) -> int:
@@ -296,7 +304,7 @@ def test_processors_of_one_name_but_two_generations_are_different_machines(tmp_p
 def test_another_head_invalidates_only_the_costs_of_drafting(tmp_path):
     path = tmp_path / "costs.json"
     ledger, _ = measured(path)
-    ledger.add(Cell("draft", {"rows": 1, "paths": [1], "levels": [1]}, open=list), 1.0)
+    ledger.add(Cell("draft", {"rows": 1, "paths": [1], "levels": [1]}, open=list), Try(1.0, 1.0))
     ledger.write()
     ledger, again = measured(path, SUBJECT | {"drafter": {"kind": "head", "weights": "2"}})
     assert ledger.note == ""
@@ -314,6 +322,7 @@ def test_a_file_that_holds_no_costs_is_refused(tmp_path, text):
 
 
 POINT = {"what": "draft", "rows": 1, "paths": [1], "levels": [1], "ms": 2.0, "tries": [2.0, 2.1]}
+POINT |= {"paces": [1.0, 1.1]}
 
 
 @pytest.mark.parametrize(
@@ -321,7 +330,8 @@ POINT = {"what": "draft", "rows": 1, "paths": [1], "levels": [1], "ms": 2.0, "tr
     [
         {"what": "drafts"}, {"what": ["draft"]}, {"rows": None}, {"rows": 10**400}, {"levels": []},
         {"paths": 1}, {"nodes": 3}, {"ms": "2"}, {"ms": 0}, {"ms": float("nan")}, {"tries": []},
-        {"tries": [2.0, None]}, {"tries": [float("inf")]},
+        {"tries": [2.0, None]}, {"tries": [2.0, float("inf")]}, {"paces": [1.0]},
+        {"paces": [1.0, 0]},
     ],
 )  # fmt: skip
 def test_an_invalid_point_is_refused_before_anything_is_measured(tmp_path, change):
@@ -412,10 +422,50 @@ def test_costs_of_another_machine_give_a_warning(tmp_path, recwarn, there, told)
     assert [bool(re.search(told, str(one.message))) for one in recwarn] == [True] * bool(told)
 
 
-def test_scattered_repeats_reveal_a_busy_machine():
-    quiet = {"ms": 1.0, "tries": [1.0, 1.01, 1.02]}
-    busy = {"ms": 1.0, "tries": [1.0, 1.3, 2.5, 1.1]}
+def test_scattered_paces_reveal_a_busy_machine():
+    quiet, busy = {"paces": [1.0, 1.01, 1.02]}, {"paces": [1.0, 1.3, 2.5, 1.1]}
     assert unrest([quiet, quiet, busy]) < BUSY < unrest([busy, busy, quiet])
+
+
+def test_what_a_machine_does_beside_a_visit_does_not_change_the_costs_it_finds(tmp_path):
+    """Half of the time everything takes 1.6 times as long, and changes within a visit, too."""
+    state = random.Random(0)
+    slow = [1.0]
+
+    def drifting() -> float:
+        if state.random() < 0.05:
+            slow[0] = state.choice([1.0, 1.6])
+        return slow[0]
+
+    ledger = Ledger(tmp_path / "costs.json", "tiny", SUBJECT)
+    names = ("rows", "nodes", "cached")
+    places = [dict(zip(names, place, strict=True)) for place in Grid().places()]
+    loops = [{"rows": 1, "nodes": nodes} for nodes in (1, 4)]
+    cells = [Cell("verify", at, partial(steps, surface(*at.values()), drifting)) for at in places]
+    cells += [Cell("loop", at, partial(steps, 0.2, drifting)) for at in loops]
+    for _, cell in turns(cells, 7):
+        ledger.add(cell, visit(cell, steps(surface(1, 1, 64), drifting)))
+    costs = ledger.fit()
+    usual = costs.verify_ms(1, 1, 64) / surface(1, 1, 64)  # the mean pace, in the quickest
+    assert 1.1 < usual < 1.5
+    assert costs.verify.worst_error < 0.02
+    for place in [(1, 20, 100), (3, 10, 64), (5, 1, 200)]:
+        assert costs.verify_ms(*place) == pytest.approx(usual * surface(*place), rel=0.02)
+
+
+def steps(ms: float, drifting: Callable[[], float]) -> Callable[[], float]:
+    """What takes so many milliseconds on a machine whose pace drifts."""
+    return lambda: 1e-3 * ms * drifting()
+
+
+def test_a_visit_tells_what_its_cell_took_beside_the_pace_before_and_behind():
+    paces = iter([1.0, 3.0, 5.0, 1.0, 1.0, 1.0, 1.0])
+    runs = iter([9.0] * WARM_UP + [4.0, 8.0, 6.0, 1.0, 1.0])
+    cell = Cell("verify", {"rows": 1}, open=lambda: lambda: next(runs))
+    with patch.object(benches, "ENOUGH", 1.0):
+        found = visit(cell, lambda: next(paces))
+    # Paces around the runs: 2, 4, 3, 1, 1; runs in paces: 2, 2, 2, 1, 1.
+    assert found == Try(ms=2 * 2000.0, pace=2000.0)
 
 
 # What is timed.
@@ -440,7 +490,8 @@ def trees_of(bench: DraftBench) -> list[tuple]:
 @pytest.mark.parametrize("target", [random_target(vocab=40), random_seq2seq("bart", vocab_size=40)])
 def test_every_kind_of_drafter_can_be_timed(target):
     layers = TargetBench(target, SMALL)
-    assert all(visit(cell) > 0 for cell in layers.cells())
+    pace = layers.pace()
+    assert all(min(visit(cell, pace)) > 0 for cell in layers.cells())
     coupled = {"coupling": "recurrent", "reads": "both", "fusion": "linear"}
     heads = MedusaHeads.of(MedusaConfig(target.hidden_size, 40, heads=2), target.lm_head_weight)
     drafters = [
@@ -452,7 +503,7 @@ def test_every_kind_of_drafter_can_be_timed(target):
     for trained in drafters:
         bench = DraftBench(target, trained, SMALL)
         few = sorted(bench.cells(), key=lambda cell: len(cell.at["levels"]))
-        assert all(visit(cell) > 0 for cell in (few[0], few[-1]))
+        assert all(min(visit(cell, pace)) > 0 for cell in (few[0], few[-1]))
         assert len(trees_of(bench)) > 1
     assert list(DraftBench(target, Trained(), SMALL).cells()) == []
 
@@ -524,7 +575,7 @@ def test_timed_forwards_and_drafts_of_as_many_rows_alternate():
         bench.between = lambda rows: partial(done.append, rows)
         for cell in bench.cells():
             done.clear()
-            visit(cell)
+            visit(cell, still)
             plain = cell.at.get("nodes") == 1  # has no drafts
             assert {*done} == (set() if plain else {cell.at["rows"]})
     done.clear()
@@ -548,7 +599,7 @@ def test_a_compiling_drafter_is_made_once_per_row_count_for_all_visits(compiles)
     for rows in (1, 2):
         cell = bench._cell(([1], [2], make), rows)
         for _ in range(3):
-            assert visit(cell) > 0
+            assert visit(cell, still).ms > 0
     assert made == ([1, 2] if compiles else [1, 1, 1, 2, 2, 2])
 
 
@@ -603,7 +654,7 @@ def test_a_head_that_reads_layers_of_the_target_is_timed_with_them(monkeypatch):
     target = random_target(vocab=40)
     head = random_head(target, 2, feature_layers=(1,))
     cell = next(DraftBench(target, Trained(head=head), SMALL).cells())
-    assert visit(cell) > 0
+    assert visit(cell, still).ms > 0
     bench, widths = TargetBench(target, SMALL, (1,)), set()
     packed = bench.decoder.packed
     forward = packed.forward
@@ -614,7 +665,7 @@ def test_a_head_that_reads_layers_of_the_target_is_timed_with_them(monkeypatch):
         return features
 
     monkeypatch.setattr(packed, "forward", watched)
-    assert visit(next(bench.cells())) > 0
+    assert visit(next(bench.cells()), bench.pace()).ms > 0
     assert widths == {2 * target.hidden_size}
 
 
