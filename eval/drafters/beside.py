@@ -41,7 +41,10 @@ class FalconBesideTable(DynamicFalcon):
     ):
         super().__init__(head, target, costs, rows, capacity, options=options)
         self.worth, self.table = WorthBeside(costs, self.k, self.max_nodes), Lookups(known, rows)
-        self._least = 0.0  # of this step: how likely a path of the table has to be
+        # Of this step: how likely a path of the table has to be, and what is behind a row's nodes,
+        # which is asked for after a pass and, of its ends that have no children, once more.
+        self._least = 0.0
+        self._found: dict[tuple[int, int], Chain] = {}
 
     def start(self, row: int, request: Request) -> None:
         super().start(row, request)
@@ -58,7 +61,7 @@ class FalconBesideTable(DynamicFalcon):
 
     def grow(self, rows: list[int]) -> list[Tree]:
         self.worth.begin(rows, self.table.cached(rows))
-        self._least = least_chance(self.worth)
+        self._least, self._found = least_chance(self.worth), {}
         growths = {row: Blocks([self.memory[row].ahead[-1]]) for row in rows}
         free = {row: self.table.foretell(row, LONGEST, self._least) for row in rows}
         chosen = self.worth.prefers({row: own.chances for row, own in free.items()})
@@ -82,5 +85,8 @@ class FalconBesideTable(DynamicFalcon):
 
     def _behind(self, row: int, growth: Blocks, node: int) -> Chain:
         """What the table says comes behind a node of a row's draft."""
-        reach = growth.chances[node]
-        return self.table.behind(row, growth.path(node), LONGEST, self._least, reach)
+        if (found := self._found.get((row, node))) is None:
+            path, reach = growth.path(node), growth.chances[node]
+            found = self.table.behind(row, path, LONGEST, self._least, reach)
+            self._found[row, node] = found
+        return found
