@@ -46,7 +46,7 @@ WARM_UP = 10
 ENOUGH = 0.05  # seconds after which no further run of either is begun
 STEPS = 4  # of the loop that are timed, behind the one that reads the prompt
 FRESH = 4  # tokens that a step brings, where its tree is deep enough
-PROMPT = 8  # tokens of a prompt of the loop, whose time does not depend on them
+PROMPT = 8  # tokens of a prompt of the loop, whose time does not depend on them, and of the pace
 SOURCE = 128  # tokens that an encoder has read for every row
 
 Key = tuple[str, str]  # of a cell: what is timed, and at which numbers
@@ -229,9 +229,9 @@ class TargetBench:
 
     @torch.inference_mode()
     def pace(self) -> Callable[[], float]:
-        """The plain forward beside which everything is timed: that of the grid's first place."""
-        rows, nodes, cached = next(self.grid.places())
-        return self._verify_cell([nodes] * rows, cached, always_nothing).open()
+        """The plain forward beside which everything is timed, of whatever grid: a row's, behind a
+        short prompt."""
+        return self._verify_cell([1], PROMPT, always_nothing).open()
 
     def forward(self, rows: int) -> Callable[[], float]:
         """A forward that verifies a few nodes of each row: what comes between two drafts."""

@@ -21,7 +21,17 @@ from random_seq2seq import random_seq2seq
 
 from specdraft.eval.costing import bench as benches
 from specdraft.eval.costing import drafts, room, shapes
-from specdraft.eval.costing.bench import FRESH, STEPS, WARM_UP, Cell, TargetBench, Try, turns, visit
+from specdraft.eval.costing.bench import (
+    FRESH,
+    PROMPT,
+    STEPS,
+    WARM_UP,
+    Cell,
+    TargetBench,
+    Try,
+    turns,
+    visit,
+)
 from specdraft.eval.costing.curves import fit, knots, nonnegative
 from specdraft.eval.costing.drafts import DraftBench, shape_of
 from specdraft.eval.costing.grid import Grid
@@ -622,6 +632,20 @@ def test_timed_loop_steps_reuse_tree_shapes_as_decoding_does():
     guesser = TargetBench(random_target(vocab=40), SMALL).guesser
     for nodes in (1, 2, 4, 16):
         assert guesser.tree(nodes).topology is guesser.tree(nodes, [3]).topology
+
+
+def test_points_of_any_grid_are_timed_beside_the_same_forward():
+    """A ledger goes on with another grid, and its points share one pace."""
+    target, read = random_target(vocab=40), []
+    for grid in (SMALL, Grid((3, 4), (2, 3), (16, 20))):
+        bench = TargetBench(target, grid)
+        pace, forward = bench.pace(), bench.decoder.packed.forward
+        bench.decoder.packed.forward = lambda ids, places, segments, forward=forward: (
+            read.append((len(ids), places.tolist())), forward(ids, places, segments),
+        )[1]  # fmt: skip
+        with torch.inference_mode():
+            assert pace() > 0
+    assert read[0] == read[1] == (1, [PROMPT])
 
 
 def test_several_rows_are_timed_with_caches_of_different_lengths():
