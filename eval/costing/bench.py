@@ -75,6 +75,15 @@ class Try(NamedTuple):
     pace: float
 
 
+def settled(tries: Sequence[Try], pace: float) -> float:
+    """Milliseconds of a cell at a pace, whatever the machine did during its visits.
+
+    >>> settled([Try(2.2, 1.0), Try(3.0, 1.5), Try(2.0, 1.0)], pace=1.5)
+    3.0
+    """
+    return median(own.ms / own.pace for own in tries) * pace
+
+
 def turns(cells: Sequence[Cell], repeats: int) -> Iterator[tuple[int, Cell]]:
     """Yield every cell once per turn, with the turn's number; each turn has another order, which is
     the same in every run."""

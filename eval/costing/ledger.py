@@ -24,7 +24,7 @@ from statistics import mean, median
 from typing import Any
 
 from specdraft.data.atomic import write_atomic
-from specdraft.eval.costing.bench import Cell, Key, Try
+from specdraft.eval.costing.bench import Cell, Key, Try, settled
 from specdraft.eval.costing.curves import fit, knots
 from specdraft.eval.pricing.cost import SCHEMA, CostModel, draft_terms, loop_terms, verify_terms
 from specdraft.recipes.errors import DataError
@@ -111,7 +111,7 @@ class Ledger:
         points = [*self.points.values()]
         pace = mean([own for point in points for own in point["paces"]] or [0.0])
         for point in points:
-            point["ms"] = round(median(paced(point)) * pace, 6)
+            point["ms"] = round(settled(tries_of(point), pace), 6)
 
     def write(self) -> None:
         """Write the file, whole or not at all."""
@@ -123,13 +123,9 @@ class Ledger:
         self._written = time.monotonic()
 
 
-def paced(point: Mapping[str, Any]) -> list[float]:
-    """The tries of a point in paces: how many times the plain forward beside it each took.
-
-    >>> paced({"tries": [2.2, 3.0], "paces": [1.0, 1.5]})
-    [2.2, 2.0]
-    """
-    return [ms / pace for ms, pace in zip(point["tries"], point["paces"], strict=True)]
+def tries_of(point: Mapping[str, Any]) -> list[Try]:
+    """What every visit of a point found."""
+    return [*map(Try, point["tries"], point["paces"])]
 
 
 def unrest(points: Sequence[Mapping[str, Any]]) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from specdraft.eval.costing.ledger import at_of, paced
+from specdraft.eval.costing.ledger import at_of, tries_of
 from specdraft.eval.costing.show import off_by
 from specdraft.eval.page.colours import SERIES
 from specdraft.eval.page.png import save_png
@@ -92,10 +92,10 @@ def _dots(
 ) -> None:
     """What was measured, with the least and the most of its tries."""
     ms = [point["ms"] for point in points]
-    shares = [[share / median(own) for share in own] for own in map(paced, points)]
+    shares = [[own.ms / own.pace for own in tries_of(point)] for point in points]
     spread = [
-        [own * (1 - min(tries)) for own, tries in zip(ms, shares, strict=True)],
-        [own * (max(tries) - 1) for own, tries in zip(ms, shares, strict=True)],
+        [own * (1 - min(some) / median(some)) for own, some in zip(ms, shares, strict=True)],
+        [own * (max(some) / median(some) - 1) for own, some in zip(ms, shares, strict=True)],
     ]
     style = {"fmt": "o", "markersize": 4, "linewidth": 1, "alpha": 0.8}
     axes.errorbar(at, ms, yerr=spread, color=colour, label=label, **style)

@@ -6,13 +6,13 @@ Targets are random Llamas of a few widths, on one CPU thread; both take turns.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from statistics import mean, median
+from statistics import mean
 from typing import Annotated
 
 import torch
 from transformers import LlamaConfig
 
-from specdraft.eval.costing.bench import TargetBench, turns, visit
+from specdraft.eval.costing.bench import TargetBench, Try, settled, turns, visit
 from specdraft.eval.costing.grid import Grid
 from specdraft.eval.measure.environment import cpu_threads, environment
 from specdraft.eval.papers.table import Found, Plan, Row, SeededTable
@@ -73,13 +73,10 @@ def milliseconds(targets: Sequence[Target], nodes: Sequence[int]) -> list[dict[s
     grid = Grid(tuple(nodes), rows=(1,), cached=(CACHED,))
     benches = [TargetBench(target, grid) for target in targets]
     forwards = [[cell for cell in bench.cells() if cell.what == "verify"] for bench in benches]
-    pace, paces = benches[0].pace(), []
-    shares: list[dict[int, list[float]]] = [{count: [] for count in nodes} for _ in targets]
+    pace = benches[0].pace()
+    tries: list[dict[int, list[Try]]] = [{count: [] for count in nodes} for _ in targets]
     for visits in zip(*(turns(cells, TURNS) for cells in forwards), strict=True):
-        for found, (_, cell) in zip(shares, visits, strict=True):
-            ms, beside = visit(cell, pace)
-            found[cell.at["nodes"]].append(ms / beside)
-            paces.append(beside)
-    return [
-        {f"{count}": median(some) * mean(paces) for count, some in own.items()} for own in shares
-    ]
+        for own, (_, cell) in zip(tries, visits, strict=True):
+            own[cell.at["nodes"]].append(visit(cell, pace))
+    usual = mean(one.pace for own in tries for some in own.values() for one in some)
+    return [{f"{count}": settled(some, usual) for count, some in own.items()} for own in tries]
