@@ -1,9 +1,7 @@
 """Runs that a table needs: each a process of its own, and none is made twice."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections import deque
@@ -15,9 +13,10 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from specdraft.eval.methods.registry import problems
+from specdraft.eval.papers.processes import start
 from specdraft.recipes.compare import differences
 from specdraft.recipes.errors import DataError, RecipeError
-from specdraft.recipes.interrupt import STOPS_WITH, keeping
+from specdraft.recipes.interrupt import keeping
 from specdraft.recipes.load import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +47,11 @@ class Job:
     def path(self) -> Path:
         """Where its report is when it is done."""
         return self.folder / ("table.json" if self.table else "report.json")
+
+    @property
+    def module(self) -> str:
+        """Its script as a module, whose imports are those of the run."""
+        return ".".join(("specdraft", *Path(self.script).with_suffix("").parts))
 
     @property
     def command(self) -> list[str]:
@@ -113,32 +117,23 @@ def run_all(jobs: Sequence[Job], at_once: int, label: str) -> None:
 def _run(jobs: Sequence[Job], at_once: int, bar: tqdm) -> None:
     """Run jobs, so many at a time. None outlives this one: it is asked to stop, and saves."""
     waiting, running = deque(enumerate(jobs)), {}  # process -> its job, and what it says
+    modules = sorted({job.module for job in jobs})
     with TemporaryDirectory() as folder:
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:
                     number, job = waiting.popleft()
                     log = Path(folder) / str(number)
-                    running[_start(job, log)] = job, log
-                for process in [one for one in running if one.poll() is not None]:
-                    _check(process.returncode, *running.pop(process))
+                    running[start(job.command[1:], modules, log)] = job, log
+                for process in [one for one in running if one.exitcode is not None]:
+                    _check(process.exitcode, *running.pop(process))
                     bar.update()
                 time.sleep(0.1)
         finally:
             for process in running:
                 process.terminate()
             for process in running:
-                process.wait()
-
-
-def _start(job: Job, log: Path) -> subprocess.Popen:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", STOPS_WITH: str(os.getpid())}
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    with log.open("w") as errors:
-        # In a session of its own: Ctrl-C would reach it beside our SIGTERM, and twice is "at once".
-        return subprocess.Popen(
-            job.command, env=environment, stderr=errors, start_new_session=True, **quiet
-        )
+                process.join()
 
 
 def _check(code: int, job: Job, log: Path) -> None:
