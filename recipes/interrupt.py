@@ -19,7 +19,6 @@ import psutil
 from specdraft.recipes.terminal import say_at_once
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in dir(signal)]
-STOPS_WITH = "SPECDRAFT_STOPS_WITH"  # in the environment: the parent that we do not outlive
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # what launchers leave there
 Returned = TypeVar("Returned")
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal to get when the parent dies
@@ -169,14 +168,10 @@ def stop_with_launcher() -> None:
 
     Raises: Terminated where it was ended before it could.
     """
-    launched = STOPS_WITH in os.environ or _launchers()
+    launched = _launchers()
     if sys.platform == "linux" and launched:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if STOPS_WITH in os.environ:
-        left = os.environ[STOPS_WITH] != str(os.getppid())
-    else:
-        left = not launched and any(name in os.environ for name in _LAUNCHED) and _is_orphan()
-    if left:
+    if not launched and any(name in os.environ for name in _LAUNCHED) and _is_orphan():
         raise Terminated
 
 

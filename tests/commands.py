@@ -7,15 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
+import time
+from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
 from accelerate.state import AcceleratorState
-from forks import Fork, nursery
-
-from specdraft.recipes.interrupt import STOPS_WITH
+from forks import Fork
 
 ROOT = Path(__file__).parents[1]
 SURROUNDINGS = {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
@@ -47,6 +46,13 @@ def run(*command: object, cwd: Path = ROOT, **environment: str) -> subprocess.Co
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def start_ranks(*command: object, count: int = 2, **environment: str) -> list[Fork]:
     """Start it as several ranks, with the environment variables that torchrun sets."""
     with socket.socket() as free:
@@ -71,22 +77,6 @@ def run_afresh(*command: str, cwd: Path = ROOT, **environment: str) -> subproces
     env = os.environ | SURROUNDINGS | environment
     arguments = [sys.executable, *command]
     return subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
-
-
-@contextmanager
-def children_forked() -> Iterator[None]:
-    """Within it, scripts that the code under test starts are forked, too."""
-    parent, launch = nursery(), subprocess.Popen
-
-    def popen(command: list[str], **options) -> Fork | subprocess.Popen:
-        if command[0] != sys.executable or not command[1].endswith(".py"):
-            return launch(command, **options)
-        where = {"own_session": options["start_new_session"], "errors": options["stderr"].name}
-        env = options["env"] | {STOPS_WITH: str(parent.process.pid)}
-        return Fork(*command[1:], cwd=Path.cwd(), env=env, parent=parent, **where)
-
-    with patch.object(subprocess, "Popen", popen):
-        yield
 
 
 def run_here(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:

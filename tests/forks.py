@@ -76,13 +76,12 @@ class Fork:
         own_session: bool = False,
         largest_file: int | None = None,
         terminal: str | None = None,
-        errors: str | None = None,
     ):
         self.parent, self.returncode = parent or nursery(), None
         there, here = ({k: e[k] for k in e if k.startswith(ONCE)} for e in (self.parent.env, env))
         assert there == here, "read when modules are imported: start such a process afresh"
         self.folder = TemporaryDirectory()
-        self.output = [Path(self.folder.name, "out"), Path(errors or f"{self.folder.name}/err")]
+        self.output = [Path(self.folder.name, name) for name in ("out", "err")]
         for path in self.output:
             path.touch()
         self.pid = self.parent.ask(

@@ -14,7 +14,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import BinaryIO
 
 import psutil
 import pytest
-from commands import ROOT, SURROUNDINGS, run, start
+from commands import ROOT, SURROUNDINGS, run, start, wait_until
 from forks import Fork
 from rich.console import Console
 from small_tokenizer import small_tokenizer
@@ -56,13 +55,6 @@ def stopped_when(condition: Callable[[], bool], process: Fork | subprocess.Popen
     _, errors = process.communicate(timeout=60)
     wait_until(lambda: not in_session(process.pid), 60)
     return errors
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def in_session(session: int) -> list[int]:
@@ -249,10 +241,32 @@ def test_a_command_interrupted_while_importing_says_so(monkeypatch, command, num
     assert errors.split("\n") == (["", *told, ""] if told else [""])
 
 
-def test_a_run_does_not_start_if_its_parent_has_ended(tmp_path):
-    done = run(*BENCH, "--out", str(tmp_path), SPECDRAFT_STOPS_WITH="1")
-    assert done.returncode == 130
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("environment", "told"), [({"TORCHELASTIC_RUN_ID": "1"}, "ended"), ({}, "went on")]
+)
+def test_a_run_does_not_start_if_its_launcher_has_ended(tmp_path, environment, told):
+    """The shell is gone when the script asks; without a launcher, it was in the background."""
+    (script := tmp_path / "orphan.py").write_text(
+        """import sys, time
+from pathlib import Path
+import psutil
+from specdraft.recipes.interrupt import Terminated, stop_with_launcher
+while psutil.Process().parent().name() == "sh":
+    time.sleep(0.01)
+try:
+    stop_with_launcher()
+    told = "went on"
+except Terminated:
+    told = "ended"
+Path(sys.argv[1]).with_suffix(".part").write_text(told)
+Path(sys.argv[1]).with_suffix(".part").rename(sys.argv[1])
+"""
+    )
+    said = tmp_path / "said"
+    background = f"{sys.executable} {script} {said} > /dev/null 2>&1 &"
+    subprocess.run(["sh", "-c", background], env=os.environ | environment, check=True)
+    wait_until(said.exists)
+    assert said.read_text() == told
 
 
 @pytest.mark.parametrize(

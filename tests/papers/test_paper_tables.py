@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from commands import ROOT, children_forked, run_here
+from commands import ROOT, run_here
 
 from specdraft.data.sources import bundled_file
 from specdraft.eval.papers.ems import WAYS
@@ -26,12 +26,6 @@ READY = {"tau", "tuned_cascades", "t5_cascades", "budgets", "ewif", "suffix", "c
 READY |= {"prepacked", "trees"}
 SMALL = ("data.limit=8", "train.steps=2", "train.batch_size=4", "eval.limit=2")
 SMALL += ("eval.max_new_tokens=8", "eval.validation=2")
-
-
-@pytest.fixture(autouse=True)
-def _forked():
-    with children_forked():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import children_forked, run_here
+from commands import run_here
 from shallow import shallow_target
 
 from specdraft.eval.papers.jobs import Job, run_all
@@ -27,12 +27,6 @@ SMALL = (
     "eval.limit=2",
     "eval.max_new_tokens=8",
 )
-
-
-@pytest.fixture(autouse=True)
-def _forked():
-    with children_forked():
-        yield
 
 
 def test_the_table_has_every_head_and_falcon_also_as_a_chain_and_without_csgd():
