@@ -22,7 +22,7 @@ from specdraft.models.published import is_published
 from specdraft.models.saved import CONFIG
 from specdraft.models.target import Target
 from specdraft.recipes.errors import HeadError, RecipeError, in_a_line
-from specdraft.recipes.find import RECIPE, kinds_of
+from specdraft.recipes.find import RECIPE, drafters_of
 from specdraft.recipes.load import load_recipe
 from specdraft.recipes.schema import Recipe
 from specdraft.recipes.static_trees import TREE
@@ -94,7 +94,7 @@ def read_recipes(names: Sequence[str], overrides: Sequence[str]) -> dict[str, Re
 
 def _drafters_of(name: str) -> list[str]:
     """The folders of a run that has drafters of several kinds; else the name itself."""
-    kinds = kinds_of(Path(name))
+    kinds = drafters_of(Path(name))
     return [str(Path(name) / kind) for kind in kinds] if len(kinds) > 1 else [name]
 
 
@@ -115,7 +115,7 @@ def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant],
     entered, left_out = [], {}
     for given, recipe in recipes.items():
         try:
-            recipe = _drafting(recipe)
+            recipe = _drafting(given, recipe)
             trained = load_trained(recipe, target, [featured(recipe.eval.methods)])
             method = _method(recipe, trained)
             alone = recipe.with_eval(methods=(method,))
@@ -137,12 +137,13 @@ def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant],
     return entered, left_out
 
 
-def _drafting(recipe: Recipe) -> Recipe:
+def _drafting(given: str, recipe: Recipe) -> Recipe:
     """The recipe, with its kind's own method where it decodes plainly only, as heads of papers'
-    tables do."""
-    if featured(recipe.eval.methods) != REFERENCE:
+    tables do, and for the folder of a table that was counted for a head, whose recipe it has."""
+    kind = "table" if Path(given).name == "table" else recipe.kind
+    if featured(recipe.eval.methods) != REFERENCE and kind == recipe.kind:
         return recipe
-    method = {"student": "ssd", "table": "maxgram"}.get(recipe.kind, f"{recipe.kind}_tree")
+    method = {"student": "ssd", "table": "maxgram"}.get(kind, f"{kind}_tree")
     return recipe.with_eval(methods=(REFERENCE, method))
 
 

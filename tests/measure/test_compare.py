@@ -12,6 +12,7 @@ import torch
 from commands import run_here
 from rich.console import Console
 from shallow import shallow_target
+from test_maxgram import Shards
 
 from specdraft.data.prompts import load_prompts
 from specdraft.eval.comparing.contestants import enter, read_recipes
@@ -30,6 +31,7 @@ from specdraft.models.shapes import TargetShape, llama_config
 from specdraft.models.target import Target
 from specdraft.recipes.errors import RecipeError, TargetError
 from specdraft.recipes.load import dump, load_recipe
+from specdraft.train.counting.bigrams import count, save_table
 
 SMALL = ["eval.limit=3", "eval.max_new_tokens=12", "eval.threads=1"]
 LARGER = Shape("larger", llama_config(TargetShape(256, 3, 4, 4, 400, 2100), 512))
@@ -139,6 +141,21 @@ def test_a_run_folder_enters_all_its_drafters(tiny, small, tmp_path):
     entered, _ = enter(recipes, tiny)
     assert [one.name for one in entered] == ["falcon", "eagle"]
     assert entered[0].minutes == 2.0
+
+
+def test_a_table_counted_for_a_head_enters_by_its_own_folder_and_as_a_table(tiny, small, tmp_path):
+    """It has the recipe of the head's run, which measures the head last."""
+    run = finished(tmp_path, "run", falcon(tiny, 0))
+    counts = count(Shards(range(2)), tmp_path / "counts", tiny.vocab_size)
+    save_table(counts.table(None, {}), tmp_path / "run" / "table")
+    shutil.copy(tmp_path / "run" / "recipe.yaml", tmp_path / "run" / "table" / "recipe.yaml")
+    assert [*read_recipes([run], small)] == [run]
+    entered, left_out = enter(read_recipes([run, f"{run}/table"], small), tiny)
+    assert [(one.name, one.method) for one in entered] == [
+        ("run", "falcon_tree"),
+        ("table", "maxgram"),
+    ]
+    assert not left_out
 
 
 def test_an_unfinished_run_is_left_out_with_the_reason(runs, tiny, small, tmp_path):
