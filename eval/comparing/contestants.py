@@ -138,10 +138,12 @@ def enter(recipes: dict[str, Recipe], target: Target) -> tuple[list[Contestant],
 
 
 def _drafting(given: str, recipe: Recipe) -> Recipe:
-    """The recipe, with its kind's own method where it decodes plainly only, as heads of papers'
-    tables do, and for the folder of a table that was counted for a head, whose recipe it has."""
+    """The recipe, with its kind's own method where it has none of its kind: heads of papers' tables
+    have one that decodes plainly only, a table that was counted for a head has that head's."""
+    shown = featured(recipe.eval.methods)
     kind = "table" if Path(given).name == "table" else recipe.kind
-    if featured(recipe.eval.methods) != REFERENCE and kind == recipe.kind:
+    of_its_kind = needs(shown) == ("table",) if kind == "table" else shown != REFERENCE
+    if of_its_kind:
         return recipe
     method = {"student": "ssd", "table": "maxgram"}.get(kind, f"{kind}_tree")
     return recipe.with_eval(methods=(REFERENCE, method))

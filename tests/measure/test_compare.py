@@ -146,16 +146,18 @@ def test_a_run_folder_enters_all_its_drafters(tiny, small, tmp_path):
 def test_a_table_counted_for_a_head_enters_by_its_own_folder_and_as_a_table(tiny, small, tmp_path):
     """It has the recipe of the head's run, which measures the head last."""
     run = finished(tmp_path, "run", falcon(tiny, 0))
+    recipe, table = load_recipe(run), tmp_path / "run" / "table"
     counts = count(Shards(range(2)), tmp_path / "counts", tiny.vocab_size)
-    save_table(counts.table(None, {}), tmp_path / "run" / "table")
-    shutil.copy(tmp_path / "run" / "recipe.yaml", tmp_path / "run" / "table" / "recipe.yaml")
+    save_table(counts.table(None, {}), table)
+    dump(recipe, table / "recipe.yaml")
     assert [*read_recipes([run], small)] == [run]
-    entered, left_out = enter(read_recipes([run, f"{run}/table"], small), tiny)
-    assert [(one.name, one.method) for one in entered] == [
-        ("run", "falcon_tree"),
-        ("table", "maxgram"),
-    ]
+    entered, left_out = enter(read_recipes([run, str(table)], small), tiny)
+    found = [(one.name, one.method) for one in entered]
+    assert found == [("run", "falcon_tree"), ("table", "maxgram")]
     assert not left_out
+    dump(recipe.with_eval(methods=("plain", "ngram_dynamic")), table / "recipe.yaml")  # its own
+    (one,), _ = enter(read_recipes([str(table)], small), tiny)
+    assert one.method == "ngram_dynamic"
 
 
 def test_an_unfinished_run_is_left_out_with_the_reason(runs, tiny, small, tmp_path):
